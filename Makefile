@@ -1,0 +1,79 @@
+# The commands of README.md. `make test` is what continuous integration runs.
+#
+# PYTHON makes the virtual environment and is not used after that. Nothing here needs a network once
+# everything in constraints.txt is installed. For a machine without a GPU see constraints.txt.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Some virtual CPUs announce AMX and then kill the process that uses it.
+ONEDNN_MAX_CPU_ISA ?= AVX2
+export ONEDNN_MAX_CPU_ISA
+
+.PHONY: help install demo test format lint types layers tests torture bench clean
+
+help:
+	@echo "make demo      train, kill, resume: what laststep does, in a minute"
+	@echo "make test      everything that must be green: style, types, layers, tests"
+	@echo "make torture   tests/torture: crashes and faults at every turn, much longer"
+	@echo "make bench     measure on this machine"
+	@echo "make clean     remove what the above left behind, except $(VENV)"
+
+# The build tools come first and the build uses them as they are, instead of downloading its own
+# copies each time.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "== install into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt hatchling editables
+	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/laststep demo
+
+# One recipe, not five prerequisites: the stages run in this order under `make -j` too.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory format
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory layers
+	@$(MAKE) --no-print-directory tests
+
+format: $(STAMP)
+	@echo "== ruff format --check"
+	@$(BIN)/ruff format --check
+
+lint: $(STAMP)
+	@echo "== ruff check"
+	@$(BIN)/ruff check --quiet && echo "no finding"
+
+types: $(STAMP)
+	@echo "== mypy"
+	@$(BIN)/mypy
+
+layers: $(STAMP)
+	@echo "== lint-imports"
+	@$(BIN)/lint-imports
+
+tests: $(STAMP)
+	@echo "== pytest"
+	@$(BIN)/python -m pytest -q --tb=short --ignore=tests/torture $(PYTEST_ARGS)
+
+torture: $(STAMP)
+	@echo "== pytest tests/torture"
+	@HYPOTHESIS_PROFILE=torture $(BIN)/python -m pytest -q --tb=short --timeout=3600 \
+		tests/torture $(PYTEST_ARGS)
+
+bench: $(STAMP)
+	@$(BIN)/python -m bench $(BENCH_ARGS)
+
+clean:
+	rm -rf build dist htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache \
+		.import_linter_cache .hypothesis demo-run bench/out
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

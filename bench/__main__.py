@@ -1,0 +1,24 @@
+"""`python -m bench [cpu|gpu] [options]`: what `laststep bench` runs. Without a word: the GPU, if any."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    """Choose, and hand the rest of the command line on."""
+    word = sys.argv.pop(1) if sys.argv[1:2] in (["cpu"], ["gpu"]) else None
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see cpu.py
+
+    import torch
+
+    if word == "gpu" or (word is None and torch.cuda.is_available()):
+        from bench.on_gpu import main as run
+    else:
+        from bench.on_cpu import main as run
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""laststep: checkpointing for PyTorch training that training does not notice.
+
+The public names are loaded when first used, so that `import laststep` and the command line start
+without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from laststep.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from laststep.checkpointer.core import Checkpointer, Restored
+    from laststep.checkpointer.keep import Keep
+    from laststep.checkpointer.loading import Problems
+    from laststep.checkpointer.oneoff import load, save
+    from laststep.checkpointer.opening import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
+    from laststep.checkpointer.restoring import Skipped
+    from laststep.config import Capture, FlushIn, OnBusy
+    from laststep.engine.handle import SaveHandle, SaveReport
+    from laststep.errors import (
+        Aborted,
+        Corrupt,
+        Exists,
+        LaststepError,
+        Mismatch,
+        NotFound,
+        StorageFailed,
+        Torn,
+        Usage,
+    )
+    from laststep.state.provider import ABSENT, State, StateProvider
+    from laststep.state.tensors import register_tensor_type
+    from laststep.state.values import RNG
+
+_WHERE = {
+    "laststep.checkpointer.core": ("Checkpointer", "Restored"),
+    "laststep.checkpointer.keep": ("Keep",),
+    "laststep.checkpointer.loading": ("Problems",),
+    "laststep.checkpointer.oneoff": ("load", "save"),
+    "laststep.checkpointer.opening": ("Catalog", "Checkpoint", "StoredTensor", "open"),
+    "laststep.checkpointer.restoring": ("Skipped",),
+    "laststep.config": ("Capture", "FlushIn", "OnBusy"),
+    "laststep.engine.handle": ("SaveHandle", "SaveReport"),
+    "laststep.errors": (
+        "Aborted", "Corrupt", "Exists", "LaststepError", "Mismatch", "NotFound", "StorageFailed",
+        "Torn", "Usage",
+    ),
+    "laststep.state.provider": ("ABSENT", "State", "StateProvider"),
+    "laststep.state.tensors": ("register_tensor_type",),
+    "laststep.state.values": ("RNG",),
+}  # fmt: skip
+_HOME = {name: module for module, names in _WHERE.items() for name in names}
+
+__all__ = [
+    "ABSENT",
+    "RNG",
+    "Aborted",
+    "Capture",
+    "Catalog",
+    "Checkpoint",
+    "Checkpointer",
+    "Corrupt",
+    "Exists",
+    "FlushIn",
+    "Keep",
+    "LaststepError",
+    "Mismatch",
+    "NotFound",
+    "OnBusy",
+    "Problems",
+    "Restored",
+    "SaveHandle",
+    "SaveReport",
+    "Skipped",
+    "State",
+    "StateProvider",
+    "StorageFailed",
+    "StoredTensor",
+    "Torn",
+    "Usage",
+    "__version__",
+    "load",
+    "open",
+    "register_tensor_type",
+    "save",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'laststep' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,121 @@
+"""What crashes leave behind in a run, and its removal.
+
+Only what no live writer can still want: attempts that were given up or whose writer is dead, and
+temporary names older than an hour. Committed checkpoints are never touched. A free lock proves death
+only under the same kernel; the attempt of another machine must also have been quiet for an hour.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from laststep.catalog import decision
+from laststep.catalog.epochs import Epochs, is_here
+from laststep.catalog.listing import Found
+from laststep.catalog.names import EPOCHS_FOLDER
+from laststep.errors import Corrupt
+from laststep.format.manifest import Abort
+from laststep.storage.store import Entry, Store
+
+_log = logging.getLogger(__name__)
+
+QUIET_S = 3600.0
+"""How long nothing has to have changed where nothing better tells that a writer is dead."""
+
+_TEMPORARY = ".tmp-"
+
+
+class Why(enum.Enum):
+    """Why something may go."""
+
+    ABORTED = "given up"
+    DEAD_WRITER = "its writer is dead"
+    DEBRIS = "a temporary name that was left behind"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orphan:
+    """One file or folder that nobody needs, by its name within the run."""
+
+    name: str
+    why: Why
+    is_folder: bool
+    size_bytes: int
+
+
+def orphans(
+    store: Store, epochs: Epochs, found: tuple[Found, ...], *, now_s: float
+) -> tuple[Orphan, ...]:
+    """All that may be removed now; removes nothing."""
+    dead: dict[int, _Liveness] = {}
+    result = []
+    for item in found:
+        if item.is_committed:
+            result += _debris(item.entries, item.name.folder, now_s)
+            continue
+        epoch = item.name.epoch
+        if epoch not in dead:
+            dead[epoch] = _liveness(epochs, epoch)
+        quiet = now_s - item.changed_s > QUIET_S
+        if dead[epoch] is _Liveness.DEAD or (dead[epoch] is _Liveness.SILENT and quiet):
+            why = Why.ABORTED if isinstance(item.decided, Abort) else Why.DEAD_WRITER
+            result.append(
+                Orphan(name=item.name.folder, why=why, is_folder=True, size_bytes=item.size_bytes)
+            )
+    result += _debris(store.list(""), "", now_s)
+    result += _debris(store.list(EPOCHS_FOLDER), EPOCHS_FOLDER, now_s)
+    return tuple(result)
+
+
+def remove(store: Store, orphan: Orphan) -> bool:
+    """Remove one; False where it turned out to be committed.
+
+    An undecided attempt is given up first, so a writer that was wrongly taken for dead loses. The
+    abort must not go before the rest: without it the attempt would be undecided again, and that
+    writer could commit what is half gone. `delete_folder` takes the folder's name away first, the
+    abort with it, and in a folder without a name nobody can commit.
+    """
+    if orphan.why is Why.DEAD_WRITER and not isinstance(
+        decision.abort(store, orphan.name, "its writer is dead; cleaned up"), Abort
+    ):
+        return False
+    if orphan.is_folder:
+        store.delete_folder(orphan.name)
+    else:
+        store.delete(orphan.name)
+    _log.info("removed %s (%s, %d bytes)", orphan.name, orphan.why.value, orphan.size_bytes)
+    return True
+
+
+class _Liveness(enum.Enum):
+    ALIVE = enum.auto()
+    SILENT = enum.auto()
+    DEAD = enum.auto()
+
+
+def _liveness(epochs: Epochs, epoch: int) -> _Liveness:
+    if epochs.is_alive(epoch):
+        return _Liveness.ALIVE
+    try:
+        record = epochs.read(epoch)
+    except Corrupt:
+        record = None
+    return _Liveness.DEAD if record is not None and is_here(record) else _Liveness.SILENT
+
+
+def _debris(
+    entries: Iterator[Entry] | list[Entry] | tuple[Entry, ...], folder: str, now_s: float
+) -> list[Orphan]:
+    return [
+        Orphan(
+            name=f"{folder}/{entry.name}" if folder else entry.name,
+            why=Why.DEBRIS,
+            is_folder=entry.is_folder,
+            size_bytes=entry.size_bytes,
+        )
+        for entry in entries
+        if _TEMPORARY in entry.name and now_s - entry.modified_s > QUIET_S
+    ]

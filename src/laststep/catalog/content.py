@@ -1,0 +1,149 @@
+"""Open a committed checkpoint: its headers and objects, verified; where each tensor's bytes lie.
+
+Reads no tensor data and imports no torch. Whatever cannot be read as it was written is `Corrupt`,
+after a second look past every cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+
+from laststep.codecs.digests import digest, digest_text
+from laststep.errors import Corrupt, NotFound
+from laststep.format.header import Header, TensorEntry, decode_header
+from laststep.format.manifest import Commit, FileRecord
+from laststep.state.stored import StoredItem, TensorSpec, decode_item
+from laststep.storage.store import Reader, Store
+from laststep.terms import MAX_HEADER_BYTES
+
+TREE_SUFFIX = "/~6tree"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """A data file of a checkpoint, open for reading."""
+
+    record: FileRecord
+    header: Header
+    reader: Reader
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a stored tensor's bytes lie."""
+
+    file: int
+    entry: TensorEntry
+
+
+class Content:
+    """The content of one checkpoint; close it when done."""
+
+    def __init__(self, store: Store, folder: str, commit: Commit) -> None:
+        self.folder = folder
+        self.commit = commit
+        self.files: list[DataFile] = []
+        self.places: dict[tuple[str, str], Place] = {}
+        try:
+            for record in commit.files:
+                self.files.append(_open_file(store, folder, record))
+            self._index()
+            self.items = {record.name: self._item(record.name, record.kind) for record in commit.items}
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Content:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self.files:
+            file.reader.close()
+
+    def item(self, name: str) -> StoredItem:
+        try:
+            return self.items[name]
+        except KeyError:
+            known = ", ".join(sorted(self.items)) or "none"
+            raise NotFound(
+                f"the checkpoint has no item {name!r}", where=self.folder, found=known
+            ) from None
+
+    def _index(self) -> None:
+        names = {record.name for record in self.commit.items}
+        for number, file in enumerate(self.files):
+            for entry in file.header.tensors:
+                if file.header.item is not None:
+                    item, name = file.header.item, entry.name
+                else:
+                    item, _, name = entry.name.partition("/")
+                if item not in names:
+                    raise Corrupt("a tensor of an unknown item", where=file.where, found=repr(entry.name))
+                self.places[item, name] = Place(file=number, entry=entry)
+
+    def _item(self, name: str, kind: str) -> StoredItem:
+        tensors = {
+            tensor: TensorSpec(place.entry.dtype, place.entry.shape)
+            for (item, tensor), place in self.places.items()
+            if item == name
+        }
+        data, where = self._object(name + TREE_SUFFIX)
+        return decode_item(data, name=name, kind=kind, tensors=tensors, where=where)
+
+    def _object(self, name: str) -> tuple[bytes, str]:
+        for file in self.files:
+            for entry in file.header.objects:
+                if entry.name == name:
+                    start = file.record.header_bytes + entry.start
+                    data = read_verified(
+                        file.reader, start, entry.stop - entry.start, entry.digest, file.where
+                    )
+                    return data, f"{file.where}, object {name}"
+        raise Corrupt("the tree of an item is missing", where=self.folder, expected=name)
+
+
+def _open_file(store: Store, folder: str, record: FileRecord) -> DataFile:
+    path = f"{folder}/{record.name}"
+    where = f"{store.url}/{path}"
+    try:
+        reader = store.open_reader(path)
+    except NotFound as error:
+        raise Corrupt("a data file is missing", where=where, expected=f"{record.size_bytes} bytes") from error
+    try:
+        if reader.size_bytes != record.size_bytes:
+            raise Corrupt(
+                "a data file has the wrong size", where=where,
+                expected=f"{record.size_bytes} bytes", found=f"{reader.size_bytes}",
+            )  # fmt: skip
+        if record.header_bytes > 2 * MAX_HEADER_BYTES:
+            raise Corrupt("a header is too large", where=where, found=f"{record.header_bytes} bytes")
+        expected = bytes.fromhex(record.header_digest.rpartition(":")[2])
+        region = read_verified(reader, 0, record.header_bytes, expected, f"{where}, header")
+        header = decode_header(
+            region, data_bytes=record.size_bytes - record.header_bytes, where=where
+        )
+    except BaseException:
+        reader.close()
+        raise
+    return DataFile(record=record, header=header, reader=reader, where=where)
+
+
+def read_verified(reader: Reader, start: int, size: int, expected: bytes, where: str) -> bytes:
+    """Bytes whose digest is right; a wrong one is read a second time before it counts."""
+    buffer = bytearray(size)
+    for _ in range(2):
+        got = reader.read_into(start, memoryview(buffer)) if size else 0
+        if got == size and digest(buffer) == expected:
+            return bytes(buffer)
+    raise Corrupt(
+        "stored bytes have changed", where=f"{where} (bytes {start}-{start + size})",
+        expected=f"digest {expected.hex()}", found=digest_text(bytes(buffer)),
+        remedy="`laststep verify` lists all damage",
+    )  # fmt: skip

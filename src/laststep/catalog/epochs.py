@@ -1,0 +1,232 @@
+"""Writer epochs: who writes to a run, and what each writer continues from.
+
+Each start of a job takes the next number by creating a record that nobody changes or deletes, so
+what was read once stays true. Knows nothing of manifests; aborting the attempts of older epochs is
+`run`'s part. Host, process and boot are for people, and for telling whether a lock can be trusted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from laststep.catalog import names
+from laststep.catalog.lineage import Chain, Link, Point
+from laststep.codecs.digests import digest_text
+from laststep.errors import Corrupt, Exists, NotFound, Usage
+from laststep.storage.store import Store
+from laststep.terms import FORMAT_VERSION
+
+_log = logging.getLogger(__name__)
+
+RECORD_LIMIT_BYTES = 1 << 16
+
+_Number = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class EpochRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One writer: its number, the (epoch, attempt) it continues from, and who it is."""
+
+    format: int
+    epoch: _Number
+    continues: tuple[_Number, _Number] | None
+    host: str
+    pid: int
+    boot: str
+    process_started: str
+    created_s: float
+
+
+class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    digest: str
+    epoch: msgspec.Raw
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    format: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writer:
+    """A process, as far as another one may want to know it."""
+
+    host: str
+    pid: int
+    boot: str
+    process_started: str
+
+
+def this_writer() -> Writer:
+    """This process."""
+    started = _read_system_file(f"/proc/{os.getpid()}/stat").rpartition(")")[2].split()
+    return Writer(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        boot=_read_system_file("/proc/sys/kernel/random/boot_id").strip(),
+        process_started=started[19] if len(started) > 19 else "",
+    )
+
+
+def is_here(record: EpochRecord) -> bool:
+    """Whether that writer ran under this very kernel, where a free lock proves that it is dead."""
+    me = this_writer()
+    return record.boot == me.boot if me.boot and record.boot else record.host == me.host
+
+
+def encode(record: EpochRecord) -> bytes:
+    """The bytes of `epochs/N.json`."""
+    content = msgspec.json.encode(record)
+    return msgspec.json.encode(_Sealed(digest=digest_text(content), epoch=msgspec.Raw(content)))
+
+
+def decode(data: bytes, *, epoch: int, where: str) -> EpochRecord:
+    """The record of that epoch, verified; `Corrupt` for nonsense, `Usage` for a later format."""
+    try:
+        sealed = msgspec.json.decode(data, type=_Sealed)
+        content = bytes(sealed.epoch)
+        if digest_text(content) != sealed.digest:
+            raise _corrupt(where, sealed.digest, digest_text(content))
+        version = msgspec.json.decode(content, type=_Versioned).format
+        if version > FORMAT_VERSION:
+            raise later_format(where, version)
+        record = msgspec.json.decode(content, type=EpochRecord)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _corrupt(where, "an epoch's record", str(error)) from error
+    if record.epoch != epoch or record.format != FORMAT_VERSION:
+        raise _corrupt(where, f"epoch {epoch}, format {FORMAT_VERSION}", f"{record}")
+    if record.continues is not None and record.continues[0] >= epoch:
+        raise _corrupt(where, "an earlier epoch to continue from", f"{record.continues}")
+    return record
+
+
+class Epochs:
+    """The epochs of one run. Safe to use from several threads: it only remembers records."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[int, EpochRecord] = {}
+
+    def numbers(self) -> tuple[int, ...]:
+        """All epochs that have a record, ascending."""
+        return self._listed("json")
+
+    def locked(self) -> tuple[int, ...]:
+        """All epochs whose writer is alive, newest first."""
+        return tuple(n for n in reversed(self._listed("lock")) if self.is_alive(n))
+
+    def is_alive(self, epoch: int) -> bool:
+        """Whether a live process holds the lock of that epoch."""
+        return self._store.is_locked(names.epoch_lock_name(epoch))
+
+    def read(self, epoch: int) -> EpochRecord | None:
+        """The record of an epoch, or None where there is none."""
+        known = self._known.get(epoch)
+        if known is not None:
+            return known
+        name = names.epoch_record_name(epoch)
+        try:
+            data = self._store.read(name, limit_bytes=RECORD_LIMIT_BYTES)
+        except NotFound:
+            return None
+        record = decode(data, epoch=epoch, where=f"{self._store.url}/{name}")
+        self._known[epoch] = record
+        return record
+
+    def chain(self) -> Chain:
+        """The epochs of the lineage. Records beside it are not read, so their damage is harmless."""
+        numbers = self.numbers()
+        links: list[Link] = []
+        epoch: int | None = numbers[-1] if numbers else None
+        while epoch is not None:
+            record = self.read(epoch)
+            if record is None:
+                break
+            links.append(Link(epoch=epoch, continues=record.continues))
+            epoch = None if record.continues is None else record.continues[0]
+        if epoch is None:
+            return Chain(links=tuple(links))
+        unrecorded = not any(number < epoch for number in numbers)
+        if not unrecorded:
+            _log.warning("epoch %d of %s has no record: the lineage ends there", epoch, self._store.url)
+        return Chain(links=tuple(links), unrecorded_below=unrecorded)
+
+    def claim(self, continues: Point | None, *, above: int) -> int:
+        """Create the next record, beyond `above` and all others; tries again after a lost race."""
+        self._make_folder()
+        while True:
+            number = max((above, *self.numbers())) + 1
+            if continues is not None and not (1 <= continues[0] < number and continues[1] >= 1):
+                raise Usage(
+                    "cannot continue from a checkpoint that this run does not know",
+                    where=self._store.url,
+                    expected=f"an epoch below {number} and an attempt from 1",
+                    found=f"epoch {continues[0]}, attempt {continues[1]}",
+                )
+            record = _record(number, continues)
+            try:
+                self._store.create(names.epoch_record_name(number), encode(record))
+            except Exists:
+                continue
+            self._known[number] = record
+            return number
+
+    def _listed(self, kind: str) -> tuple[int, ...]:
+        entries = self._store.list(names.EPOCHS_FOLDER)
+        found = (names.parse_epoch(entry.name, kind) for entry in entries)
+        return tuple(sorted(number for number in found if number is not None))
+
+    def _make_folder(self) -> None:
+        try:
+            self._store.make_folder(names.EPOCHS_FOLDER)
+        except Exists:
+            return
+
+
+def later_format(where: str, version: int) -> Usage:
+    """The refusal of what a later laststep has written."""
+    return Usage(
+        "cannot read a run of a later format",
+        where=where,
+        expected=f"format {FORMAT_VERSION}",
+        found=f"format {version}",
+        remedy="upgrade laststep",
+    )
+
+
+def _record(number: int, continues: Point | None) -> EpochRecord:
+    me = this_writer()
+    return EpochRecord(
+        format=FORMAT_VERSION,
+        epoch=number,
+        continues=continues,
+        host=me.host,
+        pid=me.pid,
+        boot=me.boot,
+        process_started=me.process_started,
+        created_s=time.time(),
+    )
+
+
+def _corrupt(where: str, expected: str, found: str) -> Corrupt:
+    return Corrupt(
+        "cannot read the record of an epoch",
+        where=where,
+        expected=expected,
+        found=found,
+        remedy="bring the file back from a copy, or move the folder `epochs` away: "
+        "then all checkpoints count, in the order of their steps",
+    )
+
+
+def _read_system_file(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,189 @@
+"""What there is in a run: committed checkpoints, attempts, and what was given up.
+
+Reads names and manifests, never data files. A manifest never changes while it exists, so one that
+was read is remembered; whether it still exists is looked up each time. Any thread may call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from laststep.catalog import decision, lineage
+from laststep.catalog.epochs import Epochs
+from laststep.catalog.names import PIN_NAME, AttemptName, parse_folder
+from laststep.errors import Corrupt, LaststepError, StorageFailed
+from laststep.format.manifest import Abort, Commit
+from laststep.storage.store import Entry, Store
+from laststep.terms import MANIFEST_NAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A committed checkpoint. Where its manifest cannot be read, `commit` is None, `error` says why.
+
+    `on_lineage` is False for an abandoned branch and for one whose step was committed again, which
+    `superseded_by` names.
+    """
+
+    folder: str
+    step: int
+    epoch: int
+    attempt: int
+    commit: Commit | None
+    error: LaststepError | None
+    on_lineage: bool
+    superseded_by: str | None
+    pinned: bool
+    size_bytes: int
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """An undecided attempt, and whether its writer is alive."""
+
+    folder: str
+    step: int
+    epoch: int
+    attempt: int
+    alive: bool
+    size_bytes: int
+    changed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One attempt's folder as it was found; `decided` is None where there is no manifest."""
+
+    name: AttemptName
+    touched_s: float
+    """When a name in the folder was made or removed last."""
+
+    entries: tuple[Entry, ...]
+    decided: Commit | Abort | LaststepError | None
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all its files."""
+        return sum(entry.size_bytes for entry in self.entries if not entry.is_folder)
+
+    @property
+    def changed_s(self) -> float:
+        """When anything in it changed last."""
+        return max((self.touched_s, *(entry.modified_s for entry in self.entries)))
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether it counts as a checkpoint: an unreadable manifest does, it is evidence."""
+        return self.decided is not None and not isinstance(self.decided, Abort)
+
+
+class Scanner:
+    """Looks through the attempts of one run."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._read: dict[str, tuple[int, float, Commit | Abort]] = {}
+
+    def names(self) -> tuple[AttemptName, ...]:
+        """All attempts that have a folder, decided or not."""
+        return tuple(name for name, _ in self._folders())
+
+    def scan(self) -> tuple[Found, ...]:
+        """Every attempt and what was decided about it."""
+        found = tuple(self._look(name, touched_s) for name, touched_s in self._folders())
+        present = {item.name.folder for item in found}
+        for folder in tuple(self._read):
+            if folder not in present:
+                self._read.pop(folder, None)
+        return found
+
+    def _folders(self) -> list[tuple[AttemptName, float]]:
+        entries = [entry for entry in self._store.list("") if entry.is_folder]
+        parsed = [(parse_folder(entry.name), entry.modified_s) for entry in entries]
+        return [(name, modified_s) for name, modified_s in parsed if name is not None]
+
+    def _look(self, name: AttemptName, touched_s: float) -> Found:
+        entries = tuple(self._store.list(name.folder))
+        manifest = next((entry for entry in entries if entry.name == MANIFEST_NAME), None)
+        decided = None if manifest is None else self._decided(name.folder, manifest)
+        return Found(name=name, touched_s=touched_s, entries=entries, decided=decided)
+
+    def _decided(self, folder: str, entry: Entry) -> Commit | Abort | LaststepError | None:
+        known = self._read.get(folder)
+        if known is not None and known[:2] == (entry.size_bytes, entry.modified_s):
+            return known[2]
+        if entry.size_bytes > decision.MANIFEST_LIMIT_BYTES:
+            return Corrupt(
+                "a manifest is too large to be one",
+                where=f"{self._store.url}/{folder}/{MANIFEST_NAME}",
+                expected=f"at most {decision.MANIFEST_LIMIT_BYTES} bytes",
+                found=f"{entry.size_bytes} bytes",
+            )
+        try:
+            decided = decision.read(self._store, folder)
+        except StorageFailed:
+            raise  # The store cannot be reached: that says nothing about the checkpoint.
+        except LaststepError as error:
+            return error  # Not remembered: a second read may be better.
+        if decided is not None:
+            self._read[folder] = (entry.size_bytes, entry.modified_s, decided)
+        return decided
+
+
+def checkpoints(found: tuple[Found, ...], chain: lineage.Chain) -> tuple[Listed, ...]:
+    """The committed ones in the order of commits. Pure."""
+    committed = {item.name: item for item in found if item.is_committed}
+    on_lineage = lineage.order(committed, chain)
+    sound = frozenset(
+        name.folder for name, item in committed.items() if isinstance(item.decided, Commit)
+    )
+    replaced = lineage.superseded(on_lineage, sound)
+    if chain.links:
+        ordered = sorted(committed, key=lambda name: name.point)
+    else:
+        ordered = list(on_lineage)
+    return tuple(_listed(committed[name], set(on_lineage), replaced) for name in ordered)
+
+
+def attempts(found: tuple[Found, ...], epochs: Epochs) -> tuple[Attempt, ...]:
+    """The undecided ones in the order of attempts."""
+    undecided = sorted(
+        (item for item in found if item.decided is None), key=lambda item: item.name.point
+    )
+    alive = {epoch: epochs.is_alive(epoch) for epoch in {item.name.epoch for item in undecided}}
+    return tuple(
+        Attempt(
+            folder=item.name.folder,
+            step=item.name.step,
+            epoch=item.name.epoch,
+            attempt=item.name.attempt,
+            alive=alive[item.name.epoch],
+            size_bytes=item.size_bytes,
+            changed_s=item.changed_s,
+        )
+        for item in undecided
+    )
+
+
+def _listed(
+    item: Found, on_lineage: set[AttemptName], replaced: Mapping[AttemptName, AttemptName]
+) -> Listed:
+    name = item.name
+    commit = item.decided if isinstance(item.decided, Commit) else None
+    by = replaced.get(name)
+    written = (entry.modified_s for entry in item.entries if entry.name == MANIFEST_NAME)
+    return Listed(
+        folder=name.folder,
+        step=name.step,
+        epoch=name.epoch,
+        attempt=name.attempt,
+        commit=commit,
+        error=item.decided if isinstance(item.decided, LaststepError) else None,
+        on_lineage=name in on_lineage and by is None,
+        superseded_by=None if by is None else by.folder,
+        pinned=any(entry.name == PIN_NAME for entry in item.entries),
+        size_bytes=item.size_bytes,
+        created_s=next(written, 0.0) if commit is None else commit.created_s,
+    )

@@ -1,0 +1,78 @@
+"""The names within a run, to and from values.
+
+Pure. Every attempt has exactly one name and every name at most one attempt: a name that would not be
+written this way again is not an attempt's name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from laststep.errors import Usage
+
+RUN_NAME = "run.json"
+EPOCHS_FOLDER = "epochs"
+PIN_NAME = "pinned"
+
+_FOLDER = re.compile(r"step-([0-9]{8,20})\.([0-9]{1,20})-([0-9]{1,20})")
+_EPOCH = re.compile(r"([0-9]{8,20})\.(json|lock)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptName:
+    """One attempt: the step it saves, the writer's epoch, and which attempt of that epoch."""
+
+    step: int
+    epoch: int
+    attempt: int
+
+    @property
+    def point(self) -> tuple[int, int]:
+        """Its place in the order of commits."""
+        return self.epoch, self.attempt
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder."""
+        return f"step-{self.step:08d}.{self.epoch}-{self.attempt}"
+
+
+def format_folder(*, step: int, epoch: int, attempt: int) -> str:
+    """The folder of an attempt; `Usage` for numbers that cannot be."""
+    if step < 0 or epoch < 1 or attempt < 1 or max(step, epoch, attempt) >= 10**20:
+        raise Usage(
+            "cannot name a checkpoint",
+            expected="step from 0, epoch and attempt from 1, at most 20 digits",
+            found=f"step {step}, epoch {epoch}, attempt {attempt}",
+        )
+    return AttemptName(step=step, epoch=epoch, attempt=attempt).folder
+
+
+def parse_folder(folder: str) -> AttemptName | None:
+    """The attempt of that folder, or None where it is not the name of one."""
+    match = _FOLDER.fullmatch(folder)
+    if match is None:
+        return None
+    step, epoch, attempt = (int(digits) for digits in match.groups())
+    name = AttemptName(step=step, epoch=epoch, attempt=attempt)
+    return name if epoch >= 1 and attempt >= 1 and name.folder == folder else None
+
+
+def epoch_record_name(epoch: int) -> str:
+    """The record of an epoch, within the run."""
+    return f"{EPOCHS_FOLDER}/{epoch:08d}.json"
+
+
+def epoch_lock_name(epoch: int) -> str:
+    """The lock of an epoch, within the run."""
+    return f"{EPOCHS_FOLDER}/{epoch:08d}.lock"
+
+
+def parse_epoch(name: str, kind: str) -> int | None:
+    """The epoch of a file in `epochs/` that ends in `kind`, or None where it is not one."""
+    match = _EPOCH.fullmatch(name)
+    if match is None or match.group(2) != kind:
+        return None
+    epoch = int(match.group(1))
+    return epoch if epoch >= 1 and name == f"{epoch:08d}.{kind}" else None

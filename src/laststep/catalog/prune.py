@@ -1,0 +1,65 @@
+"""Carry out what retention decided: a plan that is a value, and its execution.
+
+Deletes only committed checkpoints that the plan drops; what crashes leave behind is `cleaning`'s.
+Each loses its manifest durably before anything else, so at any instant it is there whole or not at
+all. Later commits go first, because a manifest may refer to earlier checkpoints, never to later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from laststep.catalog.listing import Listed
+from laststep.catalog.names import PIN_NAME
+from laststep.catalog.retention import Policy, Verdict, decide
+from laststep.storage.store import Store
+from laststep.terms import MANIFEST_NAME
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunePlan:
+    """What stays and what goes, in the order of commits."""
+
+    store: Store
+    verdicts: tuple[Verdict, ...]
+    deletions: tuple[str, ...]
+    """The folders that go, in the order in which they do."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """What the execution gives back."""
+        return sum(verdict.size_bytes for verdict in self.verdicts if not verdict.keep)
+
+    def execute(self, *, each: Callable[[str], None] | None = None) -> tuple[str, ...]:
+        """Delete what goes, and return it; one that was pinned since the plan was made stays."""
+        deleted = []
+        for folder in self.deletions:
+            if any(entry.name == PIN_NAME for entry in self.store.list(folder)):
+                _log.info("kept %s: pinned meanwhile", folder)
+                continue
+            self.store.delete_folder(folder, first=MANIFEST_NAME)
+            deleted.append(folder)
+            _log.info("pruned %s", folder)
+            if each is not None:
+                each(folder)
+        return tuple(deleted)
+
+
+def plan(
+    store: Store,
+    listed: tuple[Listed, ...],
+    policy: Policy,
+    *,
+    resumed_from: str | None = None,
+    pinned: frozenset[str] = frozenset(),
+) -> PrunePlan:
+    """The plan for what is listed. Pure: `store` is only kept for the execution."""
+    verdicts = decide(listed, policy, resumed_from=resumed_from, pinned=pinned)
+    points = {item.folder: (item.epoch, item.attempt) for item in listed}
+    doomed = [verdict.folder for verdict in verdicts if not verdict.keep]
+    doomed.sort(key=lambda folder: points[folder], reverse=True)
+    return PrunePlan(store=store, verdicts=verdicts, deletions=tuple(doomed))

@@ -1,0 +1,170 @@
+"""Which checkpoints to keep.
+
+Pure: from what is listed and a policy to one verdict each. Whatever the policy says, these stay: the
+newest good one of the lineage, the one that was resumed from, pinned ones, and all that a kept
+manifest refers to. Rules count only good checkpoints on the lineage. What is off it, or cannot be
+read, is evidence and stays until it is asked for (`keep_abandoned=False`); only a checkpoint whose
+step was committed again goes by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from laststep.catalog.listing import Listed
+from laststep.errors import Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What to keep; a checkpoint stays if any rule wants it, and all stay where there is no rule."""
+
+    keep_last: int | None = None
+    """The newest so many."""
+
+    keep_every: int | None = None
+    """Those whose step is a multiple of this."""
+
+    keep_best: int | None = None
+    """The best so many by `best_metric`; of equals the later."""
+
+    best_metric: str | None = None
+    best_mode: Literal["min", "max"] = "min"
+
+    keep_abandoned: bool = True
+    """Whether abandoned branches and unreadable manifests stay."""
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "keep_best"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise Usage(
+                    f"cannot use {name}", expected="a number from 1, or None", found=str(value)
+                )
+        if (self.keep_best is None) != (self.best_metric is None):
+            raise Usage(
+                "cannot tell which checkpoints are best",
+                expected="keep_best together with best_metric",
+                found=f"keep_best={self.keep_best}, best_metric={self.best_metric!r}",
+            )
+        if self.best_mode not in ("min", "max"):
+            raise Usage(
+                "cannot use best_mode", expected="'min' or 'max'", found=repr(self.best_mode)
+            )
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether anything is to go at all."""
+        return any(rule is not None for rule in (self.keep_last, self.keep_every, self.keep_best))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What becomes of one checkpoint, and all the reasons for it."""
+
+    folder: str
+    step: int
+    keep: bool
+    reasons: tuple[str, ...]
+    size_bytes: int
+
+
+def decide(
+    listed: Sequence[Listed],
+    policy: Policy,
+    *,
+    resumed_from: str | None = None,
+    pinned: frozenset[str] = frozenset(),
+) -> tuple[Verdict, ...]:
+    """One verdict for each of `listed` (in the order of commits, as `Run.checkpoints` gives them)."""
+    reasons: dict[str, list[str]] = {item.folder: [] for item in listed}
+    good = [item for item in listed if item.on_lineage and item.commit is not None]
+    _always(reasons, listed, good, resumed_from, pinned)
+    _by_rule(reasons, good, policy)
+    if policy.keep_abandoned:
+        for item in listed:
+            if item.error is not None:
+                reasons[item.folder].append("its manifest cannot be read: kept as evidence")
+            elif not item.on_lineage and item.superseded_by is None:
+                reasons[item.folder].append("on an abandoned branch: kept as evidence")
+    _by_reference(reasons, listed)
+    return tuple(
+        Verdict(
+            folder=item.folder,
+            step=item.step,
+            keep=bool(reasons[item.folder]),
+            reasons=tuple(reasons[item.folder]) or (_why_not(item),),
+            size_bytes=item.size_bytes,
+        )
+        for item in listed
+    )
+
+
+def _always(
+    reasons: dict[str, list[str]],
+    listed: Sequence[Listed],
+    good: Sequence[Listed],
+    resumed_from: str | None,
+    pinned: frozenset[str],
+) -> None:
+    if good:
+        reasons[good[-1].folder].append("the newest")
+    for item in listed:
+        if item.folder == resumed_from:
+            reasons[item.folder].append("resumed from")
+        if item.pinned or item.folder in pinned:
+            reasons[item.folder].append("pinned")
+
+
+def _by_rule(reasons: dict[str, list[str]], good: Sequence[Listed], policy: Policy) -> None:
+    if not policy.has_rule:
+        _add(reasons, good, "no rule says which to drop")
+    if policy.keep_last is not None:
+        _add(reasons, good[-policy.keep_last :], f"one of the last {policy.keep_last}")
+    if policy.keep_every is not None:
+        chosen = [item for item in good if item.step % policy.keep_every == 0]
+        _add(reasons, chosen, f"every {policy.keep_every} steps")
+    if policy.keep_best is not None and policy.best_metric is not None:
+        text = f"one of the best {policy.keep_best} by {policy.best_metric}"
+        _add(reasons, _best(good, policy.best_metric, policy)[: policy.keep_best], text)
+
+
+def _best(good: Sequence[Listed], metric: str, policy: Policy) -> list[Listed]:
+    """Best first; what has no number there, or nan, is not among them."""
+    sign = 1.0 if policy.best_mode == "min" else -1.0
+    ranked = []
+    for place, item in enumerate(good):
+        value = None if item.commit is None else item.commit.metrics.get(metric)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
+            ranked.append((sign * value, -place, item))
+    ranked.sort(key=lambda entry: entry[:2])
+    return [item for _, _, item in ranked]
+
+
+def _by_reference(reasons: dict[str, list[str]], listed: Sequence[Listed]) -> None:
+    """Keep what kept ones need, and what those need in turn: a kept manifest stays whole."""
+    by_folder = {item.folder: item for item in listed}
+    waiting = [item for item in listed if reasons[item.folder]]
+    while waiting:
+        item = waiting.pop()
+        for folder in () if item.commit is None else item.commit.references:
+            if folder in by_folder and folder != item.folder:
+                if not reasons[folder]:
+                    waiting.append(by_folder[folder])
+                reasons[folder].append(f"needed by {item.folder}")
+
+
+def _add(reasons: dict[str, list[str]], items: Iterable[Listed], reason: str) -> None:
+    for item in items:
+        reasons[item.folder].append(reason)
+
+
+def _why_not(item: Listed) -> str:
+    if item.superseded_by is not None:
+        return f"its step was saved again in {item.superseded_by}"
+    if item.error is not None:
+        return "its manifest cannot be read"
+    return "no rule keeps it" if item.on_lineage else "on an abandoned branch"

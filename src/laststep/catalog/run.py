@@ -1,0 +1,310 @@
+"""A run: the way to its checkpoints, its writers, its commits and its cleaning.
+
+Ties `epochs`, `listing`, `decision`, `cleaning` and `prune` to one store and adds only the order in
+which they act. Knows nothing of tensors, data files or processes. What it remembers never changes on
+disk, so any thread may call any method.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from laststep.catalog import cleaning, decision, listing, prune
+from laststep.catalog.cleaning import Orphan
+from laststep.catalog.epochs import RECORD_LIMIT_BYTES, EpochRecord, Epochs, later_format
+from laststep.catalog.lineage import Point
+from laststep.catalog.listing import Attempt, Listed, Scanner
+from laststep.catalog.names import (
+    PIN_NAME,
+    RUN_NAME,
+    epoch_lock_name,
+    format_folder,
+    parse_folder,
+)
+from laststep.catalog.prune import PrunePlan
+from laststep.catalog.retention import Policy
+from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, Usage
+from laststep.format.manifest import Abort, Commit
+from laststep.storage.store import Lock, Store
+from laststep.terms import FORMAT_VERSION
+
+_log = logging.getLogger(__name__)
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who this run is."""
+
+    format: int
+    run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    created_s: float
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    format: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveWriter:
+    """An epoch whose writer is alive, and the attempts it has not decided yet."""
+
+    epoch: int
+    host: str
+    pid: int
+    attempts: tuple[str, ...]
+
+
+class Run:
+    """One run in one store. Made by `open` or `open_or_create`."""
+
+    def __init__(self, store: Store, record: RunRecord | None) -> None:
+        self.store = store
+        self.record = record
+        self._epochs = Epochs(store)
+        self._scanner = Scanner(store)
+
+    @classmethod
+    def open(cls, store: Store) -> Run:
+        """An existing run; `NotFound` where there is neither a record nor any checkpoint."""
+        record = _read_record(store)
+        run = cls(store, record)
+        if record is None and not run._scanner.names():
+            raise NotFound(
+                "there is no run",
+                where=store.url,
+                expected=f"{RUN_NAME} or a folder named step-…",
+                remedy="check the path",
+            )
+        return run
+
+    @classmethod
+    def open_or_create(cls, store: Store) -> Run:
+        """The run, which is made where there is none."""
+        record = _read_record(store)
+        if record is None:
+            fresh = RunRecord(
+                format=FORMAT_VERSION, run=secrets.token_hex(16), created_s=time.time()
+            )
+            try:
+                store.create(RUN_NAME, msgspec.json.encode(fresh))
+                record = fresh
+            except Exists:
+                record = _read_record(store)
+        return cls(store, record)
+
+    @property
+    def id(self) -> str:
+        """The random id of the run; "" for folders that were copied without their record."""
+        return "" if self.record is None else self.record.run
+
+    # What there is
+
+    def checkpoints(self) -> tuple[Listed, ...]:
+        """All committed checkpoints in the order of commits, on the lineage or not."""
+        return listing.checkpoints(self._scanner.scan(), self._epochs.chain())
+
+    def lineage(self) -> tuple[Listed, ...]:
+        """Those that the present state descends from, oldest first; unreadable ones too."""
+        return tuple(item for item in self.checkpoints() if item.on_lineage)
+
+    def newest(self) -> Listed | None:
+        """The last of the lineage whose manifest can be read."""
+        good = [item for item in self.lineage() if item.commit is not None]
+        return good[-1] if good else None
+
+    def attempts(self) -> tuple[Attempt, ...]:
+        """The undecided attempts."""
+        return listing.attempts(self._scanner.scan(), self._epochs)
+
+    def epoch(self, number: int) -> EpochRecord | None:
+        """The record of one epoch."""
+        return self._epochs.read(number)
+
+    def live_writer(self, *, below: int | None = None) -> LiveWriter | None:
+        """The newest epoch (below that number) whose writer is alive, or None.
+
+        Before a restore this is whoever still finishes the last save of an earlier start.
+        """
+        for number in self._epochs.locked():
+            if below is None or number < below:
+                record = self._epochs.read(number)
+                pending = tuple(item.folder for item in self.attempts() if item.epoch == number)
+                return LiveWriter(
+                    epoch=number,
+                    host="" if record is None else record.host,
+                    pid=0 if record is None else record.pid,
+                    attempts=pending,
+                )
+        return None
+
+    # Writing
+
+    def claim_epoch(self, continues: Point | None) -> int:
+        """Become the writer: take the next epoch, then give up what older, dead writers left open.
+
+        The epoch's lock MUST be taken (`lock_epoch`) before the first attempt begins.
+        """
+        folders = self._scanner.names()
+        above = max((name.epoch for name in folders), default=0)
+        number = self._epochs.claim(continues, above=above)
+        for item in self.attempts():
+            if item.epoch < number and not item.alive:
+                decided = decision.abort(
+                    self.store, item.folder, f"epoch {number} has taken over from a dead writer"
+                )
+                if isinstance(decided, Abort):
+                    _log.warning("gave up %s, whose writer is dead", item.folder)
+        _log.info("epoch %d of %s continues from %s", number, self.store.url, continues)
+        return number
+
+    def lock_epoch(self, number: int) -> Lock:
+        """Show that the writer of that epoch is alive, until the lock is closed or its process ends."""
+        return self.store.lock(epoch_lock_name(number))
+
+    def check_step_free(self, step: int) -> None:
+        """`Exists` where that step is committed on the lineage and can be read."""
+        for item in self.lineage():
+            if item.step == step and item.commit is not None:
+                raise Exists(
+                    f"step {step} has been saved already",
+                    where=f"{self.store.url}/{item.folder}",
+                    remedy="save with overwrite=True to replace it, or restore an earlier step",
+                )
+
+    def begin(self, *, step: int, epoch: int, attempt: int) -> str:
+        """Make the folder of an attempt, then see whether this writer is still the newest.
+
+        In that order: a newer writer either shows up here, or finds the folder and gives it up.
+        """
+        folder = format_folder(step=step, epoch=epoch, attempt=attempt)
+        self.store.make_folder(folder)
+        newest = max(self._epochs.numbers(), default=0)
+        if newest > epoch:
+            taken_by = f"epoch {newest}"
+            try:
+                record = self._epochs.read(newest)
+                if record is not None:
+                    taken_by += f", process {record.pid} on {record.host}"
+            except Corrupt as error:
+                taken_by += f" ({error.what})"
+            decision.abort(self.store, folder, f"the run was taken over by {taken_by}")
+            raise Aborted(
+                f"cannot save step {step}: the run was taken over by another writer",
+                where=self.store.url,
+                expected=f"epoch {epoch} to be the newest",
+                found=taken_by,
+                remedy="end one of the two jobs; only one at a time may save to a run",
+            )
+        if newest < epoch:
+            raise Usage(
+                f"cannot save step {step} in an epoch that was not claimed",
+                where=self.store.url,
+                expected=f"an epoch up to {newest}",
+                found=f"epoch {epoch}",
+            )
+        return folder
+
+    def commit(self, folder: str, commit: Commit) -> None:
+        """Make a checkpoint visible; see `decision.commit`."""
+        decision.commit(self.store, folder, commit)
+
+    def abort(self, folder: str, reason: str) -> Commit | Abort:
+        """Give an attempt up; returns the decision that stands, a `Commit` if it came too late."""
+        _check_folder(folder)
+        return decision.abort(self.store, folder, reason)
+
+    def decision(self, folder: str) -> Commit | Abort | None:
+        """What was decided about an attempt."""
+        _check_folder(folder)
+        return decision.read(self.store, folder)
+
+    # Removing
+
+    def discard(self, folder: str) -> None:
+        """Delete an attempt that was given up; for its own writer, once it writes no more."""
+        if not isinstance(self.decision(folder), Abort):
+            raise Usage(
+                "refused to delete an attempt that was not given up",
+                where=f"{self.store.url}/{folder}",
+                remedy="abort it first, or prune if it is committed",
+            )
+        self.store.delete_folder(folder)
+
+    def orphans(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
+        """What crashes left behind and no live writer can want."""
+        now = time.time() if now_s is None else now_s
+        return cleaning.orphans(self.store, self._epochs, self._scanner.scan(), now_s=now)
+
+    def clean(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
+        """Remove the orphans; returns those that are gone."""
+        found = self.orphans(now_s=now_s)
+        return tuple(orphan for orphan in found if cleaning.remove(self.store, orphan))
+
+    def pin(self, folder: str) -> None:
+        """Keep that checkpoint whatever the policy says."""
+        if not isinstance(self.decision(folder), Commit):
+            raise NotFound(
+                "cannot pin, there is no such checkpoint", where=f"{self.store.url}/{folder}"
+            )
+        try:
+            self.store.create(f"{folder}/{PIN_NAME}", b"")
+        except Exists:
+            return
+
+    def unpin(self, folder: str) -> None:
+        """Leave that checkpoint to the policy again."""
+        _check_folder(folder)
+        self.store.delete(f"{folder}/{PIN_NAME}")
+
+
+def plan_prune(
+    run: Run,
+    policy: Policy,
+    *,
+    resumed_from: str | None = None,
+    in_use: frozenset[str] = frozenset(),
+) -> PrunePlan:
+    """What the policy would delete now; `in_use` are folders that a save under way refers to."""
+    return prune.plan(
+        run.store, run.checkpoints(), policy, resumed_from=resumed_from, pinned=in_use
+    )
+
+
+def _read_record(store: Store) -> RunRecord | None:
+    where = f"{store.url}/{RUN_NAME}"
+    try:
+        data = store.read(RUN_NAME, limit_bytes=RECORD_LIMIT_BYTES)
+    except NotFound:
+        return None
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).format
+        if version > FORMAT_VERSION:
+            raise later_format(where, version)
+        record = msgspec.json.decode(data, type=RunRecord)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _bad_record(where, str(error)) from error
+    if record.format != FORMAT_VERSION:
+        raise _bad_record(where, f"format {record.format}")
+    return record
+
+
+def _bad_record(where: str, found: str) -> LaststepError:
+    return Corrupt(
+        "cannot read the record of a run",
+        where=where,
+        expected="a format, a run id and a time",
+        found=found,
+        remedy="move the file away: the checkpoints open without it",
+    )
+
+
+def _check_folder(folder: str) -> None:
+    if parse_folder(folder) is None:
+        raise Usage(
+            "this is not the name of a checkpoint", expected="step-S.E-A", found=repr(folder)
+        )

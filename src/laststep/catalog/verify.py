@@ -1,0 +1,346 @@
+"""Check every byte of a stored checkpoint against its digests, and list all that is damaged.
+
+Reads past the page cache where the store can, so what is checked is what is stored. Knows nothing
+of torch, of lineage or of what a person is shown. Damage is a value, never an error: one bad block
+hides no other. What raises is a place that cannot be asked: no such checkpoint, a store that may
+answer later. Files are opened and headers checked on the calling thread; chunks of data are read by
+`threads` workers, each of which owns one buffer while it reads into it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, digest
+from laststep.errors import Corrupt, NotFound, StorageFailed
+from laststep.format import manifest
+from laststep.format.header import Header, decode_header, region_bytes_of
+from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from laststep.storage.store import Reader, Store
+
+_MAX_TOUCHED = 100
+
+Progress = Callable[[int, int], None]
+"""Told the bytes checked so far and the bytes that there are; called by any of the workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """One thing that is not as it was written: where it lies, what its digest says, what is there.
+
+    `start` and `stop` are bytes of the file; `touches` names the tensors or objects that lie there.
+    """
+
+    file: str
+    what: str
+    start: int
+    stop: int
+    expected: str
+    found: str
+    touches: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was checked, and all damage; `unchecked_bytes` are those whose digests are lost."""
+
+    files: int
+    blocks: int
+    bytes: int
+    damage: tuple[Damage, ...]
+    unchecked_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Range:
+    """Bytes of one file whose digests are known: whole blocks, or one object."""
+
+    file: str
+    reader: Reader
+    start: int
+    stop: int
+    digests: bytes
+    header_bytes: int
+    header: Header
+    object_name: str | None = None
+
+
+@dataclass(slots=True)
+class _Findings:
+    """What is known so far; only `_Check` and, under its mutex, the workers add to it."""
+
+    damage: list[Damage] = field(default_factory=list)
+    files: int = 0
+    blocks: int = 0
+    bytes: int = 0
+    unchecked_bytes: int = 0
+
+
+def verify_checkpoint(
+    store: Store, folder: str, *, threads: int = 4, progress: Progress | None = None
+) -> VerifyReport:
+    """Read all of the checkpoint in `folder` and compare it with its digests.
+
+    `NotFound` where there is no committed checkpoint.
+    """
+    with ExitStack() as stack:
+        check = _Check(store, folder, stack)
+        ranges = check.headers()
+        check.read(ranges, threads, progress)
+        found = check.findings
+    return VerifyReport(
+        files=found.files,
+        blocks=found.blocks,
+        bytes=found.bytes,
+        damage=tuple(sorted(found.damage, key=lambda d: (d.file, d.start, d.what))),
+        unchecked_bytes=found.unchecked_bytes,
+    )
+
+
+class _Check:
+    """One verification; readers stay open until its stack closes."""
+
+    def __init__(self, store: Store, folder: str, stack: ExitStack) -> None:
+        self._store = store
+        self._folder = folder
+        self._stack = stack
+        self._mutex = threading.Lock()
+        self.findings = _Findings()
+
+    # On the calling thread
+
+    def headers(self) -> list[_Range]:
+        """Check manifest and headers; what they vouch for, in order."""
+        commit = self._manifest()
+        if commit is not None:
+            return [part for record in commit.files for part in self._file(record.name, record)]
+        # Without a manifest nothing vouches for the headers, but they still vouch for the data.
+        names = [e.name for e in self._store.list(self._folder) if e.name.endswith(".safetensors")]
+        return [part for name in names for part in self._file(name, None)]
+
+    def _manifest(self) -> manifest.Commit | None:
+        name = f"{self._folder}/{MANIFEST_NAME}"
+        where = f"{self._store.url}/{name}"
+        try:
+            reader = self._store.open_reader(name)
+        except NotFound:
+            raise NotFound(
+                "there is no committed checkpoint",
+                where=f"{self._store.url}/{self._folder}",
+                expected=f"a {MANIFEST_NAME}",
+                remedy="`laststep ls` lists the checkpoints of a run",
+            ) from None
+        self._stack.callback(reader.close)
+        data = bytearray(reader.size_bytes)
+        if self._read(MANIFEST_NAME, "manifest", reader, 0, memoryview(data)) is None:
+            return None
+        self.findings.files += 1
+        self.findings.bytes += len(data)
+        try:
+            decision = manifest.decode(bytes(data), where=where)
+        except Corrupt as error:
+            self._add(MANIFEST_NAME, "manifest", 0, len(data), error.expected, error.found)
+            return None
+        if isinstance(decision, manifest.Abort):
+            raise NotFound(
+                "there is no checkpoint: the attempt was aborted",
+                where=f"{self._store.url}/{self._folder}",
+                found=decision.reason,
+            )
+        return decision
+
+    def _file(self, name: str, record: manifest.FileRecord | None) -> list[_Range]:
+        """Check one file's size and header; the ranges that its header vouches for."""
+        wanted_bytes = 0 if record is None else record.size_bytes
+        try:
+            reader = self._store.open_reader(f"{self._folder}/{name}")
+        except NotFound:
+            self._add(name, "file", 0, wanted_bytes, f"{wanted_bytes} bytes", "no such file")
+            self.findings.unchecked_bytes += wanted_bytes
+            return []
+        self._stack.callback(reader.close)
+        self.findings.files += 1
+        size_bytes = reader.size_bytes
+        if record is not None and size_bytes != wanted_bytes:
+            low, high = sorted((size_bytes, wanted_bytes))
+            self._add(name, "size", low, high, f"{wanted_bytes} bytes", f"{size_bytes} bytes")
+        if record is not None:
+            size_bytes = wanted_bytes
+        header_bytes = self._header_bytes(name, reader, record)
+        region = bytearray(header_bytes)
+        got = self._read(name, "header", reader, 0, memoryview(region))
+        header = None
+        if got is not None:
+            self.findings.bytes += got
+            header = self._header(name, memoryview(region)[:got], record, size_bytes)
+        if header is None:
+            self.findings.unchecked_bytes += size_bytes - header_bytes
+            return []
+        return list(_ranges(name, reader, header, header_bytes))
+
+    def _header_bytes(self, name: str, reader: Reader, record: manifest.FileRecord | None) -> int:
+        if record is not None:
+            return record.header_bytes
+        prefix = bytearray(8)
+        reader.read_into(0, memoryview(prefix))
+        try:
+            return region_bytes_of(bytes(prefix), size_bytes=reader.size_bytes, where=name)
+        except Corrupt as error:
+            self._add(name, "header", 0, 8, error.expected, error.found)
+            return 0
+
+    def _header(
+        self, name: str, region: memoryview, record: manifest.FileRecord | None, size_bytes: int
+    ) -> Header | None:
+        """The header, if the manifest or else its own soundness says that it can be believed."""
+        if record is not None:
+            found = f"{DIGEST_NAME}:{digest(region).hex()}"
+            if found != record.header_digest:
+                stop = record.header_bytes
+                self._add(name, "header", 0, stop, record.header_digest, found)
+                return None
+        elif not len(region):
+            return None
+        try:
+            return decode_header(region, data_bytes=size_bytes - len(region), where=name)
+        except Corrupt as error:
+            self._add(name, "header", 0, len(region), error.expected, error.found)
+            return None
+
+    # On the workers
+
+    def read(self, ranges: list[_Range], threads: int, progress: Progress | None) -> None:
+        """Read every range and compare; the first error that is no damage is raised at the end."""
+        total = self.findings.bytes + sum(part.stop - part.start for part in ranges)
+        if progress is not None:
+            progress(self.findings.bytes, total)
+        with _buffers(threads) as buffers, ThreadPoolExecutor(threads) as workers:
+
+            def work(part: _Range) -> None:
+                self._compare(part, buffers)
+                with self._mutex:
+                    self.findings.bytes += part.stop - part.start
+                    if part.object_name is None:
+                        self.findings.blocks += len(part.digests) // DIGEST_BYTES
+                    if progress is not None:
+                        progress(self.findings.bytes, total)
+
+            for done in [workers.submit(work, part) for part in ranges]:
+                done.result()
+
+    def _compare(self, part: _Range, buffers: queue.SimpleQueue[memoryview]) -> None:
+        size_bytes = part.stop - part.start
+        lent = buffers.get() if size_bytes <= CHUNK_BYTES else None
+        try:
+            view = memoryview(bytearray(size_bytes)) if lent is None else lent[:size_bytes]
+            what = "data" if part.object_name is None else f"object {part.object_name}"
+            got = self._read(part.file, what, part.reader, part.start, view)
+            if got is None:
+                return
+            if part.object_name is not None:
+                self._check(part, what, part.start, part.stop, view[:got], part.digests)
+                return
+            first = (part.start - part.header_bytes) // BLOCK_BYTES
+            for number in range(len(part.digests) // DIGEST_BYTES):
+                at = number * BLOCK_BYTES
+                stop = min(part.stop, part.start + at + BLOCK_BYTES)
+                expected = part.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+                block = view[: max(got, at)][at : at + BLOCK_BYTES]
+                self._check(part, f"block {first + number}", part.start + at, stop, block, expected)
+        finally:
+            if lent is not None:
+                buffers.put(lent)
+
+    def _check(
+        self, part: _Range, what: str, start: int, stop: int, data: memoryview, expected: bytes
+    ) -> None:
+        found = digest(data)
+        if found == expected and len(data) == stop - start:
+            return
+        text = found.hex() if len(data) == stop - start else f"only {len(data)} bytes"
+        touches = _touched(part.header, start - part.header_bytes, stop - part.header_bytes)
+        self._add(part.file, what, start, stop, expected.hex(), text, touches)
+
+    def _read(
+        self, file: str, what: str, reader: Reader, start: int, into: memoryview
+    ) -> int | None:
+        """How many bytes could be read; None, and damage, where the device failed for good."""
+        try:
+            return reader.read_into(start, into)
+        except StorageFailed as error:
+            if error.transient:
+                raise
+            self._add(file, what, start, start + len(into), "readable bytes", error.found)
+            return None
+
+    def _add(
+        self,
+        file: str,
+        what: str,
+        start: int,
+        stop: int,
+        expected: str | None,
+        found: str | None,
+        touches: tuple[str, ...] = (),
+    ) -> None:
+        damage = Damage(
+            file=file,
+            what=what,
+            start=start,
+            stop=stop,
+            expected=expected or "what was written",
+            found=found or "something else",
+            touches=touches,
+        )
+        with self._mutex:
+            self.findings.damage.append(damage)
+
+
+def _ranges(name: str, reader: Reader, header: Header, header_bytes: int) -> Iterator[_Range]:
+    """All data of a file, in chunks of whole blocks and single objects."""
+
+    def part(start: int, stop: int, digests: bytes, object_name: str | None = None) -> _Range:
+        return _Range(
+            file=name,
+            reader=reader,
+            start=header_bytes + start,
+            stop=header_bytes + stop,
+            digests=digests,
+            header_bytes=header_bytes,
+            header=header,
+            object_name=object_name,
+        )
+
+    for start in range(0, header.tensor_bytes, CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, header.tensor_bytes)
+        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
+        yield part(start, stop, header.blocks[first * DIGEST_BYTES : last * DIGEST_BYTES])
+    for stored in header.objects:
+        yield part(stored.start, stored.stop, stored.digest, stored.name)
+
+
+def _touched(header: Header, start: int, stop: int) -> tuple[str, ...]:
+    """The names of what lies in a range of the data, at most so many."""
+    tensors = [(entry.name, entry.start, entry.stop) for entry in header.tensors]
+    objects = [(entry.name, entry.start, entry.stop) for entry in header.objects]
+    touched = [name for name, low, high in tensors + objects if low < stop and start < high]
+    return tuple(touched[:_MAX_TOUCHED])
+
+
+@contextmanager
+def _buffers(count: int) -> Iterator[queue.SimpleQueue[memoryview]]:
+    """Page-aligned buffers of a chunk each, so that direct reads land in them uncopied."""
+    buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    for _ in range(count):
+        # Not closed by hand: a view that an error still holds would forbid it.
+        buffers.put(memoryview(mmap.mmap(-1, CHUNK_BYTES)))
+    yield buffers

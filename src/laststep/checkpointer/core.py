@@ -1,0 +1,381 @@
+"""The Checkpointer: save, restore, wait, close.
+
+Lives on the training thread and owns everything else: the pool, the capture thread, the flusher and
+its client. It decides nothing about bytes; it keeps the order of things and the promises about errors:
+a failed save raises at the next call, a state restored only in part is not saved, and whatever was
+handed over is finished or reported before the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from laststep import flusher
+from laststep.catalog.run import Run
+from laststep.checkpointer import sizing
+from laststep.checkpointer.keep import Keep
+from laststep.checkpointer.loading import Problems
+from laststep.checkpointer.parts import Taken, take_state
+from laststep.checkpointer.restoring import Skipped, restore_into
+from laststep.checkpointer.watching import ProgressBar, log_event, somebody_watches
+from laststep.config import Capture, FlushIn, OnBusy, Settings
+from laststep.dist.ranks import require_single_rank
+from laststep.engine.client import Client
+from laststep.engine.copy.capture import Capturer
+from laststep.engine.copy.job import Job
+from laststep.engine.handle import SaveHandle, SaveReport
+from laststep.engine.pool import Pool
+from laststep.engine.wire import Continue
+from laststep.errors import Exists, LaststepError, NotFound, Usage
+from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
+from laststep.plan.save import PlanCache
+from laststep.state.items import providers_for
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What `restore()` did."""
+
+    step: int | None
+    """The step that was restored; None in a new run."""
+    next_step: int
+    """The step to go on with: 0 in a new run."""
+    skipped: tuple[Skipped, ...] = ()
+    """Newer checkpoints that were passed over, and why."""
+    problems: Problems = field(default_factory=Problems)
+    """With strict=False: what did not fit and was left alone."""
+    folder: str | None = None
+    metrics: dict[str, float | int | str | bool] = field(default_factory=dict)
+    metadata: object = None
+
+
+_alive: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+class Checkpointer:
+    """Saves and restores the state of a run: `Checkpointer("runs/gpt", model=model, …)`."""
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        /,
+        *,
+        items: Mapping[str, object] | None = None,
+        keep: Keep | None = None,
+        capture: Capture | str = Capture.AUTO,
+        flush: FlushIn | str = FlushIn.PROCESS,
+        on_busy: OnBusy | str = OnBusy.WAIT,
+        host_memory_bytes: int | None = None,
+        device_margin_bytes: int = 1 << 30,
+        allow_pickle: bool = False,
+        writers: int = 4,
+        progress: bool | None = None,
+        subscribers: Sequence[Subscriber] = (),
+        **more_items: object,
+    ) -> None:
+        """`items` and keyword arguments name the parts of the state; see docs for the settings."""
+        self._settings = Settings(
+            capture=Capture(capture) if capture in list(Capture) else capture,  # type: ignore[arg-type]
+            flush=flush, on_busy=on_busy, host_memory_bytes=host_memory_bytes,  # type: ignore[arg-type]
+            device_margin_bytes=device_margin_bytes, allow_pickle=allow_pickle, writers=writers,
+            progress=progress,
+        )  # fmt: skip
+        require_single_rank()
+        self.path = os.path.abspath(os.fspath(run))
+        self._store = DirectoryStore(self.path)
+        self._providers = providers_for({**(items or {}), **more_items})
+        self._keep = keep
+        self._bus = Bus()
+        for subscriber in (log_event, *subscribers):
+            self._bus.subscribe(subscriber)
+        watched = progress if progress is not None else somebody_watches()
+        if watched:
+            self._bus.subscribe(ProgressBar())
+        cap, expected, pinned = sizing.memory_for(self._providers, self._settings)
+        self._pool = Pool(cap, pinned=pinned)
+        self._pool.want(expected)
+        self._capturer = Capturer(
+            self._pool, mode=self._settings.capture, margin_bytes=device_margin_bytes
+        )
+        self._client = Client(self._launch, self._pool, self._bus)
+        self._plans = PlanCache()
+        self._handles: list[SaveHandle] = []
+        self._jobs: weakref.WeakKeyDictionary[SaveHandle, Job] = weakref.WeakKeyDictionary()
+        self._taken: set[int] = set()
+        self._mixed: str | None = None
+        self._resumed = False
+        self._preflown = False
+        self._closed = False
+        self._pid = os.getpid()
+        _alive.add(self)
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, object] | None = None,
+        metadata: object = None,
+        overwrite: bool = False,
+        streams: Sequence[torch.cuda.Stream] = (),
+    ) -> SaveHandle:
+        """Save the state as it is now, and return as soon as training may go on.
+
+        Raises what made an earlier save fail, once. `streams` names CUDA streams, other than the
+        current one, on which state was written and not yet joined.
+        """
+        began = time.perf_counter()
+        self._check_usable("save")
+        self._raise_failed()
+        if self._client.dead is not None:
+            self._client.restart()
+        self._check_step(step, overwrite)
+        handle = SaveHandle(step)
+        waited = self._make_room(handle)
+        if handle.report.skipped is not None:
+            return handle
+        taken = take_state(self._providers, metrics, metadata, allow_pickle=self._settings.allow_pickle)
+        plan = self._plans.plan(taken.specs)
+        self._announce(handle, plan.tensor_bytes, len(taken.pieces))
+        link = self._client.begin(plan, handle, taken.sealing(plan), overwrite=overwrite)
+        self._handles.append(handle)
+        self._taken.add(step)
+        try:
+            job = self._capturer.take(plan, taken.pieces, link, streams)
+        except LaststepError as error:
+            link.failed(error)
+            self._handles.remove(handle)
+            self._taken.discard(step)
+            raise
+        self._jobs[handle] = job
+        job.timing.stall_s = time.perf_counter() - began
+        job.timing.waited_s += waited
+        handle.refresh_with(_timing_of(job, _how(taken, job)))
+        return handle
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all saves are committed; False when the time is up. Raises what failed."""
+        self._check_process("wait")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for handle in list(self._handles):
+            left = None if deadline is None else max(deadline - time.monotonic(), 0)
+            if not handle.committed.over_within(left):
+                return False
+        self._raise_failed()
+        return True
+
+    def close(self) -> None:
+        """Wait for all saves, end the flusher, and raise what failed. May be called twice."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        _alive.discard(self)
+        self._capturer.close()
+        self._client.close()
+        self._pool.close()
+        self._raise_failed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except LaststepError as failed:
+            # The body's own error is the news; what a save died of is in the log.
+            log.error("a save failed as well: %s", failed)
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Be told of every event; returns the function that ends it."""
+        return self._bus.subscribe(subscriber)
+
+    # -- restoring --------------------------------------------------------------------------------
+
+    def restore(
+        self, step: int | None = None, *, only: Sequence[str] | None = None, strict: bool = True
+    ) -> Restored:
+        """Restore the newest checkpoint that verifies, or exactly the given step.
+
+        `only` names items, or globs over `item/tensor` names; nothing else is read or changed.
+        """
+        self._check_usable("restore", mixed_is_fine=True)
+        self.wait()
+        outcome = restore_into(
+            self._store, self._providers, self._pool, self._bus, step=step, only=only, strict=strict,
+            allow_pickle=self._settings.allow_pickle, threads=self._settings.writers,
+            touched=self._mark_mixed,
+        )  # fmt: skip
+        if only is None:
+            self._mixed = None
+        if outcome is None:
+            self._taken = set()
+            return Restored(step=None, next_step=0)
+        self._mixed = None
+        found = outcome.listed
+        self._client.continue_from(
+            Continue(epoch=found.epoch, attempt=found.attempt, folder=found.folder)
+        )
+        self._taken = {s for s in outcome.lineage_steps if s is not None}
+        self._resumed = True
+        commit = outcome.commit
+        return Restored(
+            step=commit.step, next_step=commit.step + 1, skipped=outcome.skipped,
+            problems=outcome.problems, folder=found.folder, metrics=commit.metrics,
+            metadata=commit.metadata,
+        )  # fmt: skip
+
+    def continue_newest(self) -> None:
+        """Let saves continue the newest checkpoint without restoring it, as an import does."""
+        try:
+            newest = Run.open(self._store).newest()
+        except NotFound:
+            return
+        if newest is not None:
+            self._client.continue_from(
+                Continue(epoch=newest.epoch, attempt=newest.attempt, folder=newest.folder)
+            )
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _launch(self, end: object) -> flusher.Helper:
+        keep = None if self._keep is None else self._keep.rules()
+        writers = self._settings.writers
+        if self._settings.flush is FlushIn.THREAD:
+            return flusher.start_thread(end, self._pool.memory(), run=self.path, writers=writers, keep=keep)  # type: ignore[arg-type]
+        return flusher.start_process(
+            end, run=self.path, pool_fd=self._pool.fd, pool_bytes=self._pool.cap_bytes,  # type: ignore[arg-type]
+            writers=writers, keep=keep,
+        )  # fmt: skip
+
+    def _mark_mixed(self, folder: str) -> None:
+        self._mixed = folder
+
+    def _check_process(self, what: str) -> None:
+        if os.getpid() != self._pid:
+            raise Usage(
+                f"cannot {what} in a forked process",
+                expected=f"process {self._pid}, which made the Checkpointer",
+                found=f"process {os.getpid()}",
+            )
+
+    def _check_usable(self, what: str, *, mixed_is_fine: bool = False) -> None:
+        self._check_process(what)
+        if self._closed:
+            raise Usage(f"cannot {what}: the Checkpointer is closed")
+        require_single_rank()
+        if self._mixed is not None and not mixed_is_fine:
+            raise Usage(
+                f"cannot {what}: the live state is mixed",
+                found=f"a restore of {self._mixed} failed midway",
+                remedy="restore() a whole checkpoint first",
+            )
+
+    def _raise_failed(self) -> None:
+        """Raise the first failure that nobody has seen, and forget saves that are over."""
+        over = [handle for handle in self._handles if handle.committed.over()]
+        self._handles = [handle for handle in self._handles if not handle.committed.over()]
+        failed = [h for h in over if h.error is not None]
+        self._taken -= {h.step for h in failed}
+        unseen = [h.error for h in failed if h.error is not None and not h.seen]
+        if unseen:
+            for error in unseen[1:]:
+                unseen[0].add_note(f"another save failed too: {error}")
+            raise unseen[0]
+
+    def _check_step(self, step: int, overwrite: bool) -> None:
+        if type(step) is not int or not 0 <= step < 1 << 62:
+            raise Usage("a step is a number", expected="an int of 0 or more", found=repr(step))
+        if step in self._taken and not overwrite:
+            raise Exists(
+                f"step {step} has been saved already", where=self.path,
+                remedy="save with overwrite=True to replace it, or restore an earlier step",
+            )  # fmt: skip
+
+    def _make_room(self, handle: SaveHandle) -> float:
+        """Wait for, or give way to, an earlier capture that still needs the memory."""
+        running = [job for h in self._handles if (job := self._jobs.get(h)) and not job.over.is_set()]
+        if not running:
+            return 0.0
+        if self._settings.on_busy is OnBusy.SKIP:
+            reason = "an earlier save is still being captured"
+            handle.report.skipped = reason
+            for stage in (handle.captured, handle.durable, handle.committed):
+                stage.reach()
+            self._bus.emit(SaveSkipped(step=handle.step, reason=reason))
+            return 0.0
+        began = time.perf_counter()
+        running[-1].over.wait()
+        return time.perf_counter() - began
+
+    def _announce(self, handle: SaveHandle, size_bytes: int, tensors: int) -> None:
+        handle.report.size_bytes, handle.report.tensors = size_bytes, tensors
+        self._pool.want(size_bytes + CHUNK_BYTES)
+        self._bus.emit(SaveStarted(step=handle.step, size_bytes=size_bytes))
+        if not self._preflown:
+            self._preflown = True
+            sizing.start_preflight(self._store, size_bytes, self._pool.cap_bytes, self._keep, self._bus)
+
+    def _abandon(self) -> None:
+        """In a forked child: this object belongs to the parent."""
+        self._client.abandon()
+        self._closed = True
+
+
+def _how(taken: Taken, job: Job) -> str:
+    return sizing.describe_ways(taken.pieces, job.layout.ways)
+
+
+def _timing_of(job: Job, how: str) -> Callable[[SaveReport], None]:
+    def refresh(report: SaveReport) -> None:
+        job.read_fence_timers()
+        timing = job.timing
+        report.capture = how
+        report.stall_s, report.waited_s = timing.stall_s, timing.waited_s
+        report.device_copy_s, report.fence_s = timing.device_copy_s, timing.fence_s
+
+    return refresh
+
+
+def _at_exit() -> None:
+    for checkpointer in list(_alive):
+        if checkpointer._pid != os.getpid():
+            continue
+        pending = [handle.step for handle in checkpointer._handles if not handle.committed.over()]
+        if pending:
+            log.warning("the program ends without close(); finishing the saves of steps %s", pending)
+        try:
+            checkpointer.close()
+        except LaststepError as error:
+            log.error("a save failed and nobody was there to see it: %s", error)
+
+
+def _after_fork() -> None:
+    for checkpointer in list(_alive):
+        checkpointer._abandon()
+    _alive.clear()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,127 @@
+"""Carry a stored checkpoint into memory: fit, read, verify, copy, hand over.
+
+Everything that can be known to not fit is found, for all items together, before a single live byte
+is touched.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from laststep.catalog.content import Content
+from laststep.engine.copy.place import Placer
+from laststep.engine.pool import Pool
+from laststep.engine.read import ReadFile, read_all
+from laststep.errors import Mismatch, NotFound
+from laststep.plan.load import Read, Want, plan_reads
+from laststep.state.matching import Match, load_item, match_item
+from laststep.state.provider import StateProvider
+from laststep.state.tensors import collect, copy_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problems:
+    """What did not fit between a checkpoint and the live state; empty when all is well."""
+
+    missing: tuple[str, ...] = ()
+    """Live, but not stored."""
+    unexpected: tuple[str, ...] = ()
+    """Stored, but not live."""
+    mismatched: tuple[str, ...] = ()
+    """In both, but different in shape, dtype or structure."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def lines(self) -> tuple[str, ...]:
+        return (
+            *(f"missing: {name} is not in the checkpoint" for name in self.missing),
+            *(f"unexpected: {name} is not in the live state" for name in self.unexpected),
+            *(f"mismatched: {text}" for text in self.mismatched),
+        )
+
+
+def selection(only: Sequence[str] | None, item: str) -> tuple[bool, Callable[[str], bool] | None]:
+    """Whether an item takes part in a restore, and which of its tensors (None: all of it)."""
+    if only is None or item in only:
+        return True, None
+    patterns = [pattern for pattern in only if "/" in pattern or "*" in pattern]
+    if not any(fnmatch.fnmatchcase(item, pattern.split("/", 1)[0]) for pattern in patterns):
+        return False, None
+    return True, lambda name: any(fnmatch.fnmatchcase(f"{item}/{name}", p) for p in patterns)
+
+
+def fit(
+    content: Content, providers: Mapping[str, StateProvider], only: Sequence[str] | None, *, strict: bool
+) -> tuple[list[Match], Problems]:
+    """Fit all wanted items; raises one `Mismatch` that lists everything when `strict`."""
+    matches: list[Match] = []
+    missing, unexpected, mismatched = [], [], []
+    for name, provider in providers.items():
+        wanted, selected = selection(only, name)
+        if not wanted:
+            continue
+        if name not in content.items:
+            missing.append(name)
+            continue
+        state = provider.describe()
+        live = collect(state.value, volatile=state.volatile, allow_pickle=True)
+        match = match_item(content.item(name), provider, state, live, selected)
+        if selected is not None and all(value is match.values.get("") for value in ()):
+            continue
+        matches.append(match)
+        missing += [f"{name}/{n}" for n in match.missing]
+        unexpected += [f"{name}/{n}" for n in match.unexpected]
+        mismatched += [f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}" for text in match.mismatched]
+    if only is None:
+        unexpected += [name for name in content.items if name not in providers]
+    elif not matches:
+        raise NotFound("nothing in the checkpoint matches", expected=", ".join(only),
+                       found=", ".join(sorted(content.items)))  # fmt: skip
+    problems = Problems(missing=tuple(missing), unexpected=tuple(unexpected), mismatched=tuple(mismatched))
+    if problems and strict:
+        raise mismatch(content.folder, problems)
+    return matches, problems
+
+
+def mismatch(folder: str, problems: Problems) -> Mismatch:
+    """One error that lists everything that does not fit."""
+    lines = problems.lines()
+    shown = "".join(f"\n  {line}" for line in lines[:50])
+    more = f"\n  … and {len(lines) - 50} more (see .problems)" if len(lines) > 50 else ""
+    error = Mismatch(
+        f"{folder} does not fit the live state in {len(lines)} places:{shown}{more}\n ",
+        remedy="pass strict=False to restore what fits, or only=[…] to restore a part",
+    )
+    error.problems = lines
+    return error
+
+
+def load_all(content: Content, device: str) -> list[Match]:
+    """All items into new memory."""
+    return [load_item(item, device) for item in content.items.values()]
+
+
+def transfer(content: Content, matches: Sequence[Match], pool: Pool, *, threads: int) -> int:
+    """Read what the matches want, each block once, into place; returns the bytes read."""
+    targets = []
+    wants: dict[int, list[Want]] = {}
+    for match in matches:
+        for source, tensor in match.reads.items():
+            place = content.places[match.item.name, source]
+            wants.setdefault(place.file, []).append(Want(place.entry.start, place.entry.stop, len(targets)))
+            targets.append(tensor)
+    reads: list[Read] = []
+    for number, wanted in wants.items():
+        reads += plan_reads(number, content.files[number].header.tensor_bytes, wanted)
+    files = [
+        ReadFile(reader=f.reader, data_at=f.record.header_bytes, blocks=f.header.blocks, where=f.where)
+        for f in content.files
+    ]
+    placer = Placer(pool, targets)
+    done = read_all(files, reads, pool, placer.deliver, threads=threads)
+    placer.finish()
+    copy_tensors([pair for match in matches for pair in match.copies])
+    return done

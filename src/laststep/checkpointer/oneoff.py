@@ -1,0 +1,117 @@
+"""Save a state to a folder and load it again, without a run.
+
+The folder is a checkpoint like any other: verified, committed atomically, readable by the same tools.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+from laststep.catalog.run import Run
+from laststep.checkpointer.core import Checkpointer
+from laststep.checkpointer.loading import fit, load_all, transfer
+from laststep.checkpointer.opening import Checkpoint, Catalog, open_folder
+from laststep.config import MIN_SLOTS
+from laststep.dist.ranks import require_single_rank
+from laststep.engine.pool import Pool
+from laststep.errors import Exists, NotFound
+from laststep.state.items import providers_for
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import CHUNK_BYTES, MANIFEST_NAME
+
+VALUE = "state"
+"""The item that holds a one-off state."""
+_LOAD_SLOTS = 16
+
+
+def save(state: object, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
+    """Save a nested state (or a module, an optimizer, …) as one new folder, durably."""
+    require_single_rank()
+    full = os.path.abspath(os.fspath(path))
+    if os.path.lexists(full):
+        raise Exists("there is something already", where=full, remedy="choose another path or remove it")
+    write_folder({VALUE: state}, full, allow_pickle=allow_pickle)
+
+
+def write_folder(items: Mapping[str, object], full: str, *, allow_pickle: bool) -> None:
+    """Save items to a folder of their own: into a run beside it, whose only checkpoint is moved."""
+    parent, name = os.path.split(full)
+    os.makedirs(parent, exist_ok=True)
+    staging = os.path.join(parent, f".{name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
+    try:
+        with Checkpointer(
+            staging, items=items, flush="thread", allow_pickle=allow_pickle, progress=False
+        ) as ckpt:
+            handle = ckpt.save(0)
+            handle.wait()
+        os.rename(os.path.join(staging, str(handle.report.folder)), full)
+    finally:
+        _remove(staging)
+
+
+def _remove(staging: str) -> None:
+    parent, name = os.path.split(staging)
+    if os.path.isdir(staging):
+        DirectoryStore(parent).delete_folder(name)
+    fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def load(
+    path: str | os.PathLike[str],
+    into: object = None,
+    *,
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    strict: bool = True,
+) -> object:
+    """What `save` stored, or all items of a run's newest (or of one) checkpoint as a dict.
+
+    With `into`, the state is written into it in place and returned.
+    """
+    checkpoint = _find(path)
+    pool = Pool(max(_LOAD_SLOTS, MIN_SLOTS) * CHUNK_BYTES, pinned=False)
+    pool.want(pool.cap_bytes)
+    try:
+        content = checkpoint.content()
+        single = set(content.items) == {VALUE}
+        if into is None:
+            matches = load_all(content, device)
+            transfer(content, matches, pool, threads=4)
+            values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
+            return values[VALUE] if single else values
+        providers = providers_for({VALUE: into} if single else into)  # type: ignore[arg-type]
+        matches, _ = fit(content, providers, None, strict=strict)
+        transfer(content, matches, pool, threads=4)
+        for match in matches:
+            providers[match.item.name].restore(match.tree(allow_pickle=allow_pickle))
+        return into
+    finally:
+        checkpoint.close()
+        pool.close()
+
+
+def _find(path: str | os.PathLike[str]) -> Checkpoint:
+    full = os.path.abspath(os.fspath(path))
+    if os.path.exists(os.path.join(full, MANIFEST_NAME)):
+        return open_folder(full)
+    try:
+        return Catalog(Run.open(DirectoryStore(full))).latest()
+    except NotFound:
+        raise NotFound("there is neither a checkpoint nor a run", where=full, remedy="check the path") from None
+
+
+def import_state(
+    items: Mapping[str, object], run: str | os.PathLike[str], step: int, *, metadata: object = None
+) -> str:
+    """Commit items that came from elsewhere as a checkpoint of a run; returns its folder."""
+    with Checkpointer(run, items=items, flush="thread", progress=False) as ckpt:
+        ckpt.continue_newest()
+        handle = ckpt.save(step, metadata=metadata)
+        handle.wait()
+        return handle.report.folder or ""

@@ -1,0 +1,218 @@
+"""Look into a run without loading it: checkpoints, their tensors, slices of these.
+
+`laststep.open(run)` reads manifests; a checkpoint's headers are read when it is first asked for
+content; a slice reads, and verifies, only the blocks that hold it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from laststep.catalog.content import Content
+from laststep.catalog.listing import Listed
+from laststep.catalog.run import Run
+from laststep.catalog.verify import VerifyReport, verify_checkpoint
+from laststep.codecs.digests import DIGEST_BYTES, digest
+from laststep.errors import Corrupt, NotFound, Usage
+from laststep.format.header import TensorEntry
+from laststep.format.manifest import Commit, decode
+from laststep.storage.directory import DirectoryStore
+from laststep.storage.store import Store
+from laststep.terms import BLOCK_BYTES, DTYPES, MANIFEST_NAME
+
+if TYPE_CHECKING:
+    import torch
+
+_MANIFEST_LIMIT = 64 << 20
+
+
+def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users expect)
+    """The catalog of a run; `NotFound` where there is none."""
+    return Catalog(Run.open(DirectoryStore(os.path.abspath(os.fspath(path)))))
+
+
+class Catalog:
+    """The checkpoints of a run, by step: `catalog[100]`, `catalog.latest()`, `for c in catalog`."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        """The checkpoints of the lineage, oldest first."""
+        return iter([self._open(one) for one in self._run.lineage() if one.commit is not None])
+
+    def __len__(self) -> int:
+        return len([one for one in self._run.lineage() if one.commit is not None])
+
+    def __getitem__(self, step: int) -> Checkpoint:
+        found = [one for one in self._run.checkpoints() if one.step == step]
+        found.sort(key=lambda one: one.on_lineage)
+        if not found:
+            raise NotFound(f"there is no checkpoint of step {step}", where=self._run.store.url)
+        return self._open(found[-1])
+
+    def steps(self) -> list[int]:
+        """The steps of the lineage."""
+        return [one.step for one in self._run.lineage() if one.commit is not None]
+
+    def latest(self) -> Checkpoint:
+        """The newest checkpoint of the lineage."""
+        newest = self._run.newest()
+        if newest is None:
+            raise NotFound("the run has no checkpoint yet", where=self._run.store.url)
+        return self._open(newest)
+
+    def _open(self, listed: Listed) -> Checkpoint:
+        if listed.commit is None:
+            raise listed.error or Corrupt("the manifest cannot be read", where=listed.folder)
+        return Checkpoint(self._run.store, listed.folder, listed.commit)
+
+
+class Checkpoint:
+    """One committed checkpoint."""
+
+    def __init__(self, store: Store, folder: str, commit: Commit) -> None:
+        self._store = store
+        self._content: Content | None = None
+        self.folder = folder
+        self.step = commit.step
+        self.metrics = commit.metrics
+        self.metadata = commit.metadata
+        self.created_s = commit.created_s
+        self.size_bytes = sum(file.size_bytes for file in commit.files)
+        self._commit = commit
+
+    def items(self) -> list[str]:
+        """The names of its items."""
+        return [item.name for item in self._commit.items]
+
+    def tensors(self) -> list[str]:
+        """The full names of its tensors, `item/name`, those that share bytes included."""
+        content = self._opened()
+        return [f"{item.name}/{name}" for item in content.items.values() for name in item.names()]
+
+    def tensor(self, full_name: str) -> StoredTensor:
+        """A tensor by its full name; nothing of it is read before it is sliced."""
+        content = self._opened()
+        item_name, _, name = full_name.partition("/")
+        item = content.item(item_name)
+        if item.view_of(name) is not None:
+            raise Usage(f"{full_name} shares bytes with other tensors", remedy="load its item whole")
+        place = content.places.get((item_name, item.ties.get(name, name)))
+        if place is None:
+            raise NotFound(f"there is no tensor {full_name!r}", where=self.folder,
+                           remedy="`laststep show --all` lists the names")  # fmt: skip
+        return StoredTensor(content, place.file, full_name, place.entry)
+
+    def verify(self) -> VerifyReport:
+        """Read and check every byte."""
+        return verify_checkpoint(self._store, self.folder)
+
+    def close(self) -> None:
+        if self._content is not None:
+            self._content.close()
+            self._content = None
+
+    def content(self) -> Content:
+        """Its headers and objects, verified."""
+        return self._opened()
+
+    def _opened(self) -> Content:
+        if self._content is None:
+            self._content = Content(self._store, self.folder, self._commit)
+        return self._content
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint step={self.step} {self.folder}>"
+
+
+class StoredTensor:
+    """A tensor in a checkpoint; slicing reads just what is asked for: `t[10:20]`, `t[:]`."""
+
+    def __init__(self, content: Content, file: int, name: str, entry: TensorEntry) -> None:
+        self._content = content
+        self._file = file
+        self._entry = entry
+        self.name = name
+        self.dtype = self._entry.dtype
+        self.shape = self._entry.shape
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        """The slice as a CPU tensor. A leading int or slice limits what is read."""
+        from laststep.state.tensors import from_bytes
+
+        lead = index[0] if isinstance(index, tuple) and index else index
+        rows, rest = self._rows(lead)
+        row_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].size_bytes
+        if rows is None:
+            return from_bytes(self._read(0, self._entry.stop - self._entry.start), self.dtype, self.shape)[index]  # type: ignore[index]
+        data = self._read(rows.start * row_bytes, max(rows.stop - rows.start, 0) * row_bytes)
+        part = from_bytes(data, self.dtype, (max(rows.stop - rows.start, 0), *self.shape[1:]))
+        if isinstance(index, tuple):
+            return part[(rest, *index[1:])]
+        return part[rest]
+
+    def _rows(self, lead: object) -> tuple[range | None, object]:
+        """Which rows a leading index needs, and what to apply to these; None: all of the tensor."""
+        if not self.shape:
+            return None, lead
+        if isinstance(lead, int) and not isinstance(lead, bool):
+            row = lead + self.shape[0] if lead < 0 else lead
+            if not 0 <= row < self.shape[0]:
+                raise IndexError(f"row {lead} of {self.name}, which has {self.shape[0]}")
+            return range(row, row + 1), 0
+        if isinstance(lead, slice):
+            start, stop, step = lead.indices(self.shape[0])
+            if step > 0:
+                return range(start, max(start, stop)), slice(None, None, step)
+        return None, lead
+
+    def _read(self, start: int, size: int) -> bytearray:
+        """Bytes of the tensor, out of whole verified blocks."""
+        if size == 0:
+            return bytearray()
+        file = self._content.files[self._file]
+        first_byte = self._entry.start + start
+        first = first_byte // BLOCK_BYTES
+        last = -(-(first_byte + size) // BLOCK_BYTES)
+        base = first * BLOCK_BYTES
+        end = min(last * BLOCK_BYTES, file.header.tensor_bytes)
+        buffer = bytearray(end - base)
+        for _ in range(2):
+            file.reader.read_into(file.record.header_bytes + base, memoryview(buffer))
+            bad = _wrong_block(buffer, file.header.blocks, first)
+            if bad is None:
+                return buffer[first_byte - base : first_byte - base + size]
+        raise Corrupt(f"cannot read {self.name}: stored bytes have changed", where=f"{file.where}, block {bad}",
+                      remedy="`laststep verify` lists all damage")  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<StoredTensor {self.name} {self.dtype}{list(self.shape)}>"
+
+
+def _wrong_block(buffer: bytearray, blocks: bytes, first: int) -> int | None:
+    view = memoryview(buffer)
+    for offset in range(0, len(buffer), BLOCK_BYTES):
+        number = first + offset // BLOCK_BYTES
+        expected = blocks[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        if digest(view[offset : offset + BLOCK_BYTES]) != expected:
+            return number
+    return None
+
+
+def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
+    """A checkpoint's folder on its own, wherever it was copied to."""
+    full = os.path.abspath(os.fspath(path))
+    store = DirectoryStore(os.path.dirname(full))
+    folder = os.path.basename(full)
+    try:
+        data = store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=_MANIFEST_LIMIT)
+    except NotFound:
+        raise NotFound("there is no checkpoint", where=full, expected=MANIFEST_NAME) from None
+    decision = decode(data, where=f"{full}/{MANIFEST_NAME}")
+    if not isinstance(decision, Commit):
+        raise NotFound("this checkpoint was given up", where=full, found=decision.reason)
+    return Checkpoint(store, folder, decision)

@@ -1,0 +1,84 @@
+"""Take the state of all items at one moment, ready to be planned and captured.
+
+Runs on the training thread in `save()`. Containers and plain values are copied there and then; the
+tensors are only referred to, for the capture to copy. What can wait (turning trees into bytes) is
+left to the capture thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from laststep.codecs import objects
+from laststep.engine.client import SealParts
+from laststep.errors import Usage
+from laststep.format.manifest import ItemRecord
+from laststep.plan.save import TREE_NAME, ItemSpec, SavePlan, spec_of
+from laststep.state.pieces import Collected, Piece
+from laststep.state.provider import StateProvider
+from laststep.state.stored import encode_item
+from laststep.state.tensors import collect, hold_scalar, plain_scalar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """The state of all items at the moment of `save()`."""
+
+    specs: tuple[ItemSpec, ...]
+    pieces: tuple[Piece, ...]
+    collected: dict[str, Collected]
+    metrics: dict[str, object]
+    metadata: object
+
+    def sealing(self, plan: SavePlan) -> SealParts:
+        """What the capture thread calls to serialise the rest, once all tensors are on their way."""
+
+        def seal() -> tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes]:
+            shared = next(i for i, file in enumerate(plan.files) if file.object_names)
+            trees = tuple(
+                (shared, f"{name}/{TREE_NAME}", encode_item(collected))
+                for name, collected in self.collected.items()
+            )
+            items = tuple(
+                ItemRecord(name=item.name, kind=item.kind, file=plan.file_of[item.name],
+                           tensors=len(item.pieces), size_bytes=item.size_bytes)
+                for item in plan.items
+            )  # fmt: skip
+            metrics = {name: plain_scalar(value) for name, value in self.metrics.items()}
+            return trees, items, objects.encode(metrics), objects.encode(self.metadata)
+
+        return seal
+
+
+def take_state(
+    providers: Mapping[str, StateProvider],
+    metrics: Mapping[str, object] | None,
+    metadata: object,
+    *,
+    allow_pickle: bool,
+) -> Taken:
+    """Describe every item now."""
+    specs: list[ItemSpec] = []
+    pieces: list[Piece] = []
+    collected: dict[str, Collected] = {}
+    for name, provider in providers.items():
+        state = provider.describe()
+        one = collect(state.value, volatile=state.volatile, allow_pickle=allow_pickle)
+        collected[name] = one
+        pieces += one.pieces
+        specs.append(
+            ItemSpec(name=name, kind=provider.kind, standalone=state.standalone,
+                     pieces=tuple(map(spec_of, one.pieces)))
+        )  # fmt: skip
+    held = {name: _metric(name, value) for name, value in (metrics or {}).items()}
+    return Taken(
+        specs=tuple(specs), pieces=tuple(pieces), collected=collected, metrics=held,
+        metadata=objects.decode(objects.encode(metadata), where="metadata"),
+    )  # fmt: skip
+
+
+def _metric(name: str, value: object) -> object:
+    if not isinstance(name, str):
+        raise Usage("a metric's name is a string", found=repr(name))
+    return hold_scalar(name, value)

@@ -1,0 +1,111 @@
+"""How much memory and disk saves will need: estimated at construction, said before the first save."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from laststep.checkpointer.keep import Keep
+from laststep.checkpointer.watching import human
+from laststep.config import MIN_SLOTS, Settings
+from laststep.engine.copy.layout import Way
+from laststep.engine.memory import available_bytes
+from laststep.errors import LaststepError
+from laststep.events import Bus, Preflight
+from laststep.state.pieces import Piece
+from laststep.state.provider import StateProvider
+from laststep.state.tensors import is_module, is_optimizer
+from laststep.storage.store import Store
+from laststep.terms import CHUNK_BYTES
+
+log = logging.getLogger(__name__)
+
+_PROBE_BYTES = 64 << 20
+
+
+def memory_for(
+    providers: Mapping[str, StateProvider], settings: Settings
+) -> tuple[int, int, bool]:
+    """(cap, bytes to make ready now, whether to pin them) for these items."""
+    cap = settings.host_memory_bytes or max(available_bytes() // 4, MIN_SLOTS * CHUNK_BYTES)
+    total, on_device = 0, False
+    for provider in providers.values():
+        for part in provider.parts():
+            size, cuda = _estimate(part)
+            total += size
+            on_device |= cuda
+    return cap, total + 4 * CHUNK_BYTES, on_device
+
+
+def _estimate(part: Any) -> tuple[int, bool]:
+    """Bytes of a module, or of an optimizer once it has taken a step (two moments as a guess)."""
+    if is_module(part):
+        tensors = [*part.parameters(), *part.buffers()]
+        return sum(t.nbytes for t in tensors), any(t.is_cuda for t in tensors)
+    if is_optimizer(part):
+        parameters = [p for group in part.param_groups for p in group["params"]]
+        return 2 * sum(p.nbytes for p in parameters), any(p.is_cuda for p in parameters)
+    return 0, False
+
+
+def describe_ways(pieces: Sequence[Piece], ways: Sequence[Way]) -> str:
+    """For a report: how many bytes went which way."""
+    sums: dict[str, int] = {}
+    for piece, way in zip(pieces, ways, strict=True):
+        where = "host" if piece.device == "cpu" else "device"
+        key = f"{where} {way.value}"
+        sums[key] = sums.get(key, 0) + piece.size_bytes
+    return ", ".join(f"{key} {human(size)}" for key, size in sums.items())
+
+
+def start_preflight(
+    store: Store, state_bytes: int, host_bytes: int, keep: Keep | None, bus: Bus
+) -> None:
+    """Say what every save will need; a thread of its own measures the disk with a small file."""
+
+    def run() -> None:
+        kept = None if keep is None else keep.bound()
+        rate = _write_rate(store)
+        bus.emit(
+            Preflight(
+                state_bytes=state_bytes, host_memory_bytes=host_bytes, free_disk_bytes=_free(store),
+                needed_disk_bytes=state_bytes * ((kept or 1) + 1), kept_checkpoints=kept,
+                estimated_s=None if rate is None else state_bytes / rate,
+            )
+        )  # fmt: skip
+
+    threading.Thread(target=run, name="laststep-preflight", daemon=True).start()
+
+
+def _free(store: Store) -> int | None:
+    try:
+        return store.free_bytes()
+    except LaststepError:
+        return None
+
+
+def _write_rate(store: Store) -> float | None:
+    """Bytes a second to a new file in the run's folder, synced; None where it cannot be written."""
+    name = f"probe.tmp-{secrets.token_hex(4)}"
+    try:
+        writer = store.open_writer(name, expected_bytes=_PROBE_BYTES)
+        try:
+            began = time.perf_counter()
+            with mmap.mmap(-1, CHUNK_BYTES) as buffer, memoryview(buffer) as view:
+                for offset in range(0, _PROBE_BYTES, CHUNK_BYTES):
+                    writer.write_at(offset, view)
+            writer.finish(_PROBE_BYTES)
+            return _PROBE_BYTES / (time.perf_counter() - began)
+        finally:
+            writer.close()
+            with contextlib.suppress(LaststepError):
+                store.delete(name)
+    except LaststepError as error:
+        log.debug("the disk could not be measured: %s", error)
+        return None

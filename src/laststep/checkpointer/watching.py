@@ -1,0 +1,106 @@
+"""Subscribers that make a run visible: one log line per phase, a progress bar for a person.
+
+They only read events; nothing depends on them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from laststep import events
+from laststep.events import Event
+
+log = logging.getLogger("laststep")
+
+
+def log_event(event: Event) -> None:
+    """One line per change of state, with step, bytes and seconds."""
+    match event:
+        case events.Preflight():
+            _log_preflight(event)
+        case events.SaveStarted():
+            log.info("step %d: saving %s", event.step, human(event.size_bytes))
+        case events.Captured():
+            log.info("step %d: captured %s in %.3f s, training was held for %.4f s",
+                     event.step, human(event.size_bytes), event.seconds, event.blocked_s)  # fmt: skip
+        case events.Durable():
+            rate = event.size_bytes / max(event.seconds, 1e-9)
+            log.info("step %d: durable after %.3f s (%s/s)", event.step, event.seconds, human(int(rate)))
+        case events.Committed():
+            log.info("step %d: committed as %s after %.3f s", event.step, event.folder, event.seconds)
+        case events.SaveFailed():
+            log.error("step %d: the save failed: %s", event.step, event.reason)
+        case events.SaveSkipped():
+            log.warning("step %d: not saved: %s", event.step, event.reason)
+        case events.Restored():
+            log.info("restored step %d from %s: %s in %.3f s",
+                     event.step, event.folder, human(event.size_bytes), event.seconds)  # fmt: skip
+        case events.PassedOver():
+            log.warning("passed over step %d (%s): %s", event.step, event.folder, event.reason)
+        case events.Pruned():
+            log.info("pruned step %d (%s)", event.step, event.folder)
+        case _:
+            pass
+
+
+def _log_preflight(event: events.Preflight) -> None:
+    kept = "all" if event.kept_checkpoints is None else str(event.kept_checkpoints)
+    free = "unknown" if event.free_disk_bytes is None else human(event.free_disk_bytes)
+    seconds = "unknown" if event.estimated_s is None else f"{event.estimated_s:.1f}"
+    log.info("every save: %s; host memory up to %s; disk: %s free, %s needed to keep %s; about %s s",
+             human(event.state_bytes), human(event.host_memory_bytes), free,
+             human(event.needed_disk_bytes), kept, seconds)  # fmt: skip
+    if event.free_disk_bytes is not None and event.free_disk_bytes < event.needed_disk_bytes:
+        log.warning("the disk is short: %s free, %s needed for %s kept checkpoints and one on its way",
+                    free, human(event.needed_disk_bytes), kept)  # fmt: skip
+
+
+class ProgressBar:
+    """A rich progress bar on stderr while a save is flushed."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+        self._progress = Progress(
+            TextColumn("step {task.fields[step]}"), BarColumn(), DownloadColumn(),
+            TransferSpeedColumn(), TextColumn("{task.fields[state]}"),
+            console=Console(stderr=True), transient=True,
+        )  # fmt: skip
+        self._tasks: dict[int, object] = {}
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case events.SaveStarted():
+                if not self._tasks:
+                    self._progress.start()
+                self._tasks[event.step] = self._progress.add_task(
+                    "", total=max(event.size_bytes, 1), step=event.step, state="capturing"
+                )
+            case events.Written():
+                if event.step in self._tasks:
+                    self._progress.update(self._tasks[event.step], completed=event.done_bytes, state="writing")  # type: ignore[arg-type]
+            case events.Committed() | events.SaveFailed():
+                task = self._tasks.pop(event.step, None)
+                if task is not None:
+                    self._progress.remove_task(task)  # type: ignore[arg-type]
+                if not self._tasks:
+                    self._progress.stop()
+            case _:
+                pass
+
+
+def somebody_watches() -> bool:
+    """Whether stderr is a terminal."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def human(size_bytes: int) -> str:
+    """Bytes as a person reads them: decimal units, as disks are sold."""
+    size = float(size_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"

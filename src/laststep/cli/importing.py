@@ -1,0 +1,87 @@
+"""`laststep import`: make a checkpoint of a file that torch.save or safetensors wrote.
+
+A torch.save file is read as `torch.load(weights_only=True)` reads it: tensors and plain values,
+never code. A dict whose values are themselves states becomes one item per key; anything else
+becomes the item `model`. torch is loaded by the library, only once this command runs.
+
+With --json: `source`, `run`, `step` and `items` (names).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from laststep.cli import output
+from laststep.errors import Corrupt, NotFound
+
+_SAFETENSORS = ".safetensors"
+_WHOLE = "model"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+def import_(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A torch.save or safetensors file.")
+    ],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run, which may be new.")],
+    *,
+    step: Annotated[int, typer.Option(metavar="N", help="The step to save as.", min=0)] = 0,
+    as_json: output.AsJson = False,
+) -> None:
+    """Make a checkpoint of a torch.save or safetensors file, without running any code in it."""
+    items = items_of(read_state(source))
+    from laststep.checkpointer import import_state
+
+    import_state(items, run, step, metadata={"imported_from": Path(source).name})
+    if as_json:
+        output.print_json({"source": source, "run": run, "step": step, "items": list(items)})
+        return
+    names = ", ".join(items)
+    output.console().print(f"imported {source} into {run} as step {step}: {names}")
+
+
+def read_state(source: str) -> object:
+    """What the file holds, as plain nested state."""
+    path = Path(source)
+    if not path.is_file():
+        raise NotFound("cannot import", where=source, found="no such file")
+    from laststep.state import tensors
+
+    if path.suffix == _SAFETENSORS or _is_safetensors(path):
+        return tensors.load_safetensors_file(source)
+    return tensors.load_torch_file(source)
+
+
+def items_of(state: object) -> dict[str, object]:
+    """The items to save: one for each part that has a state of its own, else `model`.
+
+    {"model": {…}, "optimizer": {…}, "epoch": 3} has two such parts; what is left, here the epoch,
+    becomes the item `rest`. A plain state dict, name → tensor, is one item.
+    """
+    if not isinstance(state, Mapping) or not state:
+        return {_WHOLE: {"value": state}}
+    parts = {key: value for key, value in state.items() if isinstance(value, Mapping)}
+    if not parts or not all(isinstance(key, str) and _NAME.fullmatch(key) for key in parts):
+        return {_WHOLE: dict(state)}
+    rest = {key: value for key, value in state.items() if key not in parts}
+    items: dict[str, object] = dict(parts)
+    if rest:
+        name = "rest"
+        while name in items:
+            name += "_"
+        items[name] = rest
+    return items
+
+
+def _is_safetensors(path: Path) -> bool:
+    """A header length, then JSON: no file of torch begins like this."""
+    with path.open("rb") as file:
+        head = file.read(9)
+    if not head:
+        raise Corrupt("cannot import", where=str(path), found="an empty file")
+    return len(head) == 9 and head[8:] == b"{"

@@ -1,0 +1,97 @@
+"""`laststep ls`: the checkpoints of a run, the last committed at the bottom.
+
+With --json: `run`, `checkpoints` and `attempts`. A checkpoint has `step`, `folder`, `created_s`,
+`size_bytes`, `metrics`, `lineage` ("current", "abandoned" or "superseded"), `superseded_by`,
+`pinned`, `epoch`, `attempt` and `error` (null, or why its manifest cannot be read). An attempt, a
+save that is not committed, has `step`, `folder`, `size_bytes` and `alive`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from laststep.cli import output, places
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.catalog.listing import Attempt, Listed
+
+
+def ls(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
+    """List the checkpoints of a run, newest last."""
+    opened = places.open_run(run)
+    checkpoints, attempts = opened.checkpoints(), opened.attempts()
+    if as_json:
+        output.print_json(
+            {
+                "run": opened.store.url,
+                "checkpoints": [_document(item) for item in checkpoints],
+                "attempts": [
+                    {
+                        "step": item.step,
+                        "folder": item.folder,
+                        "size_bytes": item.size_bytes,
+                        "alive": item.alive,
+                    }
+                    for item in attempts
+                ],
+            }
+        )
+        return
+    _print(run, checkpoints, attempts)
+
+
+def lineage_of(listed: Listed) -> str:
+    """One word for the place of a checkpoint: current, superseded or abandoned."""
+    if listed.on_lineage:
+        return "current"
+    return "abandoned" if listed.superseded_by is None else "superseded"
+
+
+def _document(item: Listed) -> dict[str, object]:
+    return {
+        "step": item.step,
+        "folder": item.folder,
+        "created_s": item.created_s,
+        "size_bytes": item.size_bytes,
+        "metrics": {} if item.commit is None else item.commit.metrics,
+        "lineage": lineage_of(item),
+        "superseded_by": item.superseded_by,
+        "pinned": item.pinned,
+        "epoch": item.epoch,
+        "attempt": item.attempt,
+        "error": None if item.error is None else str(item.error),
+    }
+
+
+def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[Attempt]) -> None:
+    console = output.console()
+    if not checkpoints:
+        console.print(f"{run} has no checkpoint yet")
+    else:
+        table = output.table(
+            "step", "when", "size", "metrics", "lineage", "pinned", "folder", right=("step", "size")
+        )
+        for item in checkpoints:
+            lineage = "●" if item.on_lineage else lineage_of(item)
+            table.add_row(
+                str(item.step),
+                output.time_text(item.created_s),
+                output.size_text(item.size_bytes),
+                "damaged" if item.commit is None else output.metrics_text(item.commit.metrics),
+                lineage,
+                "pinned" if item.pinned else "",
+                item.folder,
+                style=None if item.on_lineage else "dim",
+            )
+        console.print(table)
+    for item in checkpoints:
+        if item.error is not None:
+            console.print(f"step {item.step} is damaged: {item.error}")
+    for attempt in attempts:
+        state = "in progress" if attempt.alive else "left unfinished by a dead writer"
+        console.print(
+            f"step {attempt.step} is {state} ({attempt.folder}, "
+            f"{output.size_text(attempt.size_bytes)} so far)"
+        )

@@ -1,0 +1,103 @@
+"""How the commands speak: tables and lines for people, one JSON document for programs.
+
+Knows nothing of checkpoints. For people through rich, without colour or cut-off columns where
+stdout is no terminal. A JSON document is the only thing on stdout; numbers that JSON does not know
+are the strings "nan", "inf" and "-inf", and a value that it cannot express is its `repr`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+SCHEMA = 1
+"""Grows when a document changes in a way that could break its readers; new fields may come."""
+
+_WIDE = 10_000
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where people read; a pipe is never wrapped or cut."""
+    stream = sys.stderr if stderr else sys.stdout
+    watched = stream.isatty()
+    return Console(
+        file=stream,
+        highlight=False,
+        markup=False,
+        soft_wrap=not watched,
+        width=None if watched else _WIDE,
+    )
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table; the columns named in `right` hold numbers."""
+    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+    return made
+
+
+def print_json(document: Mapping[str, object]) -> None:
+    """The document, with the number of its schema first."""
+    text = json.dumps(plain({"schema": SCHEMA, **document}), indent=2, ensure_ascii=False)
+    sys.stdout.write(text + "\n")
+
+
+def plain(value: object) -> object:
+    """`value` as JSON can hold it."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case Mapping():
+            return {str(key): plain(inner) for key, inner in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [plain(inner) for inner in value]
+    return repr(value)
+
+
+def size_text(size_bytes: int) -> str:
+    """A size as a person reads it: `34.5 MiB`."""
+    if size_bytes < 1024:
+        return f"{size_bytes} B"
+    size = float(size_bytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"
+
+
+def time_text(seconds: float) -> str:
+    """A moment in local time, to the second."""
+    moment = datetime.fromtimestamp(seconds).astimezone()
+    return moment.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def duration_text(seconds: float | None) -> str:
+    """A duration to three digits: `4.21 ms`, `1.50 s`."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def metrics_text(metrics: Mapping[str, object]) -> str:
+    """Metrics in a line: `loss=2.31 epoch=4`."""
+    shown = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in metrics.values())
+    return " ".join(f"{name}={value}" for name, value in zip(metrics, shown, strict=True))
+
+
+def count_text(count: int, one: str, many: str | None = None) -> str:
+    """A number with its noun: `1 file`, `3 files`."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"

@@ -1,0 +1,108 @@
+"""What the paths on the command line stand for: a run, or the folder of one checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from laststep.catalog.names import EPOCHS_FOLDER, RUN_NAME, parse_folder
+from laststep.catalog.run import Run
+from laststep.errors import NotFound
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from laststep.catalog.listing import Listed
+    from laststep.storage.store import Store
+
+RunPath = Annotated[
+    str, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)
+]
+RunOrCheckpoint = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|FOLDER",
+        help="The folder of a run, or of one checkpoint.",
+        show_default=False,
+    ),
+]
+StepOption = Annotated[
+    int | None, typer.Option("--step", metavar="N", help="Which step.", min=0, show_default=False)
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A checkpoint's folder, and what its run says of it where it lies in one."""
+
+    store: Store
+    folder: str
+    listed: Listed | None
+
+
+def open_run(path: str) -> Run:
+    """The run in that folder; `NotFound` where there is none."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise NotFound("there is no run", where=path, found="no such folder")
+    if not _is_run(folder):
+        remedy = "name a run: a folder with run.json or step-… folders"
+        if (folder / MANIFEST_NAME).is_file():
+            remedy = f"this is one checkpoint; its run may be {folder.resolve().parent}"
+        raise NotFound("there is no run", where=path, found="a folder that is none", remedy=remedy)
+    return Run.open(DirectoryStore(path))
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether the path is the folder of one checkpoint, in a run or on its own."""
+    return (Path(path) / MANIFEST_NAME).is_file()
+
+
+def find(run: Run, step: int | None) -> Listed:
+    """The checkpoint of that step, or the newest of the lineage; `NotFound` where there is none.
+
+    Of several with one step that on the lineage is meant, else the last committed.
+    """
+    listed = run.checkpoints()
+    if step is None:
+        choice = [item for item in listed if item.on_lineage]
+        what = "the run has no checkpoint yet"
+    else:
+        choice = [item for item in listed if item.step == step]
+        choice = [item for item in choice if item.on_lineage] or choice
+        what = f"there is no checkpoint of step {step}"
+    if not choice:
+        steps = sorted({item.step for item in listed})
+        raise NotFound(
+            what,
+            where=run.store.url,
+            found=f"steps {', '.join(map(str, steps[-10:]))}" if steps else "no checkpoint",
+            remedy="`laststep ls` lists them",
+        )
+    return choice[-1]
+
+
+def resolve(path: str, step: int | None) -> Place:
+    """The one checkpoint that a path and a step mean."""
+    if not is_checkpoint(path):
+        run = open_run(path)
+        listed = find(run, step)
+        return Place(store=run.store, folder=listed.folder, listed=listed)
+    if step is not None:
+        raise typer.BadParameter("a checkpoint's folder has but one step", param_hint="--step")
+    folder = Path(path).resolve()
+    if parse_folder(folder.name) is not None and _is_run(folder.parent):
+        run = Run.open(DirectoryStore(folder.parent))
+        for listed in run.checkpoints():
+            if listed.folder == folder.name:
+                return Place(store=run.store, folder=listed.folder, listed=listed)
+    return Place(store=DirectoryStore(folder.parent), folder=folder.name, listed=None)
+
+
+def _is_run(folder: Path) -> bool:
+    if (folder / RUN_NAME).exists() or (folder / EPOCHS_FOLDER).is_dir():
+        return True
+    return any(parse_folder(entry.name) is not None for entry in folder.iterdir())

@@ -1,0 +1,262 @@
+"""Python values to what the JSON encoder takes: one function per type, and the walk over them.
+
+Knows nothing of decoding beyond that `typed_decoder` has a function for each tag written here. An
+`Encoder` serves one walk, on one thread; after a refusal it is spent.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import struct
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from laststep.codecs.typed_values import (
+    INT_MAX,
+    INT_MIN,
+    MAX_DEPTH,
+    MAX_NAMEDTUPLES,
+    Tagged,
+    TensorRef,
+    is_utf8,
+    namedtuple_class,
+)
+from laststep.errors import Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+json_bytes = msgspec.json.Encoder().encode
+
+
+class Encoder:
+    """One walk over a value. `path` is where the walk is, for the message of a refusal."""
+
+    __slots__ = ("active", "classes", "path")
+
+    def __init__(self) -> None:
+        self.path: list[str | tuple[object]] = []
+        self.active: set[int] = set()
+        self.classes: set[tuple[str, tuple[str, ...]]] = set()
+
+    def value(self, value: object) -> object:
+        encoder = _encoders.get(type(value))
+        if encoder is not None:
+            return encoder(self, value)
+        if isinstance(value, tuple) and isinstance(getattr(value, "_fields", None), tuple):
+            return _encode_namedtuple(self, value)
+        raise self.refusal(f"a value of type {_type_name(value)}")
+
+    def enter(self, container: object) -> int:
+        """Note that the walk is within `container`; the caller removes it from `active`."""
+        key = id(container)
+        if key in self.active:
+            raise self.refusal(f"a {_type_name(container)} that contains itself")
+        if len(self.active) == MAX_DEPTH:
+            raise self.refusal(f"containers nested more than {MAX_DEPTH} deep")
+        self.active.add(key)
+        return key
+
+    def items(self, container: object, values: Iterable[object]) -> list[object]:
+        """All `values` of a container, encoded; plain loops, since trees have 100,000 leaves."""
+        entered, path = self.enter(container), self.path
+        encoded: list[object] = []
+        for index, value in enumerate(values):
+            path.append((index,))
+            encoder = _encoders.get(type(value))
+            encoded.append(encoder(self, value) if encoder is not None else self.value(value))
+            path.pop()
+        self.active.remove(entered)
+        return encoded
+
+    def text(self, text: str) -> str:
+        """A string within a tag, which has no form of its own for what UTF-8 cannot hold."""
+        if not is_utf8(text):
+            raise self.refusal("a name that is no valid Unicode")
+        return text
+
+    def refusal(self, found: str) -> Usage:
+        return Usage(
+            "cannot express a value as typed JSON",
+            where=_path_text(self.path),
+            expected="plain Python values (docs/format.md lists them)",
+            found=found,
+            remedy="pass allow_pickle=True at save and at load, or keep the value out of the state",
+        )
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    module = kind.__module__
+    return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
+
+
+def _path_text(path: list[str | tuple[object]]) -> str:
+    if not path:
+        return "its root"
+    text = ""
+    for part in path:
+        if isinstance(part, str):
+            text += part
+        elif not text and isinstance(part[0], str) and part[0].isidentifier():
+            text = part[0]
+        elif type(part[0]) in (str, bytes, float, bool) or _is_short_int(part[0]):
+            text += f"[{repr(part[0])[:200]}]"
+        else:
+            text += f"[<{_type_name(part[0])}>]"
+    return text
+
+
+def _is_short_int(value: object) -> bool:
+    return type(value) is int and INT_MIN <= value <= INT_MAX  # repr refuses 4,300 digits
+
+
+def _encode_plain(_: Encoder, value: object) -> object:
+    return value
+
+
+def _encode_int(_: Encoder, value: object) -> object:
+    number = cast(int, value)
+    return number if INT_MIN <= number <= INT_MAX else {"$": "int", "hex": f"{number:x}"}
+
+
+def _encode_float(_: Encoder, value: object) -> object:
+    number = cast(float, value)
+    if number - number == 0:  # false for inf and nan only
+        return number
+    return {"$": "float", "bits": struct.pack(">d", number).hex()}
+
+
+def _encode_complex(encoder: Encoder, value: object) -> object:
+    number = cast(complex, value)
+    re, im = _encode_float(encoder, number.real), _encode_float(encoder, number.imag)
+    return {"$": "complex", "re": re, "im": im}
+
+
+def _encode_str(_: Encoder, value: object) -> object:
+    text = cast(str, value)
+    if text.isascii() or is_utf8(text):
+        return text
+    return {"$": "str", "base64": _to_base64(text.encode("utf-8", "surrogatepass"))}
+
+
+def _to_base64(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _encode_bytes(_: Encoder, value: object) -> object:
+    return {"$": type(value).__name__, "base64": _to_base64(cast(bytes, value))}
+
+
+def _encode_list(encoder: Encoder, value: object) -> object:
+    return encoder.items(value, cast("list[object]", value))
+
+
+def _encode_tuple(encoder: Encoder, value: object) -> object:
+    return {"$": "tuple", "items": encoder.items(value, cast("tuple[object, ...]", value))}
+
+
+def _encode_set(encoder: Encoder, value: object) -> object:
+    entered = encoder.enter(value)
+    encoder.path.append("{}")
+    items = list(map(encoder.value, cast("set[object]", value)))  # map adds no frame
+    encoder.path.pop()
+    encoder.active.remove(entered)
+    # The order of a set of strings differs from process to process; its bytes should not.
+    return {"$": type(value).__name__, "items": sorted(items, key=json_bytes)}
+
+
+def _encode_dict(encoder: Encoder, value: object) -> object:
+    mapping = cast("dict[object, object]", value)
+    for key in mapping:
+        if type(key) is not str or not (key.isascii() or is_utf8(key)):
+            return _encode_pairs(encoder, value)
+    if "$" in mapping:
+        return _encode_pairs(encoder, value)
+    entered, path = encoder.enter(value), encoder.path
+    encoded: dict[object, object] = {}
+    for key, item in mapping.items():
+        path.append((key,))
+        handler = _encoders.get(type(item))
+        encoded[key] = handler(encoder, item) if handler is not None else encoder.value(item)
+        path.pop()
+    encoder.active.remove(entered)
+    return encoded
+
+
+def _encode_pairs(encoder: Encoder, value: object) -> object:
+    entered, path = encoder.enter(value), encoder.path
+    items: list[object] = []
+    for key, item in cast("dict[object, object]", value).items():
+        path.extend(((key,), " (a key)"))
+        items.append(encoder.value(key))
+        path.pop()
+        items.append(encoder.value(item))
+        path.pop()
+    encoder.active.remove(entered)
+    return {"$": "dict" if type(value) is dict else "ordereddict", "items": items}
+
+
+def _encode_deque(encoder: Encoder, value: object) -> object:
+    deque = cast("collections.deque[object]", value)
+    return {"$": "deque", "maxlen": deque.maxlen, "items": encoder.items(value, deque)}
+
+
+def _encode_range(encoder: Encoder, value: object) -> object:
+    span = cast(range, value)
+    return {"$": "range", "items": encoder.items(value, (span.start, span.stop, span.step))}
+
+
+def _encode_slice(encoder: Encoder, value: object) -> object:
+    span = cast(slice, value)
+    return {"$": "slice", "items": encoder.items(value, (span.start, span.stop, span.step))}
+
+
+def _encode_namedtuple(encoder: Encoder, value: tuple[object, ...]) -> object:
+    name, fields = type(value).__name__, cast("tuple[str, ...]", getattr(value, "_fields", ()))
+    if not all(type(field) is str for field in fields) or namedtuple_class(name, fields) is None:
+        raise encoder.refusal(f"a {_type_name(value)}, whose names namedtuple would not take")
+    if len(fields) != len(value) or getattr(value, "__dict__", None):
+        raise encoder.refusal(f"a {_type_name(value)} that holds more than its fields")
+    encoder.classes.add((name, fields))
+    if len(encoder.classes) > MAX_NAMEDTUPLES:
+        raise encoder.refusal(f"more than {MAX_NAMEDTUPLES} classes of namedtuple")
+    items = encoder.items(value, value)
+    return {"$": "namedtuple", "type": name, "fields": list(fields), "items": items}
+
+
+def _encode_tensor(encoder: Encoder, value: object) -> object:
+    return {"$": "tensor", "name": encoder.text(cast(TensorRef, value).name)}
+
+
+def _encode_tagged(encoder: Encoder, value: object) -> object:
+    tagged = cast(Tagged, value)
+    entered = encoder.enter(value)
+    encoded = encoder.value(tagged.value)
+    encoder.active.remove(entered)
+    return {"$": "ext", "tag": encoder.text(tagged.tag), "value": encoded}
+
+
+_encoders: dict[type, Callable[[Encoder, object], object]] = {
+    type(None): _encode_plain,
+    bool: _encode_plain,
+    int: _encode_int,
+    float: _encode_float,
+    complex: _encode_complex,
+    str: _encode_str,
+    bytes: _encode_bytes,
+    bytearray: _encode_bytes,
+    list: _encode_list,
+    tuple: _encode_tuple,
+    dict: _encode_dict,
+    collections.OrderedDict: _encode_pairs,
+    set: _encode_set,
+    frozenset: _encode_set,
+    collections.deque: _encode_deque,
+    range: _encode_range,
+    slice: _encode_slice,
+    TensorRef: _encode_tensor,
+    Tagged: _encode_tagged,
+}

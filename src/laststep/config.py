@@ -1,0 +1,85 @@
+"""The settings of a Checkpointer, as one checked value.
+
+Knows nothing of what they do; nothing here is read from the environment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from laststep.errors import Usage
+from laststep.terms import CHUNK_BYTES
+
+
+class Capture(StrEnum):
+    """How state on a device is captured; see docs/guides/guarantees.md for each one's proof."""
+
+    AUTO = "auto"
+    """Device-first for what fits into spare device memory, lazy for the rest; CPU at once."""
+    DEVICE = "device"
+    """A copy on the device, in stream order; a clear error where memory is short."""
+    LAZY = "lazy"
+    """Copied during the next forward and backward; the optimizer waits; proven by fingerprints."""
+    BLOCKING = "blocking"
+    """Copied before save() returns."""
+
+
+class FlushIn(StrEnum):
+    """Where digests and writes run."""
+
+    PROCESS = "process"
+    THREAD = "thread"
+
+
+class OnBusy(StrEnum):
+    """What save() does while an earlier save still holds the memory that it needs."""
+
+    WAIT = "wait"
+    SKIP = "skip"
+
+
+MIN_SLOTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything a Checkpointer can be told, with its defaults."""
+
+    capture: Capture = Capture.AUTO
+    flush: FlushIn = FlushIn.PROCESS
+    on_busy: OnBusy = OnBusy.WAIT
+    host_memory_bytes: int | None = None
+    """Cap of the shared host memory; None: a quarter of what is available at construction."""
+    device_margin_bytes: int = 1 << 30
+    """Device memory that device-first never touches, on top of the measured peak."""
+    allow_pickle: bool = False
+    writers: int = 4
+    """Threads that write, and that read on restore."""
+    progress: bool | None = None
+    """A progress bar on stderr; None: when a person is watching."""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("capture", Capture), ("flush", FlushIn), ("on_busy", OnBusy)):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, kind(value))
+            except ValueError:
+                choices = ", ".join(repr(choice.value) for choice in kind)
+                raise Usage(
+                    f"unknown setting {name}", expected=f"one of {choices}", found=repr(value)
+                ) from None
+        least = MIN_SLOTS * CHUNK_BYTES
+        if self.host_memory_bytes is not None and self.host_memory_bytes < least:
+            raise Usage(
+                "host_memory_bytes is too small",
+                expected=f"at least {least} ({MIN_SLOTS} slots of {CHUNK_BYTES})",
+                found=str(self.host_memory_bytes),
+            )
+        if not 1 <= self.writers <= 64:
+            raise Usage("writers is out of range", expected="1 to 64", found=str(self.writers))
+        if self.device_margin_bytes < 0:
+            raise Usage(
+                "device_margin_bytes is negative", expected="0 or more",
+                found=str(self.device_margin_bytes),
+            )  # fmt: skip

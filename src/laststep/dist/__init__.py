@@ -1,0 +1,1 @@
+"""How ranks agree. One rank for now: a larger job is refused rather than half saved."""

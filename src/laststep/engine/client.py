@@ -1,0 +1,273 @@
+"""The trainer's side of the flusher: hand saves over, hear how they fare, notice its death.
+
+Owns the connection and one thread that receives. Slots go back to the pool, stages of handles are
+reached, and errors land in the handles from that thread. When the flusher dies every save that was
+not committed fails at once, waiting included; `restart` begins anew with the same pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from laststep.engine.copy.job import CaptureTiming
+from laststep.engine.handle import SaveHandle
+from laststep.engine.pool import Pool
+from laststep.engine.wire import (
+    Begin,
+    Bye,
+    Chunk,
+    Connection,
+    Continue,
+    Decided,
+    Drop,
+    Failed,
+    FileBegin,
+    Flushed,
+    Freed,
+    Progress,
+    Removed,
+    Seal,
+    ToFlusher,
+    ToTrainer,
+)
+from laststep.errors import LaststepError, StorageFailed, from_wire
+from laststep.events import Bus, Captured, Committed, Durable, Pruned, SaveFailed, Written
+from laststep.format.manifest import ItemRecord
+from laststep.plan.save import SavePlan
+
+log = logging.getLogger(__name__)
+
+
+class Helper(Protocol):
+    """The running flusher."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def join(self, timeout_s: float) -> bool: ...
+
+    def how_it_ended(self) -> str: ...
+
+
+Launch = Callable[[socket.socket], Helper]
+SealParts = Callable[[], tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes]]
+
+
+class SaveLink:
+    """The sink of one capture: passes its chunks on and seals the save when all are there."""
+
+    def __init__(self, client: Client, number: int, handle: SaveHandle, parts: SealParts) -> None:
+        self._client = client
+        self._number = number
+        self.handle = handle
+        self._parts = parts
+        self.size_bytes = 0
+
+    def chunk(self, file: int, start: int, size_bytes: int, slot: int) -> None:
+        self._client.send(
+            Chunk(save=self._number, file=file, start=start, size_bytes=size_bytes, slot=slot)
+        )
+
+    def captured(self, timing: CaptureTiming) -> None:
+        """All chunks are handed over: serialise the objects, seal, and tell."""
+        try:
+            objects, items, metrics, metadata = self._parts()
+        except LaststepError as error:
+            self.failed(error)
+            return
+        seal = Seal(save=self._number, objects=objects, items=items, metrics=metrics, metadata=metadata)
+        self._client.send(seal)
+        self._client.note_captured(self, timing)
+
+    def failed(self, error: LaststepError) -> None:
+        self._client.drop(self._number, error)
+
+
+class Client:
+    """Talks to one flusher at a time."""
+
+    def __init__(self, launch: Launch, pool: Pool, bus: Bus) -> None:
+        self._launch = launch
+        self._pool = pool
+        self._bus = bus
+        self._lock = threading.Lock()
+        self._links: dict[int, SaveLink] = {}
+        self._count = 0
+        self._dead: LaststepError | None = None
+        self._closing = False
+        self._continues: Continue | None = None
+        self._start()
+
+    @property
+    def helper_pid(self) -> int | None:
+        return self._helper.pid
+
+    @property
+    def dead(self) -> LaststepError | None:
+        """Why the flusher is gone, if it is."""
+        with self._lock:
+            return self._dead
+
+    def pending(self) -> list[SaveHandle]:
+        with self._lock:
+            return [link.handle for link in self._links.values()]
+
+    def restart(self) -> None:
+        """A new flusher in place of a dead one; nobody may hold slots."""
+        self._connection.close()
+        self._receiver.join()
+        self._helper.join(0)
+        self._pool.slots.reset()
+        self._dead = None
+        self._start()
+        if self._continues is not None:
+            self.send(self._continues)
+
+    def continue_from(self, continues: Continue) -> None:
+        """Saves from now on continue that checkpoint, under a new epoch."""
+        self._continues = continues
+        self.send(continues)
+
+    def begin(
+        self, plan: SavePlan, handle: SaveHandle, parts: SealParts, *, overwrite: bool
+    ) -> SaveLink:
+        """Announce a save; its chunks may follow."""
+        files = tuple(
+            FileBegin(name=f.name, item=f.item, region_bytes=f.region_bytes,
+                      tensor_bytes=f.tensor_bytes, entries=f.entries)
+            for f in plan.files
+        )  # fmt: skip
+        with self._lock:
+            self._count += 1
+            number = self._count
+            link = SaveLink(self, number, handle, parts)
+            link.size_bytes = plan.tensor_bytes
+            self._links[number] = link
+        self.send(Begin(save=number, step=handle.step, overwrite=overwrite, files=files))
+        return link
+
+    def send(self, message: ToFlusher) -> None:
+        """Send; when the flusher is gone, its death is reported through the handles instead."""
+        try:
+            self._connection.send(message)
+        except OSError:
+            log.debug("a message found no flusher")
+
+    def drop(self, number: int, error: LaststepError) -> None:
+        """Give a save up."""
+        with self._lock:
+            link = self._links.pop(number, None)
+        if link is None:
+            return
+        self.send(Drop(save=number, reason=str(error)))
+        self._fail(link, error)
+
+    def note_captured(self, link: SaveLink, timing: CaptureTiming) -> None:
+        report = link.handle.report
+        report.captured_s = timing.drained_s
+        link.handle.captured.reach()
+        self._bus.emit(
+            Captured(step=link.handle.step, size_bytes=link.size_bytes, seconds=timing.drained_s,
+                     blocked_s=timing.stall_s)
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """No more saves: wait for the flusher to finish all that it has and to end."""
+        self._closing = True
+        self.send(Bye())
+        self._receiver.join()
+        self._helper.join(60)
+        self._connection.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the connection without saying anything."""
+        self._connection.detach()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._connection = Connection(ours)
+        self._helper = self._launch(theirs)
+        self._receiver = threading.Thread(target=self._receive, name="laststep-receive", daemon=True)
+        self._receiver.start()
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                message = self._connection.receive_in_trainer()
+            except (OSError, ValueError) as error:
+                log.warning("the flusher spoke nonsense: %s", error)
+                message = None
+            if message is None:
+                self._mourn()
+                return
+            self._handle(message)
+
+    def _handle(self, message: ToTrainer) -> None:
+        if isinstance(message, Freed):
+            self._pool.slots.release(message.slots)
+        elif isinstance(message, Removed):
+            self._bus.emit(Pruned(step=message.step, folder=message.folder))
+        elif isinstance(message, Progress):
+            link = self._links.get(message.save)
+            if link is not None:
+                self._bus.emit(Written(step=link.handle.step, done_bytes=message.done_bytes,
+                                       size_bytes=link.size_bytes))  # fmt: skip
+        elif isinstance(message, Flushed):
+            self._flushed(message)
+        elif isinstance(message, Decided):
+            self._decided(message)
+        elif isinstance(message, Failed):
+            with self._lock:
+                link = self._links.pop(message.save, None)
+            if link is not None:
+                self._fail(link, from_wire(message.kind, message.fields))
+
+    def _flushed(self, message: Flushed) -> None:
+        link = self._links.get(message.save)
+        if link is None:
+            return
+        report = link.handle.report
+        report.durable_s, report.size_bytes = link.handle.since_began_s(), message.size_bytes
+        link.handle.durable.reach()
+        self._bus.emit(
+            Durable(step=link.handle.step, size_bytes=message.size_bytes, seconds=report.durable_s)
+        )
+
+    def _decided(self, message: Decided) -> None:
+        with self._lock:
+            link = self._links.pop(message.save, None)
+        if link is None:
+            return
+        report = link.handle.report
+        report.committed_s, report.folder = link.handle.since_began_s(), message.folder
+        link.handle.committed.reach()
+        self._bus.emit(
+            Committed(step=link.handle.step, folder=message.folder, size_bytes=report.size_bytes,
+                      seconds=report.committed_s)
+        )  # fmt: skip
+
+    def _fail(self, link: SaveLink, error: LaststepError) -> None:
+        link.handle.fail(error)
+        self._bus.emit(SaveFailed(step=link.handle.step, reason=str(error)))
+
+    def _mourn(self) -> None:
+        """The flusher is gone: whatever it had not committed has failed."""
+        with self._lock:
+            links, self._links = list(self._links.values()), {}
+        if self._closing and not links:
+            return
+        self._helper.join(1)
+        error = StorageFailed(
+            "the flusher ended before its work was done",
+            found=self._helper.how_it_ended(),
+            remedy="the checkpoints committed so far are whole; the next save starts a new flusher",
+        )
+        with self._lock:
+            self._dead = error
+        self._pool.slots.fail(error)
+        for link in links:
+            self._fail(link, error)

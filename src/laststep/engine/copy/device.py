@@ -1,0 +1,39 @@
+"""What device memory is spare, and the side streams that copies run on.
+
+Knows nothing of saves. CUDA only; every function is safe to call on a machine without it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def spare_bytes(device: str, margin_bytes: int) -> int:
+    """Device memory that training will not miss: what is free at the peak seen so far, less a margin.
+
+    The caching allocator keeps the memory of its peak reserved, so what the driver reports as free is
+    free at that peak. Where the allocator has given memory back since (its reserve lies below the
+    peak), the difference is taken off again.
+    """
+    free, _total = torch.cuda.mem_get_info(device)
+    given_back = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+    return max(free - max(given_back, 0) - margin_bytes, 0)
+
+
+class SideStreams:
+    """One stream per device for copies, apart from every stream that training uses."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def stream(self, device: str) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device=device)
+        return self._streams[device]
+
+
+def record(stream: torch.cuda.Stream, *, timing: bool = False, blocking: bool = True) -> torch.cuda.Event:
+    """An event at this point of a stream; waiting for it on the host sleeps rather than spins."""
+    event = torch.cuda.Event(enable_timing=timing, blocking=blocking)
+    event.record(stream)
+    return event

@@ -1,0 +1,69 @@
+"""Keep an optimizer from changing state that is still being copied.
+
+One global step pre-hook of torch.optim, for every optimizer in the process. While a lazy capture is
+under way, the hook blocks the host until all its copies are enqueued (waiting for an event that was
+never recorded would be a no-op), then makes the stream that is current at every firing wait for them.
+It also keeps the evidence that it fires at all: steps replayed from a CUDA graph, traced by Dynamo or
+taken by foreign optimizers never call it, and lazy capture is only chosen where it was seen to fire.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class Fenced(Protocol):
+    """A capture that must end before the state may change."""
+
+    def hold_back(self) -> None:
+        """Block the host, and the current stream, until the state may change."""
+
+    def is_over(self) -> bool:
+        """Whether all copies have ended, so that nobody needs to wait any more."""
+
+
+class Fence:
+    """The hook, whom it waits for, and whether it has been seen to fire."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fenced: list[Fenced] = []
+        self._fired = False
+        self.held_s = 0.0
+        """Seconds for which the host was blocked in the hook, ever."""
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def add(self, capture: Fenced) -> None:
+        with self._lock:
+            self._fenced.append(capture)
+
+    def take_evidence(self) -> bool:
+        """Whether the hook fired since this was last asked."""
+        with self._lock:
+            fired, self._fired = self._fired, False
+            return fired
+
+    def close(self) -> None:
+        self._handle.remove()
+
+    def _before_step(self, *_: object) -> None:
+        if torch.compiler.is_compiling() or _capturing_graph():
+            return  # nothing may be traced or recorded here, so this step is no evidence either
+        with self._lock:
+            self._fired = True
+            self._fenced = [capture for capture in self._fenced if not capture.is_over()]
+            fenced = tuple(self._fenced)
+        if fenced:
+            began = time.perf_counter()
+            for capture in fenced:
+                capture.hold_back()
+            self.held_s += time.perf_counter() - began
+
+
+def _capturing_graph() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

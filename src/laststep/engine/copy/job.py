@@ -1,0 +1,111 @@
+"""One capture on its way: what is copied, from where, how far it is, and how it ended.
+
+The training thread makes a job and fills `staging`; then the capture thread owns it, except for the
+events, which anybody may wait for. The first error wins and is final.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from laststep.engine.copy.layout import ChunkLayout, Layout
+from laststep.errors import LaststepError
+
+
+class Sink(Protocol):
+    """Where a capture's chunks go: the flusher's client. Called from any thread."""
+
+    def chunk(self, file: int, start: int, size_bytes: int, slot: int) -> None:
+        """The slot holds these bytes and is no longer the capture's."""
+
+    def captured(self, timing: CaptureTiming) -> None:
+        """All bytes have been handed over."""
+
+    def failed(self, error: LaststepError) -> None:
+        """The capture failed; nothing more will come."""
+
+
+@dataclass(slots=True)
+class CaptureTiming:
+    """What a capture cost training, as far as it is known."""
+
+    stall_s: float = 0.0
+    """The training thread, in save()."""
+    waited_s: float = 0.0
+    """Of that, waiting for room in the pool or for an earlier capture."""
+    device_copy_s: float = 0.0
+    """The training stream, copying on the device."""
+    fence_s: float = 0.0
+    """The training stream, held back before the optimizer's step."""
+    drained_s: float = 0.0
+    """From save() until all bytes were in host memory."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A capture; see the module for who owns what when."""
+
+    layout: Layout
+    sources: list[torch.Tensor]
+    names: list[str]
+    sink: Sink
+    began_s: float
+    timing: CaptureTiming = field(default_factory=CaptureTiming)
+    staging: dict[str, torch.Tensor] = field(default_factory=dict)
+    filled: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(file, start) → slot of chunks that the training thread has filled in part."""
+    held: set[int] = field(default_factory=set)
+    """Slots that are leased and not handed over yet; given back if the capture fails."""
+    ready: dict[str, torch.cuda.Event] = field(default_factory=dict)
+    """Per device: the state at save() is complete (and staged) once this event has passed."""
+    staging_began: dict[str, torch.cuda.Event] = field(default_factory=dict)
+    fence_began: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = field(default_factory=dict)
+    before: dict[str, tuple[list[int], torch.Tensor]] = field(default_factory=dict)
+    """Per device: fingerprints of what is copied lazily, taken at save()."""
+    host_before: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
+    """Digests at save() of host spans that are copied lazily."""
+    copied: dict[str, torch.cuda.Event] = field(default_factory=dict)
+    enqueued: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+    error: LaststepError | None = None
+
+    def hold_back(self) -> None:
+        """Called by the fence: nobody may change the state before its copy is ordered."""
+        self.enqueued.wait()
+        if not self.copied:
+            self.over.wait()  # host memory has no stream order: wait for the copy itself
+            return
+        for device, event in self.copied.items():
+            stream = torch.cuda.current_stream(device)
+            start = torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            stream.wait_event(event)
+            end = torch.cuda.Event(enable_timing=True)
+            end.record(stream)
+            self.fence_began.setdefault(device, []).append((start, end))
+
+    def read_fence_timers(self) -> None:
+        """Add up how long the fence held streams back, as far as those waits have ended."""
+        total = 0.0
+        for waits in list(self.fence_began.values()):
+            total += sum(start.elapsed_time(end) for start, end in waits if end.query()) / 1e3
+        self.timing.fence_s = total
+
+    def is_over(self) -> bool:
+        return self.over.is_set()
+
+    def direct_pieces(self, device: str) -> list[int]:
+        """The numbers of the pieces that are copied straight from a device, each once."""
+        seen: dict[int, None] = {}
+        for chunk in self.layout.chunks:
+            for group in chunk.direct:
+                if group.device == device:
+                    seen.update((span.piece, None) for span in group.spans)
+        return list(seen)
+
+    def chunks(self) -> tuple[ChunkLayout, ...]:
+        return self.layout.chunks

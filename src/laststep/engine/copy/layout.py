@@ -1,0 +1,220 @@
+"""Lower a save plan to copies: which bytes are gathered at once, which chunk takes what from where.
+
+Pure but for the vocabulary: it moves nothing and looks at no tensor, only at specs and at the way
+that was chosen for each piece. A layout depends on plan and ways alone, so it is made once and reused
+while the state keeps its shape.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+from typing import NamedTuple
+
+from laststep.plan.save import FilePlan, SavePlan
+from laststep.terms import CHUNK_BYTES, DTYPES, align_up
+
+
+class Way(Enum):
+    """How one piece is captured."""
+
+    STAGED = "staged"
+    """Gathered at `save()` into one buffer on its own device, moved to the pool afterwards."""
+    DIRECT = "direct"
+    """Copied straight into the pool: by the training thread for the host, else in the background."""
+
+
+class Span(NamedTuple):
+    """Elements [first, last) of a piece."""
+
+    piece: int
+    first: int
+    last: int
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Neighbouring spans of one dtype that fill bytes [start, stop) of a buffer."""
+
+    dtype: str
+    device: str
+    start: int
+    stop: int
+    spans: tuple[Span, ...]
+
+
+class Staged(NamedTuple):
+    """Bytes of a staging buffer and their place in a chunk."""
+
+    device: str
+    start: int
+    at: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkLayout:
+    """One slot's worth of a file: what of it comes from staging buffers, what straight from pieces."""
+
+    file: int
+    start: int
+    size_bytes: int
+    staged: tuple[Staged, ...]
+    direct: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """All copies of a save. Pieces are numbered through all items in order."""
+
+    ways: tuple[Way, ...]
+    staging_bytes: dict[str, int]
+    gathers: dict[str, tuple[Group, ...]]
+    """Per device: how its staging buffer is filled."""
+    chunks: tuple[ChunkLayout, ...]
+
+
+class _Placed(NamedTuple):
+    piece: int
+    dtype: str
+    device: str
+    start: int
+    stop: int
+    staged_at: int
+
+
+def lower(plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
+    """The copies that carry out `plan` when every piece goes its way."""
+    numbers: list[int] = []
+    total = 0
+    for item in plan.items:
+        numbers.append(total)
+        total += len(item.pieces)
+    staging: dict[str, int] = defaultdict(int)
+    gathers: dict[str, list[_Placed]] = defaultdict(list)
+    chunks: list[ChunkLayout] = []
+    for index, file in enumerate(plan.files):
+        placed = _stage(plan, file, numbers, ways, staging)
+        for one in placed:
+            if one.staged_at >= 0:
+                gathers[one.device].append(one)
+        chunks.extend(_chunks(index, file, placed))
+    return Layout(
+        ways=ways,
+        staging_bytes=dict(staging),
+        gathers={device: _gather_groups(ones) for device, ones in gathers.items()},
+        chunks=tuple(chunks),
+    )
+
+
+def _stage(
+    plan: SavePlan, file: FilePlan, numbers: list[int], ways: tuple[Way, ...], staging: dict[str, int]
+) -> list[_Placed]:
+    """The non-empty pieces of a file, and where each staged one lies in its device's buffer."""
+    placed: list[_Placed] = []
+    last_stop: dict[str, int] = {}
+    for one in file.placed:
+        if one.start == one.stop:
+            continue
+        spec = plan.items[one.item].pieces[one.piece]
+        number = numbers[one.item] + one.piece
+        at = -1
+        if ways[number] is Way.STAGED:
+            if last_stop.get(spec.device) != one.start:
+                # A new stretch: same alignment as in the file, so that typed views are possible.
+                staging[spec.device] = align_up(staging[spec.device], 16) + one.start % 16
+            at = staging[spec.device]
+            staging[spec.device] += one.stop - one.start
+            last_stop[spec.device] = one.stop
+        placed.append(_Placed(number, spec.dtype, spec.device, one.start, one.stop, at))
+    return placed
+
+
+def _gather_groups(ones: list[_Placed]) -> tuple[Group, ...]:
+    groups: list[Group] = []
+    run: list[_Placed] = []
+
+    def flush() -> None:
+        if run:
+            start = run[0].staged_at
+            stop = run[-1].staged_at + run[-1].stop - run[-1].start
+            spans = tuple(Span(one.piece, 0, _elements(one), True) for one in run)
+            groups.append(Group(dtype=run[0].dtype, device=run[0].device, start=start, stop=stop, spans=spans))
+            run.clear()
+
+    for one in ones:
+        if run:
+            end = run[-1].staged_at + run[-1].stop - run[-1].start
+            if one.dtype != run[-1].dtype or one.staged_at != end:
+                flush()
+        run.append(one)
+    flush()
+    return tuple(groups)
+
+
+def _elements(one: _Placed) -> int:
+    return (one.stop - one.start) // DTYPES[one.dtype].size_bytes
+
+
+def _chunks(index: int, file: FilePlan, placed: list[_Placed]) -> list[ChunkLayout]:
+    """Cut a file at chunk boundaries; elements never straddle one, since sizes divide it."""
+    cut: dict[int, list[tuple[_Placed, int, int]]] = defaultdict(list)
+    for one in placed:
+        for number in range(one.start // CHUNK_BYTES, (one.stop - 1) // CHUNK_BYTES + 1):
+            low = max(one.start, number * CHUNK_BYTES)
+            high = min(one.stop, (number + 1) * CHUNK_BYTES)
+            cut[number].append((one, low, high))
+    chunks: list[ChunkLayout] = []
+    for number in sorted(cut):
+        base = number * CHUNK_BYTES
+        size = min(CHUNK_BYTES, file.tensor_bytes - base)
+        staged = _merge([c for c in cut[number] if c[0].staged_at >= 0], base)
+        direct = _direct([c for c in cut[number] if c[0].staged_at < 0], base)
+        chunks.append(ChunkLayout(file=index, start=base, size_bytes=size, staged=staged, direct=direct))
+    return chunks
+
+
+def _merge(parts: list[tuple[_Placed, int, int]], base: int) -> tuple[Staged, ...]:
+    """Neighbours in the file that are neighbours in their staging buffer become one copy."""
+    merged: list[Staged] = []
+    for one, low, high in parts:
+        start, at, size = one.staged_at + low - one.start, low - base, high - low
+        if merged:
+            last = merged[-1]
+            touching = last.start + last.size_bytes == start and last.at + last.size_bytes == at
+            if last.device == one.device and touching:
+                merged[-1] = last._replace(size_bytes=last.size_bytes + size)
+                continue
+        merged.append(Staged(one.device, start, at, size))
+    return tuple(merged)
+
+
+def _direct(parts: list[tuple[_Placed, int, int]], base: int) -> tuple[Group, ...]:
+    groups: list[Group] = []
+    neighbours: list[list[tuple[_Placed, int, int]]] = []
+    for _, same in groupby(parts, key=lambda part: (part[0].dtype, part[0].device)):
+        for part in same:
+            if neighbours and neighbours[-1][-1][2] == part[1] and _alike(neighbours[-1][-1][0], part[0]):
+                neighbours[-1].append(part)
+            else:
+                neighbours.append([part])
+    for run in neighbours:
+        size = DTYPES[run[0][0].dtype].size_bytes
+        spans = tuple(
+            Span(one.piece, (low - one.start) // size, (high - one.start) // size,
+                 low == one.start and high == one.stop)
+            for one, low, high in run
+        )  # fmt: skip
+        first, last = run[0], run[-1]
+        groups.append(
+            Group(dtype=first[0].dtype, device=first[0].device, start=first[1] - base,
+                  stop=last[2] - base, spans=spans)
+        )  # fmt: skip
+    return tuple(groups)
+
+
+def _alike(a: _Placed, b: _Placed) -> bool:
+    return a.dtype == b.dtype and a.device == b.device

@@ -1,0 +1,68 @@
+"""Put verified bytes from the pool into tensors, wherever they live.
+
+Called on reading threads, on several at once: parts of different reads never overlap. A slot may be
+reused when `deliver` returns, so copies to a device are waited for, one chunk's at a time, while the
+other threads read on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from laststep.engine.copy.device import SideStreams, record
+from laststep.engine.pool import Pool
+from laststep.plan.load import Part, Read
+
+_MANY = 16
+"""From so many small parts on, a chunk is moved to the device whole and scattered there."""
+
+
+class Placer:
+    """Delivers reads into targets; targets MUST be contiguous."""
+
+    def __init__(self, pool: Pool, targets: Sequence[torch.Tensor]) -> None:
+        self._pool = pool
+        self._bytes = [target.detach().view(-1).view(torch.uint8) for target in targets]
+        self._devices = [target.device for target in targets]
+        self._streams = SideStreams()
+        for device in set(self._devices):
+            if device.type == "cuda":
+                # Whatever training still has under way on these tensors comes first.
+                self._streams.stream(str(device)).wait_stream(torch.cuda.current_stream(device))
+
+    def deliver(self, read: Read, slot: int) -> None:
+        """Copy a read's parts to where they belong; the slot is free afterwards."""
+        by_device: dict[torch.device, list[Part]] = {}
+        for part in read.parts:
+            by_device.setdefault(self._devices[part.target], []).append(part)
+        chunk = self._pool.tensor(slot)
+        for device, parts in by_device.items():
+            if device.type == "cuda":
+                self._to_device(device, chunk, read.stop - read.start, parts)
+            else:
+                self._scatter(chunk, parts)
+
+    def finish(self) -> None:
+        """Make the streams that training uses wait for all copies."""
+        for device in set(self._devices):
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).wait_stream(self._streams.stream(str(device)))
+
+    def _to_device(
+        self, device: torch.device, chunk: torch.Tensor, size: int, parts: list[Part]
+    ) -> None:
+        stream = self._streams.stream(str(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            if len(parts) > _MANY:
+                chunk = chunk[:size].to(device, non_blocking=True)
+            self._scatter(chunk, parts)
+            event = record(stream)
+        event.synchronize()
+
+    def _scatter(self, chunk: torch.Tensor, parts: list[Part]) -> None:
+        into = [self._bytes[p.target][p.target_at : p.target_at + p.size_bytes] for p in parts]
+        source = [chunk[p.at : p.at + p.size_bytes] for p in parts]
+        with torch.no_grad():
+            torch._foreach_copy_(into, source, non_blocking=True)

@@ -1,0 +1,133 @@
+"""Write the images of one save to a store: digests on the way, objects behind, header last.
+
+Knows nothing of who commits, of other saves or of torch. Chunks may arrive in any order and be
+written by several threads at once; each file's digests have one place per block, so no two threads
+touch the same bytes. The first error is kept, and after it nothing more is written or published.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from dataclasses import dataclass
+
+from laststep.codecs.digests import DIGEST_BYTES, block_digests, digest, digest_text
+from laststep.engine.wire import FileBegin
+from laststep.errors import LaststepError, StorageFailed
+from laststep.format.header import Header, ObjectEntry, encode_header
+from laststep.format.manifest import FileRecord
+from laststep.storage.store import Store, Writer
+from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
+
+
+@dataclass(slots=True)
+class _File:
+    """One data file being written; `digests` and `tail` are filled by whoever writes the chunk."""
+
+    plan: FileBegin
+    writer: Writer
+    digests: bytearray
+    tail: bytes = b""
+
+
+class SaveFlush:
+    """The files of one save in their attempt's folder."""
+
+    def __init__(self, store: Store, folder: str, files: tuple[FileBegin, ...]) -> None:
+        self.folder = folder
+        self.written_bytes = 0
+        self._store = store
+        self._lock = threading.Lock()
+        self._error: LaststepError | None = None
+        self._files: list[_File] = []
+        try:
+            for plan in files:
+                expected = plan.region_bytes + plan.tensor_bytes
+                writer = store.open_writer(f"{folder}/{plan.name}", expected_bytes=expected)
+                blocks = -(-plan.tensor_bytes // BLOCK_BYTES)
+                self._files.append(_File(plan, writer, bytearray(blocks * DIGEST_BYTES)))
+        except LaststepError as error:
+            self.fail(error)
+
+    @property
+    def error(self) -> LaststepError | None:
+        with self._lock:
+            return self._error
+
+    def fail(self, error: LaststepError) -> None:
+        """Keep the first error."""
+        with self._lock:
+            self._error = self._error or error
+
+    def write(self, file: int, start: int, image: memoryview, size_bytes: int) -> None:
+        """Digest and write `size_bytes` of `image`, which starts at byte `start` of the tensor
+        area. `image` MUST reach to the next multiple of the alignment. Never raises."""
+        if self.error is not None:
+            return
+        target = self._files[file]
+        try:
+            sums = block_digests(image[:size_bytes])
+            first = start // BLOCK_BYTES * DIGEST_BYTES
+            target.digests[first : first + len(sums)] = sums
+            whole = align_up(size_bytes, target.writer.alignment_bytes)
+            target.writer.write_at(target.plan.region_bytes + start, image[:whole])
+            if start + size_bytes == target.plan.tensor_bytes:
+                target.tail = bytes(image[size_bytes // ALIGN_BYTES * ALIGN_BYTES : size_bytes])
+        except LaststepError as error:
+            self.fail(error)
+        except Exception as error:
+            self.fail(StorageFailed("a writer failed", where=target.plan.name, found=repr(error)))
+        with self._lock:
+            self.written_bytes += size_bytes
+
+    def finish(self, objects: tuple[tuple[int, str, bytes], ...]) -> tuple[FileRecord, ...]:
+        """Append objects, write headers, make every file and the folder durable; all chunks MUST
+        have been written. Raises the first error of the save."""
+        records = []
+        for number, file in enumerate(self._files):
+            mine = [(name, data) for where, name, data in objects if where == number]
+            records.append(self._finish_file(file, mine))
+        if self.error is not None:
+            raise self.error
+        self._store.sync_folder(self.folder)
+        return tuple(records)
+
+    def close(self) -> None:
+        """Close what is open; does nothing to finished files."""
+        for file in self._files:
+            file.writer.close()
+
+    def _finish_file(self, file: _File, objects: list[tuple[str, bytes]]) -> FileRecord:
+        error = self.error
+        if error is not None:
+            raise error
+        plan = file.plan
+        entries, end = [], plan.tensor_bytes
+        for name, data in objects:
+            entries.append(ObjectEntry(name=name, start=end, stop=end + len(data), digest=digest(data)))
+            end += len(data)
+        if objects:
+            at = plan.tensor_bytes // ALIGN_BYTES * ALIGN_BYTES
+            joined = file.tail + b"".join(data for _, data in objects)
+            self._write_aligned(file.writer, plan.region_bytes + at, joined)
+        header = Header(
+            item=plan.item, tensors=plan.entries, objects=tuple(entries),
+            tensor_bytes=plan.tensor_bytes, blocks=bytes(file.digests),
+        )  # fmt: skip
+        region = encode_header(header, region_bytes=plan.region_bytes)
+        self._write_aligned(file.writer, 0, region)
+        size = plan.region_bytes + end
+        file.writer.finish(size)
+        return FileRecord(
+            name=plan.name, size_bytes=size, header_bytes=plan.region_bytes,
+            header_digest=digest_text(region),
+        )  # fmt: skip
+
+    @staticmethod
+    def _write_aligned(writer: Writer, offset: int, data: bytes) -> None:
+        """Write bytes from ordinary memory through a page-aligned copy."""
+        with mmap.mmap(-1, align_up(max(len(data), 1), ALIGN_BYTES)) as buffer:
+            buffer[: len(data)] = data
+            whole = align_up(len(data), writer.alignment_bytes)
+            with memoryview(buffer) as view, view[:whole] as used:
+                writer.write_at(offset, used)

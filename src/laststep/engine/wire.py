@@ -1,0 +1,223 @@
+"""What trainer and flusher say to each other, and how it travels.
+
+Length-prefixed msgpack over a socket pair; the bytes of tensors never travel, only slot numbers do.
+Messages are validated while they are parsed. One thread may receive; any thread may send.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from laststep.format.header import TensorEntry
+from laststep.format.manifest import ItemRecord
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    pass
+
+
+class KeepRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Retention in plain values; the catalog turns them into its policy."""
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+    best_metric: str | None = None
+    best_mode: str = "min"
+
+
+class FileBegin(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A data file as the plan fixed it."""
+
+    name: str
+    item: str | None
+    region_bytes: int
+    tensor_bytes: int
+    entries: tuple[TensorEntry, ...]
+
+
+class Begin(_Message, frozen=True, kw_only=True):
+    """A save starts: its attempt and its files."""
+
+    save: int
+    step: int
+    overwrite: bool
+    files: tuple[FileBegin, ...]
+
+
+class Chunk(_Message, frozen=True, kw_only=True):
+    """A slot holds these bytes of a file's tensor area; it is the flusher's until it is freed."""
+
+    save: int
+    file: int
+    start: int
+    size_bytes: int
+    slot: int
+
+
+class Seal(_Message, frozen=True, kw_only=True):
+    """Everything of a save has been handed over; it may be committed even if the trainer dies."""
+
+    save: int
+    objects: tuple[tuple[int, str, bytes], ...]
+    """(file, name, bytes), in order."""
+    items: tuple[ItemRecord, ...]
+    metrics: bytes
+    metadata: bytes
+
+
+class Drop(_Message, frozen=True, kw_only=True):
+    """A save is given up by the trainer."""
+
+    save: int
+    reason: str
+
+
+class Continue(_Message, frozen=True, kw_only=True):
+    """From here on, saves continue this checkpoint (epoch, attempt) under a new epoch."""
+
+    epoch: int | None
+    attempt: int | None
+    folder: str | None
+
+
+class Bye(_Message, frozen=True, kw_only=True):
+    """No more saves will come."""
+
+
+class Freed(_Message, frozen=True, kw_only=True):
+    slots: list[int]
+
+
+class Progress(_Message, frozen=True, kw_only=True):
+    save: int
+    done_bytes: int
+
+
+class Flushed(_Message, frozen=True, kw_only=True):
+    """All files of a save are durable."""
+
+    save: int
+    size_bytes: int
+    seconds: float
+
+
+class Decided(_Message, frozen=True, kw_only=True):
+    """A save is committed."""
+
+    save: int
+    folder: str
+    seconds: float
+
+
+class Failed(_Message, frozen=True, kw_only=True):
+    save: int
+    kind: str
+    fields: dict[str, str | None]
+
+
+class Removed(_Message, frozen=True, kw_only=True):
+    """Retention removed a checkpoint."""
+
+    step: int
+    folder: str
+
+
+class Ready(_Message, frozen=True, kw_only=True):
+    """The flusher runs."""
+
+    pid: int
+
+
+ToFlusher = Begin | Chunk | Seal | Drop | Continue | Bye
+ToTrainer = Freed | Progress | Flushed | Decided | Failed | Removed | Ready
+
+_LENGTH = struct.Struct("<Q")
+_LIMIT_BYTES = 4 << 30
+_ASK_S = 0.5
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Connection:
+    """One end of the socket pair."""
+
+    def __init__(
+        self, end: socket.socket, *, peer_lives: Callable[[], bool] | None = None
+    ) -> None:
+        """`peer_lives` is asked while nothing arrives: forked children of a dead peer may hold its
+        end open, so that the socket alone would never tell."""
+        self._socket = end
+        self._peer_lives = peer_lives
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: ToFlusher | ToTrainer) -> None:
+        """Send one message whole; `OSError` when the other side is gone."""
+        data = _encode(message)
+        with self._sending:
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def _receive(self) -> bytes | None:
+        head = self._exactly(_LENGTH.size)
+        if head is None:
+            return None
+        (size,) = _LENGTH.unpack(head)
+        if size > _LIMIT_BYTES:
+            raise OSError(f"a message of {size} bytes is not one of ours")
+        return self._exactly(size)
+
+    def receive_in_flusher(self) -> ToFlusher | None:
+        """The next message, or None when the trainer is gone."""
+        data = self._receive()
+        return None if data is None else msgspec.msgpack.decode(data, type=ToFlusher)
+
+    def receive_in_trainer(self) -> ToTrainer | None:
+        """The next message, or None when the flusher is gone."""
+        data = self._receive()
+        return None if data is None else msgspec.msgpack.decode(data, type=ToTrainer)
+
+    def detach(self) -> None:
+        """Close this process's copy of the descriptor and leave the connection itself alone."""
+        self._socket.close()
+
+    def close(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side closed first
+        self._socket.close()
+
+    def _exactly(self, size: int) -> bytes | None:
+        buffer = bytearray(size)
+        view, got = memoryview(buffer), 0
+        while got < size:
+            if self._peer_lives is not None and not self._wait_readable(self._peer_lives):
+                return None
+            try:
+                n = self._socket.recv_into(view[got:])
+            except ConnectionError:
+                return None
+            if n == 0:
+                return None
+            got += n
+        return bytes(buffer)
+
+    def _wait_readable(self, peer_lives: Callable[[], bool]) -> bool:
+        """Wait for bytes; False when the peer died and left none."""
+        while not self._readable(_ASK_S):
+            if not peer_lives():
+                return self._readable(0)
+        return True
+
+    def _readable(self, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1e3))

@@ -1,0 +1,101 @@
+"""Every error laststep raises on purpose, grouped by what the caller can do about it.
+
+Knows nothing of the rest of the library. A message always reads: what failed, where, what was
+expected, what was found, and what to do next. Errors cross from the flusher process to the trainer
+as `(kind, fields)` through `to_wire` and `from_wire`; they never travel as pickles.
+"""
+
+from __future__ import annotations
+
+
+class LaststepError(Exception):
+    """The root of the tree; catch it to catch everything that laststep raises on purpose."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.expected = expected
+        self.found = found
+        self.remedy = remedy
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        text = self.what
+        if self.where is not None:
+            text += f" at {self.where}"
+        if self.expected is not None:
+            text += f": expected {self.expected}"
+        if self.found is not None:
+            text += (", " if self.expected is not None else ": ") + f"found {self.found}"
+        if self.remedy is not None:
+            text += f"; {self.remedy}"
+        return text
+
+    def to_wire(self) -> tuple[str, dict[str, str | None]]:
+        """The error as plain values that another process can turn back into the same error."""
+        fields = ("what", "where", "expected", "found", "remedy")
+        return type(self).__name__, {name: getattr(self, name) for name in fields}
+
+
+class NotFound(LaststepError):
+    """There is nothing there: no run, no checkpoint of that step, no such piece."""
+
+
+class Exists(LaststepError):
+    """The name is taken: that step of this lineage, or that path, has been committed already."""
+
+
+class Corrupt(LaststepError):
+    """Stored bytes are not what was written; an older checkpoint may still be good."""
+
+
+class Mismatch(LaststepError):
+    """The checkpoint is sound but does not fit the live state; see `.problems` for all of it."""
+
+    problems: tuple[str, ...] = ()
+
+
+class StorageFailed(LaststepError):
+    """The store could not be read or written; `transient` says that trying again may help."""
+
+    transient: bool = False
+
+
+class Aborted(LaststepError):
+    """The save was given up, here or by another writer, and nothing of it was committed."""
+
+
+class Torn(LaststepError):
+    """The state changed while it was captured; nothing of that save was committed."""
+
+
+class Usage(LaststepError):
+    """The call cannot work as it was made, and will not work when repeated unchanged."""
+
+
+_KINDS: dict[str, type[LaststepError]] = {
+    kind.__name__: kind
+    for kind in (
+        NotFound, Exists, Corrupt, Mismatch, StorageFailed, Aborted, Torn, Usage, LaststepError,
+    )
+}  # fmt: skip
+
+
+def from_wire(kind: str, fields: dict[str, str | None]) -> LaststepError:
+    """The error that `to_wire` described; an unknown kind becomes a plain LaststepError."""
+    what = fields.get("what") or "an error without a description"
+    return _KINDS.get(kind, LaststepError)(
+        what,
+        where=fields.get("where"),
+        expected=fields.get("expected"),
+        found=fields.get("found"),
+        remedy=fields.get("remedy"),
+    )

@@ -1,0 +1,130 @@
+"""What happens, as typed values that anybody may subscribe to.
+
+The log, the progress bar and the page are subscribers; the library itself never configures a
+handler. A subscriber is called on the thread on which the event happened and MUST return quickly;
+one that raises is logged and left alone, since nobody's display may cost a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """Before the first save: what every save will need, against what there is."""
+
+    state_bytes: int
+    host_memory_bytes: int
+    free_disk_bytes: int | None
+    needed_disk_bytes: int
+    kept_checkpoints: int | None
+    """How many the retention rules keep at most; None where they keep without bound."""
+    estimated_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveStarted:
+    step: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    step: int
+    size_bytes: int
+    seconds: float
+    blocked_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Progress of a flush: bytes handed to the store so far."""
+
+    step: int
+    done_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durable:
+    step: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    step: int
+    folder: str
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSkipped:
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    step: int
+    folder: str
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOver:
+    """Restore left a newer checkpoint alone, and why."""
+
+    step: int
+    folder: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    step: int
+    folder: str
+
+
+Event = (
+    Preflight | SaveStarted | Captured | Written | Durable | Committed | SaveFailed | SaveSkipped
+    | Restored | PassedOver | Pruned
+)  # fmt: skip
+Subscriber = Callable[[Event], None]
+
+
+class Bus:
+    """Hands every event to every subscriber, in the order of subscription."""
+
+    def __init__(self) -> None:
+        self._subscribers: tuple[Subscriber, ...] = ()
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Add a subscriber; the returned function takes it off again."""
+        self._subscribers = (*self._subscribers, subscriber)
+
+        def unsubscribe() -> None:
+            self._subscribers = tuple(s for s in self._subscribers if s is not subscriber)
+
+        return unsubscribe
+
+    def emit(self, event: Event) -> None:
+        for subscriber in self._subscribers:
+            try:
+                subscriber(event)
+            except Exception:
+                log.exception("a subscriber failed on %s", type(event).__name__)

@@ -1,0 +1,413 @@
+"""The flusher: writes what the trainer captured, commits it, and applies retention.
+
+Runs as a helper process (`python -m laststep.flusher`, without torch) or, by the same code, on a
+thread of the trainer. It owns everything that changes a run: epochs, attempts, files, commits. One
+thread receives, several write, one finishes saves in the order in which they began. When the trainer
+dies, saves that were handed over whole are finished and committed, others are aborted, and it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from laststep.catalog.retention import Policy
+from laststep.catalog.run import Run, plan_prune
+from laststep.codecs import objects
+from laststep.engine.flush import SaveFlush
+from laststep.engine.memory import Mapping
+from laststep.engine.wire import (
+    Begin,
+    Bye,
+    Chunk,
+    Connection,
+    Continue,
+    Decided,
+    Drop,
+    Failed,
+    Flushed,
+    Freed,
+    KeepRules,
+    Progress,
+    Ready,
+    Removed,
+    Seal,
+    ToTrainer,
+)
+from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.format.manifest import Abort, Commit, FileRecord
+from laststep.storage.directory import DirectoryStore
+from laststep.storage.store import Lock
+from laststep.terms import CHUNK_BYTES
+from laststep.version import VERSION
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 0.2
+
+
+@dataclass(slots=True)
+class _Save:
+    """A save on its way; `changed` guards `pending`, `seal` and `dropped`."""
+
+    begin: Begin
+    began_s: float
+    flush: SaveFlush | None = None
+    attempt: int = 0
+    error: LaststepError | None = None
+    pending: int = 0
+    seal: Seal | None = None
+    dropped: str | None = None
+    reported_s: float = 0.0
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What the helper process is told on its command line."""
+
+    run: str
+    pool_fd: int
+    pool_bytes: int
+    socket_fd: int
+    trainer_pid: int
+    writers: int
+    keep: KeepRules | None
+
+
+class Flusher:
+    """Serves one trainer until it says goodbye or dies."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        pool: memoryview,
+        *,
+        run_path: str,
+        writers: int,
+        keep: KeepRules | None,
+    ) -> None:
+        self._connection = connection
+        self._pool = pool
+        self._store = DirectoryStore(run_path)
+        self._keep = _policy(keep)
+        self._run: Run | None = None
+        self._continues: Continue | None = None
+        self._resumed_from: str | None = None
+        self._epoch: int | None = None
+        self._epoch_lock: Lock | None = None
+        self._attempts = 0
+        self._last_folder: str | None = None
+        self._saves: dict[int, _Save] = {}
+        self._chunks: queue.SimpleQueue[tuple[_Save, Chunk] | None] = queue.SimpleQueue()
+        self._order: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._write, name=f"laststep-write-{n}", daemon=True)
+            for n in range(writers)
+        ]
+        self._finisher = threading.Thread(target=self._finish_all, name="laststep-finish", daemon=True)
+
+    def serve(self) -> None:
+        """Receive until the trainer is gone, then finish what is whole."""
+        for thread in [*self._threads, self._finisher]:
+            thread.start()
+        self._send(Ready(pid=os.getpid()))
+        try:
+            while True:
+                message = self._connection.receive_in_flusher()
+                if message is None or isinstance(message, Bye):
+                    break
+                self._handle(message)
+        finally:
+            self._end()
+
+    def _handle(self, message: object) -> None:
+        if isinstance(message, Chunk):
+            save = self._saves[message.save]
+            with save.changed:
+                save.pending += 1
+            self._chunks.put((save, message))
+        elif isinstance(message, Begin):
+            self._begin(message)
+        elif isinstance(message, Seal):
+            save = self._saves[message.save]
+            with save.changed:
+                save.seal = message
+                save.changed.notify_all()
+        elif isinstance(message, Drop):
+            self._drop(self._saves[message.save], message.reason)
+        elif isinstance(message, Continue):
+            # A new epoch is taken at the next save, so that restoring alone disturbs no writer.
+            self._continues = message
+            self._resumed_from = message.folder
+            self._epoch = None
+
+    def _begin(self, begin: Begin) -> None:
+        save = _Save(begin=begin, began_s=time.monotonic())
+        self._saves[begin.save] = save
+        try:
+            run = self._open_epoch()
+            if not begin.overwrite:
+                run.check_step_free(begin.step)
+            self._attempts += 1
+            save.attempt = self._attempts
+            assert self._epoch is not None  # noqa: S101 (set by _open_epoch)
+            folder = run.begin(step=begin.step, epoch=self._epoch, attempt=save.attempt)
+            save.flush = SaveFlush(self._store, folder, begin.files)
+        except LaststepError as error:
+            save.error = error
+        except OSError as error:
+            save.error = StorageFailed("cannot begin a save", where=self._store.url, found=str(error))
+        self._order.put(save)
+
+    def _open_epoch(self) -> Run:
+        """The run, with an epoch of this writer's own."""
+        if self._run is None:
+            self._run = Run.open_or_create(self._store)
+        if self._epoch is None:
+            asked = self._continues
+            where = None
+            if asked is not None and asked.epoch is not None and asked.attempt is not None:
+                where = (asked.epoch, asked.attempt)
+            if self._epoch_lock is not None:
+                self._epoch_lock.close()
+                self._epoch_lock = None
+            self._epoch = self._run.claim_epoch(where)
+            self._epoch_lock = self._run.lock_epoch(self._epoch)
+            self._attempts = 0
+            self._last_folder = None if asked is None else asked.folder
+            self._run.clean()
+        return self._run
+
+    def _drop(self, save: _Save, reason: str) -> None:
+        with save.changed:
+            save.dropped = reason
+            save.changed.notify_all()
+        if save.flush is not None:
+            save.flush.fail(Aborted(reason))
+
+    def _write(self) -> None:
+        while True:
+            task = self._chunks.get()
+            if task is None:
+                return
+            save, chunk = task
+            image = self._pool[chunk.slot * CHUNK_BYTES : (chunk.slot + 1) * CHUNK_BYTES]
+            if save.flush is not None and save.error is None:
+                save.flush.write(chunk.file, chunk.start, image, chunk.size_bytes)
+            self._send(Freed(slots=[chunk.slot]))
+            self._report(save)
+            with save.changed:
+                save.pending -= 1
+                save.changed.notify_all()
+
+    def _report(self, save: _Save) -> None:
+        now = time.monotonic()
+        if save.flush is not None and now - save.reported_s > _PROGRESS_S:
+            save.reported_s = now
+            self._send(Progress(save=save.begin.save, done_bytes=save.flush.written_bytes))
+
+    def _finish_all(self) -> None:
+        while True:
+            save = self._order.get()
+            if save is None:
+                return
+            with save.changed:
+                while (save.seal is None and save.dropped is None) or save.pending:
+                    save.changed.wait()
+            try:
+                self._finish(save)
+            except Exception as error:
+                self._give_up(save, error)
+            finally:
+                if save.flush is not None:
+                    save.flush.close()
+                del self._saves[save.begin.save]
+
+    def _finish(self, save: _Save) -> None:
+        """Durable, then committed, then retention; raises what stands in the way."""
+        if save.dropped is not None:
+            raise Aborted(save.dropped)
+        if save.error is not None:
+            raise save.error
+        assert save.flush is not None and save.seal is not None and self._run is not None  # noqa: S101
+        records = save.flush.finish(save.seal.objects)
+        number, size = save.begin.save, sum(record.size_bytes for record in records)
+        self._send(Flushed(save=number, size_bytes=size, seconds=time.monotonic() - save.began_s))
+        self._run.commit(save.flush.folder, self._commit_record(save, save.seal, records))
+        self._last_folder = save.flush.folder
+        self._send(
+            Decided(save=number, folder=save.flush.folder, seconds=time.monotonic() - save.began_s)
+        )
+        self._retain()
+
+    def _commit_record(self, save: _Save, seal: Seal, files: tuple[FileRecord, ...]) -> Commit:
+        assert self._run is not None and self._epoch is not None  # noqa: S101
+        return Commit(
+            run=self._run.id, step=save.begin.step, epoch=self._epoch, attempt=save.attempt,
+            created_s=time.time(), laststep=VERSION, items=seal.items, files=files,
+            metrics=objects.decode(seal.metrics, where="metrics"),  # type: ignore[arg-type]
+            metadata=objects.decode(seal.metadata, where="metadata"),
+            continues=self._last_folder,
+        )  # fmt: skip
+
+    def _retain(self) -> None:
+        """Retention failing costs disk space, never the checkpoint that was just committed."""
+        if self._keep is None or self._run is None:
+            return
+        try:
+            plan = plan_prune(self._run, self._keep, resumed_from=self._resumed_from)
+            steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
+            plan.execute(each=lambda gone: self._send(Removed(step=steps[gone], folder=gone)))
+        except (LaststepError, OSError) as error:
+            log.warning("retention failed: %s", error)
+
+    def _give_up(self, save: _Save, error: Exception) -> None:
+        if not isinstance(error, LaststepError):
+            log.exception("the flush of step %d failed", save.begin.step)
+            error = StorageFailed(f"the flush of step {save.begin.step} failed", found=repr(error))
+        if save.flush is not None and self._run is not None:
+            try:
+                save.flush.close()
+                if isinstance(self._run.abort(save.flush.folder, str(error)), Abort):
+                    self._run.discard(save.flush.folder)
+            except (LaststepError, OSError) as second:
+                log.warning("cannot clean up after a failed save: %s", second)
+        kind, fields = error.to_wire()
+        self._send(Failed(save=save.begin.save, kind=kind, fields=fields))
+
+    def _send(self, message: ToTrainer) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            pass  # the trainer is gone; there is nobody to tell
+
+    def _end(self) -> None:
+        """Give up what is not whole, finish what is, and stop the threads."""
+        for save in list(self._saves.values()):
+            with save.changed:
+                whole = save.seal is not None
+            if not whole:
+                self._drop(save, "the trainer ended in the middle of the capture")
+        self._order.put(None)
+        self._finisher.join()
+        for _ in self._threads:
+            self._chunks.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._epoch_lock is not None:
+            self._epoch_lock.close()
+        self._connection.close()
+
+
+def _policy(keep: KeepRules | None) -> Policy | None:
+    if keep is None:
+        return None
+    return Policy(
+        keep_last=keep.keep_last, keep_every=keep.keep_every, keep_best=keep.keep_best,
+        best_metric=keep.best_metric, best_mode="max" if keep.best_mode == "max" else "min",
+    )  # fmt: skip
+
+
+class Helper:
+    """The running flusher, as its trainer sees it."""
+
+    def __init__(self, process: subprocess.Popen[bytes] | None, thread: threading.Thread | None) -> None:
+        self._process = process
+        self._thread = thread
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end; False when it has not ended by then."""
+        if self._process is not None:
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return False
+            return True
+        assert self._thread is not None  # noqa: S101 (one of the two is always there)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def how_it_ended(self) -> str:
+        """For the message of an error."""
+        if self._process is None:
+            return "its thread ended"
+        code = self._process.poll()
+        if code is None:
+            return "it closed the connection"
+        return f"it was killed by signal {-code}" if code < 0 else f"it ended with code {code}"
+
+
+def start_process(
+    end: socket.socket, *, run: str, pool_fd: int, pool_bytes: int, writers: int, keep: KeepRules | None
+) -> Helper:
+    """Start the helper process; it inherits the pool and its end of the connection, nothing else."""
+    setup = Setup(
+        run=run, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
+        trainer_pid=os.getpid(), writers=writers, keep=keep,
+    )  # fmt: skip
+    # The helper must find this very package, however the trainer found it.
+    source = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(p for p in (source, os.environ.get("PYTHONPATH")) if p)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "laststep.flusher", msgspec.json.encode(setup).decode()],
+        pass_fds=(pool_fd, end.fileno()),
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    end.close()
+    return Helper(process, None)
+
+
+def start_thread(
+    end: socket.socket, pool: memoryview, *, run: str, writers: int, keep: KeepRules | None
+) -> Helper:
+    """The same flusher on a thread of this process, where a helper cannot be had."""
+    flusher = Flusher(Connection(end), pool, run_path=run, writers=writers, keep=keep)
+    thread = threading.Thread(target=flusher.serve, name="laststep-flusher", daemon=True)
+    thread.start()
+    return Helper(None, thread)
+
+
+def _trainer_lives(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return not poll.poll(0)
+
+
+def main(arguments: list[str]) -> None:
+    """The helper process: one argument, a `Setup` as JSON."""
+    setup = msgspec.json.decode(arguments[0], type=Setup)
+    # A person's Ctrl-C is for the trainer; the helper ends with it, after its work is done.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        pidfd = os.pidfd_open(setup.trainer_pid)
+    except ProcessLookupError:
+        return
+    end = socket.socket(fileno=setup.socket_fd)
+    connection = Connection(end, peer_lives=lambda: _trainer_lives(pidfd))
+    mapping = Mapping(setup.pool_fd, setup.pool_bytes)
+    Flusher(
+        connection, mapping.view, run_path=setup.run, writers=setup.writers, keep=setup.keep
+    ).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

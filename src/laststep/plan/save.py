@@ -1,0 +1,168 @@
+"""Decide where every tensor of a save lies: in which file, at which offset.
+
+Pure. The image is the file: offsets are fixed before anything moves, tensors are packed without holes
+in order of descending element size (so each is aligned to its element), and inside that by device and
+dtype, so that copies run over long stretches. The same description always gives the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from laststep.format.header import TensorEntry, reserve_bytes
+from laststep.state.pieces import Piece
+from laststep.terms import DTYPES, MAX_HEADER_BYTES
+
+SHARED_FILE = "shared"
+OWN_FILE_BYTES = 1 << 20
+"""An item at least this large gets a data file of its own."""
+TREE_NAME = "~6tree"
+"""The object that holds an item's tree; `~6` cannot begin the name of a tensor's path."""
+_ENTRY_BYTES = 160
+"""Generous bound of one header entry without its name; only decides where files are split."""
+
+
+class Spec(NamedTuple):
+    """What a plan needs to know of a piece; plans are cached under these, never under names alone."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemSpec:
+    """An item as the planner sees it."""
+
+    name: str
+    kind: str
+    standalone: bool
+    pieces: tuple[Spec, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(piece.size_bytes for piece in self.pieces)
+
+
+class Placed(NamedTuple):
+    """A piece (by item and index) and the byte at which it starts in its file's data."""
+
+    item: int
+    piece: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """One data file: who lies where, and how much room its header gets."""
+
+    name: str
+    item: str | None
+    placed: tuple[Placed, ...]
+    entries: tuple[TensorEntry, ...]
+    object_names: tuple[str, ...]
+    tensor_bytes: int
+    region_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan:
+    """Every file of a save."""
+
+    items: tuple[ItemSpec, ...]
+    files: tuple[FilePlan, ...]
+    file_of: dict[str, str]
+    """The (first) data file of each item."""
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(file.tensor_bytes for file in self.files)
+
+
+def spec_of(piece: Piece) -> Spec:
+    return Spec(*piece[:5])
+
+
+def plan_save(items: tuple[ItemSpec, ...]) -> SavePlan:
+    """Place every piece of every item, and every item's tree, into files."""
+    files: list[FilePlan] = []
+    file_of: dict[str, str] = {}
+    shared: list[tuple[int, int]] = []
+    for index, item in enumerate(items):
+        refs = [(index, piece) for piece in range(len(item.pieces))]
+        if not (item.standalone and refs) and item.size_bytes < OWN_FILE_BYTES:
+            shared += refs
+            file_of[item.name] = f"{SHARED_FILE}.safetensors"
+            continue
+        groups = _split(refs, items)
+        for number, group in enumerate(groups):
+            suffix = f"-{number + 1:05d}" if len(groups) > 1 else ""
+            file = _place(f"{item.name}{suffix}.safetensors", item.name, group, items, ())
+            files.append(file)
+            file_of.setdefault(item.name, file.name)
+    trees = tuple(f"{item.name}/{TREE_NAME}" for item in items)
+    groups = _split(shared, items) or [[]]
+    for number, group in enumerate(groups):
+        suffix = f"-{number + 1:05d}" if number else ""
+        name = f"{SHARED_FILE}{suffix}.safetensors"
+        files.append(_place(name, None, group, items, trees if number == 0 else ()))
+    return SavePlan(items=items, files=tuple(files), file_of=file_of)
+
+
+def _split(refs: list[tuple[int, int]], items: tuple[ItemSpec, ...]) -> list[list[tuple[int, int]]]:
+    """Cut a list of pieces so that no file's header grows past its bound."""
+    groups: list[list[tuple[int, int]]] = []
+    room = 0
+    for item, piece in refs:
+        need = 6 * len(items[item].pieces[piece].name) + _ENTRY_BYTES
+        if need > room:
+            groups.append([])
+            room = MAX_HEADER_BYTES // 2
+        groups[-1].append((item, piece))
+        room -= need
+    return groups
+
+
+def _place(
+    name: str,
+    item: str | None,
+    refs: list[tuple[int, int]],
+    items: tuple[ItemSpec, ...],
+    object_names: tuple[str, ...],
+) -> FilePlan:
+    def order(ref: tuple[int, int]) -> tuple[int, str, str]:
+        spec = items[ref[0]].pieces[ref[1]]
+        return -DTYPES[spec.dtype].size_bytes, spec.device, spec.dtype
+
+    placed: list[Placed] = []
+    entries: list[TensorEntry] = []
+    offset = 0
+    for ref in sorted(refs, key=order):
+        spec = items[ref[0]].pieces[ref[1]]
+        stop = offset + spec.size_bytes
+        full = spec.name if item is not None else f"{items[ref[0]].name}/{spec.name}"
+        placed.append(Placed(ref[0], ref[1], offset, stop))
+        entries.append(TensorEntry(name=full, dtype=spec.dtype, shape=spec.shape, start=offset, stop=stop))
+        offset = stop
+    fixed = tuple(entries)
+    region = reserve_bytes(item=item, tensors=fixed, object_names=object_names, tensor_bytes=offset)
+    return FilePlan(
+        name=name, item=item, placed=tuple(placed), entries=fixed, object_names=object_names,
+        tensor_bytes=offset, region_bytes=region,
+    )  # fmt: skip
+
+
+class PlanCache:
+    """Keeps the last plan; a save whose description is equal in every field takes it again."""
+
+    def __init__(self) -> None:
+        self._plan: SavePlan | None = None
+
+    def plan(self, items: tuple[ItemSpec, ...]) -> SavePlan:
+        if self._plan is None or self._plan.items != items:
+            self._plan = plan_save(items)
+        return self._plan

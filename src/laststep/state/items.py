@@ -1,0 +1,90 @@
+"""Choose a provider for each thing that a user passes as an item.
+
+The choice looks at what a thing can do, not at its class, except where torch's own classes need a
+way of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from laststep.errors import Usage
+from laststep.state.modules import ModuleProvider, parameter_names
+from laststep.state.optimizers import OptimizerProvider
+from laststep.state.provider import StateProvider
+from laststep.state.tensors import is_module, is_optimizer
+from laststep.state.values import (
+    GroupProvider,
+    HasStateDict,
+    ScalerProvider,
+    StateDictProvider,
+    ValueProvider,
+    refuse_immutable,
+)
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
+    """A provider for each item; optimizers learn the names of parameters from the modules."""
+    if not items:
+        raise Usage("there is nothing to save", remedy="pass items, e.g. model=model, optimizer=optimizer")
+    for name in items:
+        if not _NAME.fullmatch(name) or name == "shared":
+            raise Usage(
+                "an item's name becomes a file's name",
+                expected="letters, digits, '_', '-' and '.', at most 64, and not 'shared'",
+                found=repr(name),
+            )
+    modules = {n: item for n, item in _find(items) if is_module(item)}
+    names = _names_of_parameters(modules)
+    return {name: _provider(name, item, names, top=True) for name, item in items.items()}
+
+
+def _find(items: Mapping[str, object]) -> list[tuple[str, Any]]:
+    """Every thing in the items, groups and providers looked into."""
+    found: list[tuple[str, Any]] = []
+    for name, item in items.items():
+        if isinstance(item, StateProvider):
+            found += [(name, part) for part in item.parts()]
+        elif type(item) is dict and _is_group(item):
+            found += [(f"{name}.{inner}", thing) for inner, thing in _find(item)]
+        else:
+            found.append((name, item))
+    return found
+
+
+def _names_of_parameters(modules: dict[str, Any]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for item, module in modules.items():
+        for key, name in parameter_names(module).items():
+            names.setdefault(key, name if len(modules) == 1 else f"{item}:{name}")
+    return names
+
+
+def _is_group(value: dict[Any, Any]) -> bool:
+    """A dict that holds something with a state of its own, rather than plain state."""
+    return bool(value) and all(isinstance(key, str) for key in value) and any(
+        isinstance(v, StateProvider | HasStateDict) or is_module(v) or (type(v) is dict and _is_group(v))
+        for v in value.values()
+    )  # fmt: skip
+
+
+def _provider(name: str, item: Any, names: dict[int, str], *, top: bool) -> StateProvider:
+    if isinstance(item, StateProvider):
+        return item
+    if is_module(item):
+        return ModuleProvider(item)
+    if is_optimizer(item):
+        return OptimizerProvider(item, names)
+    if type(item).__name__ == "GradScaler" and hasattr(item, "_growth_tracker"):
+        return ScalerProvider(item)
+    if isinstance(item, HasStateDict):
+        return StateDictProvider(item)
+    if type(item) is dict and _is_group(item):
+        return GroupProvider({k: _provider(f"{name}.{k}", v, names, top=False) for k, v in item.items()})
+    if top:
+        refuse_immutable(name, item)
+    return ValueProvider(item)

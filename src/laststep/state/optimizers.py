@@ -1,0 +1,133 @@
+"""The state of a torch optimizer, by the names of its parameters.
+
+Sets state itself: `Optimizer.load_state_dict` goes by position and casts fp32 moments of bf16
+parameters to bf16. Works before the first step, when there is no state yet. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from laststep.errors import Usage
+from laststep.state.provider import ABSENT, State, StateProvider
+from laststep.state.tensors import is_tensor
+from laststep.state.tree import Path
+
+if TYPE_CHECKING:
+    import torch
+
+
+class OptimizerProvider(StateProvider):
+    """Per-parameter state by name, and the options of every parameter group."""
+
+    kind = "optimizer"
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+        """`names` maps ids of parameters to names; others go by the optimizer's own or by place."""
+        self._optimizer = optimizer
+        self._names = names
+
+    def parts(self) -> tuple[object, ...]:
+        return (self._optimizer,)
+
+    def describe(self) -> State:
+        names = self._named()
+        state = self._optimizer.state
+        by_name = {names[id(p)]: state[p] for g in self._optimizer.param_groups for p in g["params"] if p in state}
+        groups = []
+        for group in self._optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
+        others = {key: value for key, value in state.items() if id(key) not in names}
+        if others:
+            raise Usage(
+                "cannot save optimizer state that belongs to none of its parameters",
+                found=", ".join(str(type(key).__name__) for key in list(others)[:3]),
+                remedy="write a provider for this optimizer (docs/guides/providers.md)",
+            )
+        return State(value={"state": {n: dict(s) for n, s in by_name.items()}, "groups": groups}, loose=((),))
+
+    def check(self, stored: object) -> list[str]:
+        if not isinstance(stored, dict) or set(stored) != {"state", "groups"}:
+            return ["is not the state of an optimizer"]
+        theirs = [list(group["params"]) for group in stored["groups"]]
+        names = self._named()
+        ours = [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
+        problems = []
+        if len(ours) != len(theirs):
+            problems.append(f"has {len(ours)} parameter groups, stored are {len(theirs)}")
+        flat_ours = {name for group in ours for name in group}
+        flat_theirs = {name for group in theirs for name in group}
+        problems += [f"missing: no state is stored for parameter {n}" for n in sorted(flat_ours - flat_theirs)]
+        problems += [f"unexpected: stored parameter {n} is not in it" for n in sorted(flat_theirs - flat_ours)]
+        if not problems and [set(g) for g in ours] != [set(g) for g in theirs]:
+            problems.append("has its parameters in other groups than the stored one")
+        return problems
+
+    def devices(self, paths: list[Path]) -> list[str]:
+        """As torch does: `step` stays on the host unless the group is fused or capturable."""
+        parameters = {name: (p, g) for p, name, g in self._walk()}
+
+        def device(path: Path) -> str:
+            if len(path) < 3 or path[0] != "state" or path[1] not in parameters:
+                return "cpu"
+            parameter, group = parameters[path[1]]
+            on_host = path[2] == "step" and not (group.get("capturable") or group.get("fused"))
+            return "cpu" if on_host else str(parameter.device)
+
+        return [device(path) for path in paths]
+
+    def restore(self, value: object) -> None:
+        if not isinstance(value, dict):
+            return
+        parameters = {name: p for p, name, _ in self._walk()}
+        for name, entries in value["state"].items():
+            parameter = parameters.get(name)
+            if parameter is None or entries is ABSENT:
+                continue
+            kept = self._optimizer.state[parameter]
+            for key, entry in entries.items():
+                if not _has_absent(entry):
+                    kept[key] = entry
+        if not _has_absent(value):
+            stale = [p for n, p in parameters.items() if n not in value["state"]]
+            for parameter in stale:
+                self._optimizer.state.pop(parameter, None)
+        for group, stored in zip(self._optimizer.param_groups, value["groups"], strict=False):
+            for key, entry in stored["options"].items():
+                if not _has_absent(entry):
+                    _set_option(group, key, entry)
+
+    def _walk(self) -> list[tuple[torch.Tensor, str, dict[str, object]]]:
+        names = self._named()
+        return [(p, names[id(p)], g) for g in self._optimizer.param_groups for p in g["params"]]
+
+    def _named(self) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for g, group in enumerate(self._optimizer.param_groups):
+            own = group.get("param_names")
+            for i, parameter in enumerate(group["params"]):
+                name = self._names.get(id(parameter)) or (own[i] if own else f"group{g}.{i}")
+                names[id(parameter)] = name
+        if len(set(names.values())) != len(names):
+            raise Usage("two parameters of the optimizer have the same name",
+                        remedy="pass their modules as items too, under different names")  # fmt: skip
+        return names
+
+
+def _set_option(group: dict[str, object], key: str, entry: object) -> None:
+    live = group.get(key)
+    if is_tensor(live) and not is_tensor(entry):
+        live.fill_(entry)  # type: ignore[union-attr, attr-defined]  # a tensor lr stays the same tensor
+    elif not (is_tensor(live) and is_tensor(entry) and live is entry):
+        group[key] = entry
+
+
+def _has_absent(entry: object) -> bool:
+    if entry is ABSENT:
+        return True
+    if isinstance(entry, dict):
+        return any(_has_absent(inner) for inner in entry.values())
+    if isinstance(entry, list | tuple):
+        return any(_has_absent(inner) for inner in entry)
+    return False

@@ -1,0 +1,50 @@
+"""The values that describe state on its way to and from a checkpoint.
+
+Knows nothing of torch: a piece's `data` is opaque here. Pieces and spans are named tuples, not
+dataclasses, because a save of 100,000 tensors makes as many of them while training waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A tensor of an item, alive in memory."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    size_bytes: int
+    device: str
+    data: object
+    """A torch.Tensor (detached; possibly strided): only `state.tensors` and `engine.copy` look."""
+    volatile: bool
+    """Whether a forward pass may change it (BatchNorm's statistics): then it is never lazy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A tensor that shares bytes with others: a strided window into a stored base piece."""
+
+    base: str
+    dtype: str
+    shape: Shape
+    stride: Shape
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """An item's state taken apart: its tree, its pieces, and which names share bytes."""
+
+    tree: object
+    pieces: tuple[Piece, ...]
+    ties: dict[str, str] = field(default_factory=dict)
+    """A name whose tensor is the same memory as the piece named by the value."""
+    views: dict[str, View] = field(default_factory=dict)
+    tensors: dict[str, object] = field(default_factory=dict)
+    """Every tensor by its name, those that share bytes included; opaque like `Piece.data`."""

@@ -1,0 +1,73 @@
+"""What a state provider is: the object that describes an item's state and puts it back.
+
+Knows nothing of files or copies. Everything the engine needs follows from `describe`: it takes the
+tree apart, finds the bytes behind every tensor, and on restore writes them back in place or hands
+the loaded tree to `restore`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Final
+
+from laststep.state.tree import Path
+
+
+class Absent:
+    """Stands in a restored tree for what was not restored: left out, missing or mismatched."""
+
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT: Final = Absent()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """An item's state at this moment, by reference: nothing is copied to describe it."""
+
+    value: object
+    """Containers, plain values and live tensors or arrays."""
+    fresh: tuple[Path, ...] = ()
+    """Under these paths restore hands over fresh tensors instead of writing into the live ones."""
+    loose: tuple[Path, ...] = ()
+    """Under these paths live and stored tensors need not pair up; `check` says what must fit."""
+    volatile: frozenset[Path] = frozenset()
+    """Paths of tensors that a forward pass may change, so that they cannot be captured lazily."""
+    standalone: bool = False
+    """Gets a data file of its own even when it is small."""
+
+
+def lies_under(path: Path, prefixes: tuple[Path, ...]) -> bool:
+    """Whether a path is one of the prefixes or below one."""
+    return any(path[: len(prefix)] == prefix for prefix in prefixes)
+
+
+class StateProvider(ABC):
+    """Describes an item's state and puts it back; subclass it for state of your own kind."""
+
+    kind: str = "custom"
+    """One word for the catalog."""
+
+    @abstractmethod
+    def describe(self) -> State:
+        """The state now. Called on the training thread in `save()`: MUST be quick."""
+
+    @abstractmethod
+    def restore(self, value: object) -> None:
+        """Take over a loaded tree of the shape that `describe` gave. Tensors restored in place
+        are the live ones; what was not restored is `ABSENT`. Called on the training thread."""
+
+    def check(self, stored: object) -> list[str]:
+        """What of a stored tree does not fit, in words, before anything is touched."""
+        return []
+
+    def devices(self, paths: list[Path]) -> list[str]:
+        """Where stored tensors without a live counterpart are to be put."""
+        return ["cpu"] * len(paths)
+
+    def parts(self) -> tuple[object, ...]:
+        """The objects that this provider speaks for, so that others can find e.g. modules."""
+        return ()

@@ -1,0 +1,100 @@
+"""An item as it is stored: its tree, its tensors' specs, and what shares bytes; as an object, and back.
+
+Knows nothing of files or torch. The object is the item's tree in `shared.safetensors`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from laststep.codecs import objects
+from laststep.errors import Corrupt
+from laststep.state.pieces import Collected, Shape, View
+from laststep.state.tree import tensor_names
+
+
+class TensorSpec(NamedTuple):
+    """What a stored tensor is."""
+
+    dtype: str
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredItem:
+    """An item of a checkpoint."""
+
+    name: str
+    kind: str
+    tree: object
+    ties: dict[str, str]
+    views: dict[str, View]
+    tensors: dict[str, TensorSpec]
+    """The tensors that have bytes of their own, by name."""
+
+    def view_of(self, name: str) -> View | None:
+        """The window that a name is, if it is one; a name may be tied to one that is."""
+        return self.views.get(self.ties.get(name, name))
+
+    def source_of(self, name: str) -> str:
+        """The stored tensor whose bytes a name's bytes are."""
+        view = self.view_of(name)
+        return view.base if view is not None else self.ties.get(name, name)
+
+    def spec_of(self, name: str) -> TensorSpec:
+        view = self.view_of(name)
+        if view is not None:
+            return TensorSpec(view.dtype, view.shape)
+        return self.tensors[self.ties.get(name, name)]
+
+    def names(self) -> list[str]:
+        """Every tensor of the tree."""
+        return tensor_names(self.tree)
+
+
+def encode_item(collected: Collected) -> bytes:
+    """The tree and the sharing of an item as one object."""
+    views = {
+        name: (view.base, view.dtype, view.shape, view.stride, view.offset_bytes)
+        for name, view in collected.views.items()
+    }
+    return objects.encode({"tree": collected.tree, "ties": collected.ties, "views": views})
+
+
+def decode_item(
+    data: bytes, *, name: str, kind: str, tensors: dict[str, TensorSpec], where: str
+) -> StoredItem:
+    """The item again; `Corrupt` where it refers to tensors that are not there."""
+    plain = objects.decode(data, where=where)
+    if not isinstance(plain, dict) or set(plain) != {"tree", "ties", "views"}:
+        raise Corrupt("the tree of an item is malformed", where=where, expected="tree, ties and views")
+    ties = _ties(plain["ties"], where)
+    views = {key: _view(entry, where) for key, entry in _dict(plain["views"], where).items()}
+    item = StoredItem(name=name, kind=kind, tree=plain["tree"], ties=ties, views=views, tensors=tensors)
+    for leaf in item.names():
+        source = item.source_of(leaf)
+        if source not in tensors:
+            raise Corrupt("a tensor that the tree names is not stored", where=where, found=repr(source))
+    return item
+
+
+def _dict(value: object, where: str) -> dict[str, object]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise Corrupt("the tree of an item is malformed", where=where, expected="names")
+    return value
+
+
+def _ties(value: object, where: str) -> dict[str, str]:
+    ties = _dict(value, where)
+    if not all(isinstance(target, str) for target in ties.values()):
+        raise Corrupt("the ties of an item are malformed", where=where)
+    return ties  # type: ignore[return-value]
+
+
+def _view(entry: object, where: str) -> View:
+    match entry:
+        case (str(base), str(dtype), tuple(shape), tuple(stride), int(offset)):
+            if len(shape) == len(stride) and all(type(n) is int and n >= 0 for n in (*shape, *stride, offset)):
+                return View(base=base, dtype=dtype, shape=shape, stride=stride, offset_bytes=offset)
+    raise Corrupt("a view of an item is malformed", where=where, found=repr(entry)[:80])

@@ -1,0 +1,135 @@
+"""Take a nested state apart into a tree of plain values and its leaves, and put it together again.
+
+Knows nothing of torch: what a leaf is, is said by a `Leaves` object. `copy_tree` copies every
+container, so a tree that was taken at `save()` does not change when training changes the original.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from laststep.codecs.objects import Tagged, TensorRef
+from laststep.errors import Usage
+
+Path = tuple[object, ...]
+
+MAX_DEPTH = 200
+_PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, range, slice})
+_SMALL_BYTES = 4096
+
+
+class NotMine:
+    """What `Leaves.take` answers for a value that it does not know."""
+
+
+NOT_MINE: Final = NotMine()
+
+
+class Leaves(Protocol):
+    """Decides what is a leaf and remembers it."""
+
+    def take(self, path: Path, value: object) -> object:
+        """The marker that stands for `value` in the tree (a TensorRef or Tagged), or NOT_MINE."""
+
+
+def copy_tree(value: object, leaves: Leaves, *, path: Path = (), allow_pickle: bool = False) -> object:
+    """A copy of `value` made of plain values, with every leaf replaced by what `leaves` answers."""
+    kind = type(value)
+    if kind in _PLAIN or (kind is bytes and len(value) <= _SMALL_BYTES):  # type: ignore[arg-type]
+        return value
+    if len(path) > MAX_DEPTH:
+        raise Usage(
+            "cannot save a state nested this deeply, or that contains itself",
+            where=show_path(path[:8]) + "…",
+            expected=f"at most {MAX_DEPTH} levels",
+        )
+
+    def down(key: object, inner: object) -> object:
+        return copy_tree(inner, leaves, path=(*path, key), allow_pickle=allow_pickle)
+
+    if kind is dict or kind is OrderedDict:
+        copied = ((key, down(key, inner)) for key, inner in value.items())  # type: ignore[attr-defined]
+        return dict(copied) if kind is dict else OrderedDict(copied)
+    if kind is list:
+        return [down(i, inner) for i, inner in enumerate(value)]  # type: ignore[arg-type, var-annotated]
+    if kind is tuple:
+        return tuple(down(i, inner) for i, inner in enumerate(value))  # type: ignore[arg-type, var-annotated]
+    taken = leaves.take(path, value)
+    if taken is not NOT_MINE:
+        return taken
+    return _uncommon(value, down, path, allow_pickle)
+
+
+def _uncommon(
+    value: object, down: Callable[[object, object], object], path: Path, allow_pickle: bool
+) -> object:
+    if isinstance(value, deque) and type(value) is deque:
+        return deque((down(i, inner) for i, inner in enumerate(value)), value.maxlen)
+    if type(value) in (set, frozenset):
+        return type(value)(value)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make"):
+        return value._make(down(name, inner) for name, inner in zip(value._fields, value, strict=True))
+    if type(value) is bytearray:
+        return bytearray(value)
+    if allow_pickle:
+        return Tagged("pickle", pickle.dumps(value, protocol=4))
+    raise Usage(
+        f"cannot save a {type(value).__module__}.{type(value).__qualname__}",
+        where=show_path(path),
+        expected="tensors, arrays, containers and plain values",
+        remedy="leave it out, give it state_dict() and load_state_dict(), or pass allow_pickle=True",
+    )
+
+
+def rebuild(
+    tree: object,
+    *,
+    leaf: Callable[[TensorRef], object],
+    revive: Callable[[Tagged], object],
+) -> object:
+    """The nested state again: every TensorRef through `leaf`, every Tagged through `revive`."""
+
+    def build(node: object) -> object:
+        kind = type(node)
+        if kind is TensorRef:
+            return leaf(node)  # type: ignore[arg-type]
+        if kind is dict or kind is OrderedDict:
+            return kind((key, build(inner)) for key, inner in node.items())  # type: ignore[attr-defined]
+        if kind is list:
+            return [build(inner) for inner in node]  # type: ignore[attr-defined]
+        if kind is tuple:
+            return tuple(build(inner) for inner in node)  # type: ignore[attr-defined]
+        if kind is Tagged:
+            return revive(Tagged(node.tag, build(node.value)))  # type: ignore[attr-defined]
+        if kind is deque:
+            return deque((build(inner) for inner in node), node.maxlen)  # type: ignore[attr-defined]
+        if isinstance(node, tuple) and hasattr(node, "_make"):
+            return node._make(build(inner) for inner in node)
+        return node
+
+    return build(tree)
+
+
+def tensor_names(tree: object) -> list[str]:
+    """The names of all tensors that a tree refers to, in order."""
+    names: list[str] = []
+
+    def see(ref: TensorRef) -> object:
+        names.append(ref.name)
+        return None
+
+    rebuild(tree, leaf=see, revive=lambda tagged: None)
+    return names
+
+
+def show_path(path: Path) -> str:
+    """A path as a person would write it: `groups[0]['fn']`."""
+    if not path:
+        return "the top of the state"
+    text = str(path[0])
+    for key in path[1:]:
+        text += f"[{key!r}]"
+    return text

@@ -1,0 +1,185 @@
+"""Providers for everything that is not a module or an optimizer.
+
+Nested values are restored in place; objects with `state_dict` and `load_state_dict` are handed what
+they gave; generators of random numbers are set; a group hands each part to its own provider.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from laststep.errors import Usage
+from laststep.state.provider import ABSENT, State, StateProvider
+from laststep.state.tensors import is_tensor, set_torch_rng_states, torch_rng_states
+
+
+@runtime_checkable
+class HasStateDict(Protocol):
+    """LR schedulers, scalers, stateful data loaders, and anything else of that shape."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+class StateDictProvider(StateProvider):
+    """An object that describes itself by `state_dict` and takes it back by `load_state_dict`."""
+
+    kind = "stateful"
+
+    def __init__(self, owner: HasStateDict) -> None:
+        self._owner = owner
+
+    def parts(self) -> tuple[object, ...]:
+        return (self._owner,)
+
+    def describe(self) -> State:
+        return State(value=self._owner.state_dict(), fresh=((),))
+
+    def restore(self, value: object) -> None:
+        self._owner.load_state_dict(value)  # type: ignore[arg-type]
+
+
+class ScalerProvider(StateProvider):
+    """A torch.amp.GradScaler, without the device synchronisation of its own `state_dict`."""
+
+    kind = "scaler"
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def parts(self) -> tuple[object, ...]:
+        return (self._scaler,)
+
+    def describe(self) -> State:
+        scaler = self._scaler
+        if not scaler.is_enabled() or scaler._scale is None:
+            return State(value=scaler.state_dict(), fresh=((),))
+        value = {
+            "scale": scaler._scale,
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+            "_growth_tracker": scaler._growth_tracker,
+        }
+        return State(value=value, fresh=((),))
+
+    def restore(self, value: object) -> None:
+        if isinstance(value, dict) and value:
+            plain = {k: v.item() if is_tensor(v) else v for k, v in value.items()}
+            self._scaler.load_state_dict(plain)
+
+
+class RNG(StateProvider):
+    """The random number generators of Python, NumPy and torch (CPU and CUDA)."""
+
+    kind = "rng"
+
+    def describe(self) -> State:
+        value = {"python": random.getstate(), "numpy": _numpy_state(), "torch": torch_rng_states()}
+        return State(value=value, fresh=((),))
+
+    def restore(self, value: object) -> None:
+        if not isinstance(value, dict):
+            return
+        random.setstate(value["python"])
+        np.random.set_state(value["numpy"])  # noqa: NPY002 (the global generator is what is saved)
+        set_torch_rng_states(value["torch"])
+
+
+def _numpy_state() -> tuple[object, ...]:
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    return (str(kind), np.array(keys, copy=True), int(position), int(has_gauss), float(cached))
+
+
+class ValueProvider(StateProvider):
+    """Nested dicts, lists and tuples of tensors, arrays and plain values, restored in place."""
+
+    kind = "value"
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def describe(self) -> State:
+        return State(value=self._value)
+
+    def restore(self, value: object) -> None:
+        _put(self._value, value)
+
+
+def _put(live: Any, loaded: Any) -> Any:
+    """`loaded` written into the containers of `live` where they can be changed; what is to stand."""
+    if loaded is ABSENT:
+        return live
+    if type(live) in (dict, OrderedDict) and isinstance(loaded, dict):
+        for key, inner in loaded.items():
+            live[key] = _put(live.get(key), inner)
+        return live
+    if isinstance(live, list | deque) and isinstance(loaded, list | deque) and not isinstance(live, str):
+        merged = [_put(a, b) for a, b in zip(live, loaded, strict=False)] + list(loaded)[len(live) :]
+        live[:] = merged if isinstance(live, list) else live
+        return live
+    if isinstance(live, tuple) and isinstance(loaded, tuple) and len(live) == len(loaded):
+        merged = [_put(a, b) for a, b in zip(live, loaded, strict=True)]
+        return live._make(merged) if hasattr(live, "_make") else type(live)(merged)
+    if isinstance(live, np.ndarray) and isinstance(loaded, np.ndarray) and live.shape == loaded.shape:
+        if live is not loaded:
+            live[...] = loaded
+        return live
+    return loaded
+
+
+class GroupProvider(StateProvider):
+    """Several providers as one item, each under its own key."""
+
+    kind = "group"
+
+    def __init__(self, members: dict[str, StateProvider]) -> None:
+        self._members = members
+
+    def parts(self) -> tuple[object, ...]:
+        return tuple(part for member in self._members.values() for part in member.parts())
+
+    def describe(self) -> State:
+        states = {key: member.describe() for key, member in self._members.items()}
+        volatile = {(key, *path) for key, state in states.items() for path in state.volatile}
+        return State(
+            value={key: state.value for key, state in states.items()},
+            fresh=tuple((key, *path) for key, state in states.items() for path in state.fresh),
+            loose=tuple((key, *path) for key, state in states.items() for path in state.loose),
+            volatile=frozenset(volatile),
+        )
+
+    def check(self, stored: object) -> list[str]:
+        if not isinstance(stored, dict):
+            return ["is not a group"]
+        problems = [f"missing: {key}" for key in self._members if key not in stored]
+        problems += [f"unexpected: {key}" for key in stored if key not in self._members]
+        for key, member in self._members.items():
+            if key in stored:
+                problems += [f"{key} {text}" for text in member.check(stored[key])]
+        return problems
+
+    def devices(self, paths: list[tuple[object, ...]]) -> list[str]:
+        return [self._members[str(p[0])].devices([p[1:]])[0] if p else "cpu" for p in paths]
+
+    def restore(self, value: object) -> None:
+        if isinstance(value, dict):
+            for key, member in self._members.items():
+                if key in value and value[key] is not ABSENT:
+                    member.restore(value[key])
+
+
+def refuse_immutable(name: str, value: object) -> None:
+    """A value that cannot be changed in place cannot be restored: say so at construction."""
+    if not isinstance(value, dict | list | deque | np.ndarray) and not is_tensor(value):
+        raise Usage(
+            f"item {name!r} is a {type(value).__name__}, which cannot be restored in place",
+            expected="a module, an optimizer, an object with state_dict() and load_state_dict(), "
+            "a StateProvider, a dict, a list, a tensor or an array",
+            remedy=f"pass a dict: {name}={{'value': …}}",
+        )

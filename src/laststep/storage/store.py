@@ -1,0 +1,130 @@
+"""What a place for files must be able to do, as a protocol that every store implements.
+
+Knows nothing of checkpoints. Names are relative, `/`-separated and checked by `check_name`. A call
+that fails raises `NotFound`, `Exists` or `StorageFailed`, never a bare `OSError`. All methods are
+safe to call from several threads; a `Writer` or `Reader` is too, as long as ranges do not overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from laststep.errors import Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One name in a folder."""
+
+    name: str
+    is_folder: bool
+    size_bytes: int
+    modified_s: float
+
+
+class Writer(Protocol):
+    """A new file being written at given offsets; not durable before `finish`."""
+
+    alignment_bytes: int
+    """Offsets, lengths and addresses given to `write_at` MUST be multiples of this (else `Usage`)."""
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write all of `data` at `offset`; several threads may call this at once."""
+
+    def finish(self, size_bytes: int) -> None:
+        """Cut the file to its exact size, make it durable and close it."""
+
+    def close(self) -> None:
+        """Close without promising anything; does nothing after `finish`."""
+
+
+class Reader(Protocol):
+    """An existing file, read at given offsets."""
+
+    alignment_bytes: int
+    """Reads whose offset, length and address are multiples of this are not copied; all others work too."""
+
+    size_bytes: int
+
+    def read_into(self, offset: int, into: memoryview) -> int:
+        """Fill `into` from `offset`; fewer bytes only at the end of the file. Returns how many."""
+
+    def close(self) -> None: ...
+
+
+class Store(Protocol):
+    """A folder-like place for files."""
+
+    @property
+    def url(self) -> str:
+        """How a person names this place."""
+
+    def list(self, folder: str) -> list[Entry]:
+        """The entries of one folder, by name; an absent folder is empty. "" is the root."""
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """A whole small file. `StorageFailed` where it is larger than `limit_bytes`."""
+
+    def create(self, name: str, data: bytes) -> None:
+        """Make a small file, all or nothing and durable; `Exists` where the name is taken.
+
+        Its folder MUST be there (else `NotFound`). Of several at once exactly one succeeds. After
+        `StorageFailed` the file is there whole or not at all; `read` tells.
+        """
+
+    def make_folder(self, name: str) -> None:
+        """Make one folder, durably, and its parents; `Exists` where it is there already."""
+
+    def sync_folder(self, name: str) -> None:
+        """Make the names in a folder durable."""
+
+    def delete(self, name: str) -> None:
+        """Remove one file, durably; an absent one is fine."""
+
+    def delete_folder(self, name: str, *, first: str | None = None) -> None:
+        """Remove a folder and all below it, `first` (a name within it) durably before the rest.
+
+        The name of the folder goes before what is left in it: nobody ever sees a part of it, and
+        nobody can create a file in it meanwhile. Symbolic links are removed, never followed; a
+        `name` that is or passes through one is refused with `Usage`. An absent folder is fine.
+        """
+
+    def open_writer(self, name: str, *, expected_bytes: int) -> Writer:
+        """A new file; `Exists` where the name is taken, `NotFound` where its folder is absent.
+
+        Room for it is asked for where possible (`StorageFailed` where there is not enough).
+        """
+
+    def open_reader(self, name: str, *, cached: bool = False) -> Reader:
+        """`cached=False` reads past the page cache where it can, so what is read is what is stored."""
+
+    def lock(self, name: str) -> Lock:
+        """Take the lock file `name` for this process's life or until `close`; `Exists` if held.
+
+        Also refused where this process holds it already. A forked child does not inherit it.
+        """
+
+    def is_locked(self, name: str) -> bool:
+        """Whether a live process holds that lock (False where the file is absent)."""
+
+    def free_bytes(self) -> int | None:
+        """Room left, or None where the place has no such notion."""
+
+
+class Lock(Protocol):
+    """A held lock; the operating system lets go of it when the process dies."""
+
+    def close(self) -> None: ...
+
+
+def check_name(name: str) -> str:
+    """`name`, if it is a relative path of plain parts; else `Usage`."""
+    parts = name.split("/")
+    if name.startswith("/") or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise Usage(
+            "refused a name that could leave its store",
+            expected="a relative path without empty, '.' or '..' parts",
+            found=repr(name),
+        )
+    return name

@@ -1,0 +1,72 @@
+"""The constants and the small vocabulary that every layer shares.
+
+Knows nothing of torch, files or processes. A dtype is named as torch names it (`bfloat16`), with
+its size and, where safetensors knows it, its safetensors code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+FORMAT_VERSION = 1
+
+BLOCK_BYTES = 1 << 20
+"""What one digest covers. Every byte that is used is verified, so reads are whole blocks."""
+
+CHUNK_BYTES = 16 << 20
+"""What one write request carries and one slot of the pool holds; a whole number of blocks."""
+
+ALIGN_BYTES = 4096
+"""Offsets, sizes and addresses of direct I/O are multiples of this."""
+
+MAX_HEADER_BYTES = 64 << 20
+"""A data file whose header would grow past this is split (safetensors refuses 100 MB)."""
+
+MANIFEST_NAME = "manifest.json"
+"""The create-only name for which commit and abort compete, in a checkpoint's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type: torch's name, bytes per element, safetensors' code (None: stored as U8)."""
+
+    name: str
+    size_bytes: int
+    code: str | None
+
+
+DTYPES = MappingProxyType(
+    {
+        dtype.name: dtype
+        for dtype in (
+            DType("bool", 1, "BOOL"),
+            DType("uint8", 1, "U8"),
+            DType("int8", 1, "I8"),
+            DType("uint16", 2, "U16"),
+            DType("int16", 2, "I16"),
+            DType("uint32", 4, "U32"),
+            DType("int32", 4, "I32"),
+            DType("uint64", 8, "U64"),
+            DType("int64", 8, "I64"),
+            DType("float16", 2, "F16"),
+            DType("bfloat16", 2, "BF16"),
+            DType("float32", 4, "F32"),
+            DType("float64", 8, "F64"),
+            DType("float8_e4m3fn", 1, "F8_E4M3"),
+            DType("float8_e5m2", 1, "F8_E5M2"),
+            DType("float8_e8m0fnu", 1, "F8_E8M0"),
+            DType("float8_e4m3fnuz", 1, None),
+            DType("float8_e5m2fnuz", 1, None),
+            DType("float4_e2m1fn_x2", 1, None),
+            DType("complex32", 4, None),
+            DType("complex64", 8, "C64"),
+            DType("complex128", 16, None),
+        )
+    }
+)
+
+
+def align_up(value: int, to: int) -> int:
+    """The smallest multiple of `to` that is not below `value`."""
+    return -(-value // to) * to

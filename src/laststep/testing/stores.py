@@ -1,0 +1,441 @@
+"""The suite that every store has to pass: subclass `StoreConformance` and say how to make a store.
+
+    class TestMyStore(StoreConformance):
+        def make_store(self, folder):
+            return MyStore(folder)
+
+Knows the protocol in `storage.store` and nothing of any one store. Needs no test framework but one
+that calls methods named `test_…` with an empty folder of their own as `tmp_path`, as pytest does.
+`make_store` is called again with the same folder for a second view of the same place, also in a
+forked child process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from laststep.errors import Exists, LaststepError, NotFound, StorageFailed, Usage
+from laststep.storage.store import Store, Writer
+
+_BAD_NAMES = ("", "/", "/etc/x", "..", "../x", "a/../b", "a/./b", "a//b", "a/", ".", "a\0b")
+
+
+class StoreConformance:
+    """One test per MUST of the protocol."""
+
+    def make_store(self, folder: Path) -> Store:
+        """A store whose files lie in `folder` (or wherever that name leads)."""
+        raise NotImplementedError
+
+    # Names
+
+    def test_a_name_that_could_leave_the_store_is_refused_everywhere(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        for name in _BAD_NAMES:
+            for call in calls_with(store, name):
+                expect(Usage, call)
+
+    def test_it_has_a_name_for_people(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        check(bool(store.url), "url is empty")
+
+    # Folders
+
+    def test_an_absent_folder_lists_as_empty(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        check(store.list("") == [], "the root of a new store is not empty")
+        check(store.list("nowhere/at-all") == [], "an absent folder is not empty")
+
+    def test_looking_does_not_make_the_place(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        store.list("")
+        store.free_bytes()
+        check(not store.is_locked("x.lock"), "an absent lock is held")
+        check(not (tmp_path / "s").exists(), "looking made the root")
+
+    def test_a_folder_is_made_with_its_parents_and_only_once(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        store.make_folder("a/b/c")
+        expect(Exists, lambda: store.make_folder("a/b/c"))
+        expect(Exists, lambda: store.make_folder("a"))
+        store.make_folder("a/b/d")
+        store.sync_folder("a/b")
+        store.sync_folder("")
+        names = [(entry.name, entry.is_folder) for entry in store.list("a/b")]
+        check(names == [("c", True), ("d", True)], f"listed {names}")
+
+    def test_entries_come_by_name_with_size_and_time(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        before = time.time()
+        store.create("b", b"12345")
+        store.create("a", b"")
+        store.make_folder("c")
+        entries = store.list("")
+        check([entry.name for entry in entries] == ["a", "b", "c"], f"listed {entries}")
+        check([entry.is_folder for entry in entries] == [False, False, True], f"listed {entries}")
+        check([entry.size_bytes for entry in entries[:2]] == [0, 5], f"listed {entries}")
+        check(all(abs(entry.modified_s - before) < 600 for entry in entries), f"listed {entries}")
+
+    def test_a_folder_is_deleted_with_all_below_it(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        store.make_folder("a/deep/down")
+        store.create("a/deep/down/x", b"1")
+        store.create("a/manifest", b"2")
+        store.create("keep", b"3")
+        store.delete_folder("a", first="manifest")
+        check([entry.name for entry in store.list("")] == ["keep"], "something is left")
+        store.delete_folder("a")
+        store.delete_folder("a", first="manifest")
+
+    def test_a_name_is_free_again_after_its_folder_is_deleted(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        for _ in range(2):
+            store.make_folder("a")
+            store.create("a/x", b"1")
+            store.delete_folder("a", first="absent")
+
+    # Small files
+
+    def test_what_was_created_is_read_back(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        data = bytes(range(256)) * 41
+        store.create("x", data)
+        check(store.read("x", limit_bytes=len(data)) == data, "other bytes came back")
+        again = self.make_store(tmp_path / "s")
+        check(again.read("x", limit_bytes=1 << 20) == data, "a second store reads other bytes")
+
+    def test_a_file_larger_than_the_limit_is_not_read(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        store.create("x", b"12345")
+        expect(StorageFailed, lambda: store.read("x", limit_bytes=4))
+
+    def test_create_refuses_a_taken_name_and_leaves_it_alone(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        store.create("x", b"first")
+        expect(Exists, lambda: store.create("x", b"second"))
+        store.make_folder("f")
+        expect(Exists, lambda: store.create("f", b"second"))
+        check(store.read("x", limit_bytes=99) == b"first", "it was overwritten")
+        check([entry.name for entry in store.list("")] == ["f", "x"], "debris is left")
+
+    def test_create_needs_its_folder(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        expect(NotFound, lambda: store.create("nowhere/x", b"1"))
+        expect(NotFound, lambda: store.open_writer("nowhere/x", expected_bytes=1))
+        expect(NotFound, lambda: store.lock("nowhere/x"))
+
+    def test_an_absent_file_is_not_found(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        expect(NotFound, lambda: store.read("x", limit_bytes=1))
+        expect(NotFound, lambda: store.open_reader("x"))
+        expect(NotFound, lambda: store.open_reader("x", cached=True))
+
+    def test_of_many_who_create_one_name_exactly_one_wins(self, tmp_path: Path) -> None:
+        for turn in range(20):
+            stores = [self.make_store(tmp_path / "s") for _ in range(8)]
+            won, lost = race_to_create(stores, f"x{turn}")
+            found = stores[0].read(f"x{turn}", limit_bytes=1000)
+            check(won == [found], f"{len(won)} won, or the file is not the winner's")
+            check(all(isinstance(error, Exists) for error in lost), f"others failed by {lost}")
+
+    def test_a_reader_never_sees_a_part_of_a_created_file(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        data = os.urandom(1 << 16)
+        stop = threading.Event()
+        bad: list[int] = []
+
+        def look() -> None:
+            other = self.make_store(tmp_path / "s")
+            while not stop.is_set():
+                for turn in range(10):
+                    try:
+                        found = other.read(f"x{turn}", limit_bytes=1 << 20)
+                    except NotFound:
+                        continue
+                    if found != data:
+                        bad.append(len(found))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        for turn in range(10):
+            store.create(f"x{turn}", data)
+        stop.set()
+        thread.join()
+        check(not bad, f"parts of {bad} bytes were seen")
+
+    def test_a_deleted_file_is_gone_and_an_absent_one_is_fine(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        store.create("x", b"1")
+        store.delete("x")
+        store.delete("x")
+        store.delete("nowhere/x")
+        expect(NotFound, lambda: store.read("x", limit_bytes=9))
+
+    # Large files
+
+    def test_a_file_written_in_any_order_is_read_back_from_any_offset(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        data = os.urandom(5 * (1 << 20) + 12345)
+        write_file(store, "x", data)
+        for cached in (False, True):
+            reader = store.open_reader("x", cached=cached)
+            check(reader.size_bytes == len(data), f"size is {reader.size_bytes}")
+            for offset, size in (
+                (0, len(data)), (0, 4096), (4096, 8192), (1, 4095), (4095, 2), (8192, 5000),
+                (12288, 1), (3, 1 << 20), ((5 << 20) + 1, 12344), (5 << 20, 12345),
+            ):  # fmt: skip
+                for shift in (0, 1):
+                    with aligned(size + shift) as view:
+                        count = reader.read_into(offset, view[shift : shift + size])
+                        check(count == size, f"{count} of {size} bytes at {offset}")
+                        check(view[shift : shift + size] == data[offset : offset + size], "bytes")
+            reader.close()
+            reader.close()
+
+    def test_reading_past_the_end_gives_what_there_is(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        for size in (0, 1, 4096, 4097, 10000):
+            data = os.urandom(size)
+            write_file(store, f"x{size}", data)
+            for cached in (False, True):
+                reader = store.open_reader(f"x{size}", cached=cached)
+                for offset in (0, 1, 4096, size, size + 1, size + 8192):
+                    with aligned(16384) as view:
+                        count = reader.read_into(offset, view)
+                        rest = data[offset:]
+                        check(count == len(rest), f"{count} of {len(rest)} bytes at {offset}")
+                        check(bytes(view[:count]) == rest, f"other bytes at {offset}")
+                reader.close()
+
+    def test_a_file_has_exactly_the_size_it_was_finished_with(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        for size, expected in ((0, 1 << 20), (1, 0), (4095, 4096), (4097, 1 << 20), (9000, 1)):
+            name = f"x{size}"
+            writer = store.open_writer(name, expected_bytes=expected)
+            with aligned(12288) as view:
+                view[:] = b"\1" * 12288
+                writer.write_at(0, view)
+            writer.finish(size)
+            entry = next(entry for entry in store.list("") if entry.name == name)
+            check(entry.size_bytes == size, f"size is {entry.size_bytes}, not {size}")
+            check(store.read(name, limit_bytes=1 << 20) == b"\1" * size, "other bytes")
+
+    def test_several_threads_write_one_file(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        data = os.urandom(1 << 20)
+        writer = store.open_writer("x", expected_bytes=len(data))
+        step = 1 << 16
+        run_all(
+            lambda offset: write_piece(writer, offset, data[offset : offset + step]),
+            [(offset,) for offset in range(0, len(data), step)],
+        )
+        writer.finish(len(data))
+        check(store.read("x", limit_bytes=1 << 20) == data, "other bytes came back")
+
+    def test_a_writer_refuses_what_is_not_aligned(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        writer = store.open_writer("x", expected_bytes=0)
+        alignment = writer.alignment_bytes
+        check(alignment >= 1 and alignment & (alignment - 1) == 0, f"alignment {alignment}")
+        if alignment > 1:
+            with aligned(2 * alignment) as view:
+                expect(Usage, lambda: writer.write_at(1, view[:alignment]))
+                expect(Usage, lambda: writer.write_at(0, view[: alignment - 1]))
+        writer.close()
+
+    def test_a_writer_refuses_a_taken_name(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        write_file(store, "x", b"first")
+        expect(Exists, lambda: store.open_writer("x", expected_bytes=0))
+        check(store.read("x", limit_bytes=9) == b"first", "it was overwritten")
+
+    def test_a_closed_writer_writes_no_more(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        writer = store.open_writer("x", expected_bytes=0)
+        writer.finish(0)
+        writer.close()
+        with aligned(4096) as view:
+            expect(Usage, lambda: writer.write_at(0, view))
+        expect(Usage, lambda: writer.finish(0))
+
+    def test_room_is_known_or_none(self, tmp_path: Path) -> None:
+        free = self.make_store(tmp_path / "s").free_bytes()
+        check(free is None or free >= 0, f"free_bytes is {free}")
+
+    # Locks
+
+    def test_a_lock_is_refused_to_a_second_holder_in_the_same_process(self, tmp_path: Path) -> None:
+        first, second = self.make_store(tmp_path / "s"), self.make_store(tmp_path / "s")
+        lock = first.lock("x.lock")
+        expect(Exists, lambda: first.lock("x.lock"))
+        expect(Exists, lambda: second.lock("x.lock"))
+        check(first.is_locked("x.lock") and second.is_locked("x.lock"), "it does not look held")
+        lock.close()
+        lock.close()
+        check(not second.is_locked("x.lock"), "it looks held")
+        second.lock("x.lock").close()
+
+    def test_a_lock_is_seen_and_respected_by_another_process(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        lock = store.lock("x.lock")
+
+        def attempt() -> bool:
+            other = self.make_store(tmp_path / "s")
+            if not other.is_locked("x.lock"):
+                return False
+            try:
+                other.lock("x.lock")
+            except Exists:
+                return True
+            return False
+
+        # Asking here must not let go of it: closing a second descriptor would drop a POSIX lock.
+        check(store.is_locked("x.lock"), "it does not look held")
+        check(in_child(attempt), "another process does not see the lock")
+        lock.close()
+        check(not in_child(attempt), "another process still sees the lock")
+
+    def test_a_lock_goes_with_the_process_that_held_it(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        ready_read, ready_write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            self._hold_forever(tmp_path / "s", ready_write)
+        os.close(ready_write)
+        answer = os.read(ready_read, 1)
+        os.close(ready_read)
+        check(answer == b"1", "the child did not get the lock")
+        check(store.is_locked("x.lock"), "the child's lock is not seen")
+        expect(Exists, lambda: store.lock("x.lock"))
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        check(not store.is_locked("x.lock"), "the lock outlived its holder")
+        store.lock("x.lock").close()
+
+    def test_a_forked_child_does_not_inherit_a_lock(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        lock = store.lock("x.lock")
+
+        def close_mine() -> bool:
+            lock.close()
+            return store.is_locked("x.lock")
+
+        check(in_child(close_mine), "the child let go of its parent's lock")
+        check(store.is_locked("x.lock"), "the lock is lost")
+        lock.close()
+
+    def _hold_forever(self, folder: Path, ready: int) -> NoReturn:
+        try:
+            lock = self.make_store(folder).lock("x.lock")
+            os.write(ready, b"1")
+            time.sleep(600)
+            lock.close()
+        finally:
+            os._exit(1)
+
+
+def race_to_create(stores: Sequence[Store], name: str) -> tuple[list[bytes], list[LaststepError]]:
+    """All create the same name at once; what the winners wrote, and how the others failed."""
+    barrier = threading.Barrier(len(stores))
+    won: list[bytes] = []
+    lost: list[LaststepError] = []
+
+    def contend(store: Store, data: bytes) -> None:
+        barrier.wait()
+        try:
+            store.create(name, data)
+        except LaststepError as error:
+            lost.append(error)
+        else:
+            won.append(data)
+
+    run_all(contend, [(store, b"%d" % number * 100) for number, store in enumerate(stores)])
+    return won, lost
+
+
+def calls_with(store: Store, name: str) -> list[Callable[[], object]]:
+    """Every call of the protocol that takes a name; "" is the root to two of them."""
+    calls: list[Callable[[], object]] = [
+        lambda: store.read(name, limit_bytes=10),
+        lambda: store.create(name, b"x"),
+        lambda: store.make_folder(name),
+        lambda: store.delete(name),
+        lambda: store.delete_folder(name),
+        lambda: store.open_writer(name, expected_bytes=0),
+        lambda: store.open_reader(name),
+        lambda: store.lock(name),
+        lambda: store.is_locked(name),
+    ]
+    if name:
+        calls += [lambda: store.list(name), lambda: store.sync_folder(name)]
+    return calls
+
+
+def check(holds: object, found: str) -> None:
+    """Fail with what was found unless it holds."""
+    if not holds:
+        raise AssertionError(found)
+
+
+def expect(kind: type[LaststepError], call: Callable[[], object]) -> None:
+    """Fail unless `call` raises `kind`."""
+    try:
+        call()
+    except kind:
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+@contextmanager
+def aligned(size_bytes: int) -> Iterator[memoryview]:
+    """Memory that begins on a page."""
+    pages = mmap.mmap(-1, max(1, size_bytes))
+    with memoryview(pages) as view:
+        yield view[:size_bytes]
+
+
+def write_piece(writer: Writer, offset: int, data: bytes) -> None:
+    """Write bytes from memory that begins on a page, padded to what the writer wants."""
+    padded = -(-len(data) // writer.alignment_bytes) * writer.alignment_bytes
+    with aligned(padded) as view:
+        view[: len(data)] = data
+        writer.write_at(offset, view)
+
+
+def write_file(store: Store, name: str, data: bytes) -> None:
+    """A whole data file, written in pieces from the last to the first."""
+    writer = store.open_writer(name, expected_bytes=len(data))
+    step = 1 << 20
+    for offset in reversed(range(0, len(data), step)):
+        write_piece(writer, offset, data[offset : offset + step])
+    writer.finish(len(data))
+
+
+def run_all(target: Callable[..., object], calls: Sequence[tuple[object, ...]]) -> None:
+    """All calls at once, one thread each."""
+    threads = [threading.Thread(target=target, args=arguments) for arguments in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def in_child(question: Callable[[], bool]) -> bool:
+    """The answer of a forked child process."""
+    child = os.fork()
+    if child == 0:
+        status = 2
+        try:
+            status = 0 if question() else 1
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    check(status in (0, 1), f"the child failed with {status}")
+    return status == 0

@@ -1,0 +1,55 @@
+"""Folder names: one name for each attempt, one attempt for each name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laststep.catalog.names import format_folder, parse_epoch, parse_folder
+from laststep.errors import Usage
+
+_numbers = st.integers(min_value=1, max_value=10**20 - 1)
+
+
+@given(step=st.integers(min_value=0, max_value=10**20 - 1), epoch=_numbers, attempt=_numbers)
+def test_a_folder_name_survives_the_round_trip(step: int, epoch: int, attempt: int) -> None:
+    name = parse_folder(format_folder(step=step, epoch=epoch, attempt=attempt))
+    assert name is not None
+    assert (name.step, name.epoch, name.attempt) == (step, epoch, attempt)
+
+
+@given(st.text(alphabet="step-0123456789.tmpx\n٣", max_size=40))
+def test_whatever_parses_is_written_the_same_way_again(text: str) -> None:
+    name = parse_folder(text)
+    assert name is None or name.folder == text
+
+
+def test_the_documented_name_is_the_name() -> None:
+    assert format_folder(step=100, epoch=3, attempt=17) == "step-00000100.3-17"
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "step-100.3-17", "step-000000100.3-17", "step-00000100.03-17", "step-00000100.3-017",
+        "step-00000100.0-1", "step-00000100.1-0", "step-00000100.3-17\n", "step--0000100.3-17",
+        "step-00000100.3-17.tmp-a1", "xstep-00000100.3-17", "step-0000010٣.3-17", "", "epochs",
+    ],
+)  # fmt: skip
+def test_a_name_of_another_shape_is_not_an_attempt(folder: str) -> None:
+    assert parse_folder(folder) is None
+
+
+@pytest.mark.parametrize(("step", "epoch", "attempt"), [(-1, 1, 1), (0, 0, 1), (0, 1, 0)])
+def test_numbers_that_cannot_be_are_refused(step: int, epoch: int, attempt: int) -> None:
+    with pytest.raises(Usage):
+        format_folder(step=step, epoch=epoch, attempt=attempt)
+
+
+def test_epoch_files_are_told_from_everything_else() -> None:
+    assert parse_epoch("00000003.json", "json") == 3
+    assert parse_epoch("00000003.json", "lock") is None
+    assert parse_epoch("00000000.json", "json") is None
+    assert parse_epoch("000000003.json", "json") is None
+    assert parse_epoch("00000003.json.tmp-0011", "json") is None

@@ -1,0 +1,181 @@
+"""Retention: what it keeps, and what it never drops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laststep.catalog.listing import Listed
+from laststep.catalog.names import format_folder
+from laststep.catalog.retention import Policy, decide
+from laststep.errors import Corrupt, Usage
+from laststep.format.manifest import Commit, Metric
+
+
+def _listed(
+    step: int,
+    *,
+    on_lineage: bool = True,
+    superseded_by: str | None = None,
+    bad: bool = False,
+    metrics: dict[str, Metric] | None = None,
+    references: tuple[str, ...] = (),
+    pinned: bool = False,
+    attempt: int | None = None,
+) -> Listed:
+    attempt = step + 1 if attempt is None else attempt
+    commit = Commit(
+        run="r", step=step, epoch=1, attempt=attempt, created_s=0.0, laststep="0", items=(),
+        files=(), metrics=metrics or {}, references=references,
+    )  # fmt: skip
+    return Listed(
+        folder=format_folder(step=step, epoch=1, attempt=attempt),
+        step=step,
+        epoch=1,
+        attempt=attempt,
+        commit=None if bad else commit,
+        error=Corrupt("bad") if bad else None,
+        on_lineage=on_lineage,
+        superseded_by=superseded_by,
+        pinned=pinned,
+        size_bytes=10,
+        created_s=0.0,
+    )
+
+
+def _kept(listed: list[Listed], policy: Policy, **more: object) -> list[int]:
+    verdicts = decide(listed, policy, **more)  # type: ignore[arg-type]
+    return [verdict.step for verdict in verdicts if verdict.keep]
+
+
+@st.composite
+def _runs(draw: st.DrawFn) -> list[Listed]:
+    listed: list[Listed] = []
+    for attempt in range(1, draw(st.integers(1, 12)) + 1):
+        earlier = [item.folder for item in listed]
+        chosen = draw(st.lists(st.sampled_from(earlier), max_size=3, unique=True)) if earlier else []
+        state = draw(st.sampled_from(["on", "on", "off", "replaced", "bad"]))
+        listed.append(
+            _listed(
+                draw(st.integers(0, 30)),
+                attempt=attempt,
+                on_lineage=state in ("on", "bad"),
+                superseded_by="later" if state == "replaced" else None,
+                bad=state == "bad",
+                references=tuple(chosen),
+                pinned=draw(st.booleans()) and draw(st.booleans()),
+                metrics={"loss": draw(st.floats(allow_nan=True))} if draw(st.booleans()) else {},
+            )
+        )
+    return listed
+
+
+_small = st.none() | st.integers(1, 5)
+_policies = st.builds(
+    lambda last, every, best, mode, abandoned: Policy(
+        keep_last=last,
+        keep_every=every,
+        keep_best=best,
+        best_metric=None if best is None else "loss",
+        best_mode=mode,
+        keep_abandoned=abandoned,
+    ),
+    _small, _small, _small, st.sampled_from(["min", "max"]), st.booleans(),
+)  # fmt: skip
+
+
+@given(_runs(), _policies, st.data())
+def test_retention_never_drops_what_is_needed(
+    listed: list[Listed], policy: Policy, data: st.DataObject
+) -> None:
+    folders = [item.folder for item in listed]
+    resumed_from = data.draw(st.none() | st.sampled_from(folders))
+    pinned = frozenset(data.draw(st.lists(st.sampled_from(folders), max_size=2)))
+    verdicts = decide(listed, policy, resumed_from=resumed_from, pinned=pinned)
+    kept = {verdict.folder for verdict in verdicts if verdict.keep}
+    assert [verdict.folder for verdict in verdicts] == folders
+    assert all(verdict.reasons for verdict in verdicts)
+    for item in listed:
+        if item.folder in kept and item.commit is not None:
+            assert set(item.commit.references) <= kept
+        if item.pinned or item.folder in pinned or item.folder == resumed_from:
+            assert item.folder in kept
+    good = [item for item in listed if item.on_lineage and item.commit is not None]
+    if good:
+        assert good[-1].folder in kept
+    if policy.keep_last is not None:
+        assert {item.folder for item in good[-policy.keep_last :]} <= kept
+
+
+@given(_runs(), _policies)
+def test_deciding_again_about_what_was_kept_keeps_the_last_and_the_best(
+    listed: list[Listed], policy: Policy
+) -> None:
+    kept = {verdict.folder for verdict in decide(listed, policy) if verdict.keep}
+    left = [item for item in listed if item.folder in kept]
+    again = {verdict.folder for verdict in decide(left, policy) if verdict.keep}
+    rules = {
+        verdict.folder
+        for verdict in decide(listed, policy)
+        if any(reason.startswith(("one of", "every", "the newest")) for reason in verdict.reasons)
+    }
+    assert rules <= again
+
+
+def test_the_last_k_are_counted_on_the_lineage_only() -> None:
+    listed = [_listed(step) for step in range(5)]
+    listed[3] = _listed(3, on_lineage=False)
+    listed[4] = _listed(4, bad=True)
+    assert _kept(listed, Policy(keep_last=2)) == [1, 2, 3, 4]
+    assert _kept(listed, Policy(keep_last=2, keep_abandoned=False)) == [1, 2]
+
+
+def test_without_any_rule_everything_stays_but_what_was_saved_again() -> None:
+    listed = [_listed(1, attempt=1, on_lineage=False, superseded_by="x"), _listed(1, attempt=2)]
+    verdicts = decide(listed, Policy())
+    assert [verdict.keep for verdict in verdicts] == [False, True]
+    assert "saved again in x" in verdicts[0].reasons[0]
+
+
+def test_every_n_steps_stay_beside_the_newest() -> None:
+    assert _kept([_listed(step) for step in range(1, 8)], Policy(keep_every=3)) == [3, 6, 7]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("min", [1, 4]), ("max", [3, 4])])
+def test_the_best_stay_and_nan_is_never_best(mode: str, expected: list[int]) -> None:
+    values: list[Metric] = [math.nan, 0.1, 0.2, 0.9, "text"]
+    listed = [_listed(step, metrics={"loss": value}) for step, value in enumerate(values)]
+    policy = Policy(keep_best=1, best_metric="loss", best_mode=mode)  # type: ignore[arg-type]
+    assert _kept(listed, policy) == expected
+
+
+def test_of_equally_good_ones_the_later_stays() -> None:
+    listed = [_listed(step, metrics={"loss": 1.0}) for step in range(3)] + [_listed(9)]
+    assert _kept(listed, Policy(keep_best=1, best_metric="loss")) == [2, 9]
+
+
+def test_what_a_kept_one_needs_stays_through_a_chain_of_references() -> None:
+    first = _listed(0)
+    second = _listed(1, references=(first.folder,))
+    third = _listed(2, references=(second.folder,))
+    listed = [first, second, _listed(5, attempt=6), third]
+    assert _kept(listed, Policy(keep_last=1)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Policy(keep_last=0),
+        lambda: Policy(keep_every=-1),
+        lambda: Policy(keep_best=1),
+        lambda: Policy(best_metric="loss"),
+        lambda: Policy(keep_best=1, best_metric="x", best_mode="avg"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_policy_that_cannot_be_meant_is_refused(wrong: Callable[[], Policy]) -> None:
+    with pytest.raises(Usage):
+        wrong()

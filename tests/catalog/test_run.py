@@ -1,0 +1,506 @@
+"""Runs: opening, writing, zombies, races, cleaning and pruning, on real folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from laststep.catalog import epochs
+from laststep.catalog.cleaning import Why
+from laststep.catalog.retention import Policy
+from laststep.catalog.run import Run, plan_prune
+from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
+from laststep.format.manifest import Abort, Commit
+from laststep.storage.directory import DirectoryStore
+from laststep.testing.faults import Kind, RecordingDisk
+
+Save = Callable[..., str]
+Commits = Callable[..., Commit]
+
+
+def _steps(run: Run) -> list[int]:
+    return [item.step for item in run.lineage()]
+
+
+# Opening
+
+
+def test_an_empty_place_is_not_a_run(store: DirectoryStore, tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        Run.open(store)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_keeps_its_id(store: DirectoryStore) -> None:
+    run = Run.open_or_create(store)
+    assert len(run.id) == 32
+    assert Run.open_or_create(store).id == Run.open(store).id == run.id
+    assert run.newest() is None
+    assert run.checkpoints() == run.attempts() == ()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"nonsense", b"\xff", b'{"format":1}', b'{"format":0,"run":"%s","created_s":1}'
+     % (b"a" * 32), b'{"format":1,"run":"../x","created_s":1}', b"[1]"],
+)  # fmt: skip
+def test_nonsense_in_the_record_of_a_run_is_corrupt(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(Corrupt):
+        Run.open(DirectoryStore(tmp_path))
+
+
+def test_a_run_of_a_later_format_asks_for_an_upgrade(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(b'{"format": 2, "shape": "other"}')
+    with pytest.raises(Usage, match="upgrade"):
+        Run.open(DirectoryStore(tmp_path))
+
+
+def test_folders_copied_by_hand_open_by_step_and_can_be_continued(
+    run: Run, save: Save, tmp_path: Path
+) -> None:
+    epoch = run.claim_epoch(None)
+    for attempt, step in enumerate((10, 20, 30), 1):
+        save(run, step, epoch, attempt)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for folder in (tmp_path / "run").glob("step-*"):
+        subprocess.run(["cp", "-r", str(folder), str(copy)], check=True)
+    copied = Run.open(DirectoryStore(copy))
+    assert copied.id == ""
+    assert _steps(copied) == [10, 20, 30]
+    copied = Run.open_or_create(DirectoryStore(copy))
+    number = copied.claim_epoch((1, 2))
+    assert number == 2
+    assert _steps(copied) == [10, 20]
+    save(copied, 25, number, 1)
+    assert _steps(copied) == [10, 20, 25]
+
+
+# Writing
+
+
+def test_a_committed_checkpoint_is_listed_with_all_that_is_known(run: Run, save: Save) -> None:
+    epoch = run.claim_epoch(None)
+    folder = save(run, 7, epoch, 1, metrics={"loss": 0.5})
+    (item,) = run.checkpoints()
+    assert (item.folder, item.step, item.epoch, item.attempt) == (folder, 7, 1, 1)
+    assert item.commit is not None
+    assert item.commit.metrics == {"loss": 0.5}
+    assert item.on_lineage
+    assert item.error is None
+    assert item.size_bytes > 5000
+    assert run.newest() == item
+    assert not run.attempts()
+
+
+def test_the_order_of_system_calls_is_that_of_the_format(tmp_path: Path, save: Save) -> None:
+    disk = RecordingDisk()
+    run = Run.open_or_create(DirectoryStore(tmp_path / "run", disk=disk, direct=False))
+    epoch = run.claim_epoch(None)
+    disk.changes.clear()
+    folder = save(run, 1, epoch, 1)
+    shown = [
+        (change.kind, Path(change.to or change.path).name.split(".tmp-")[0])
+        for change in disk.changes
+    ]
+    assert shown == [
+        (Kind.MAKE_FOLDER, folder),
+        (Kind.SYNC_FOLDER, "run"),
+        (Kind.CREATE_FILE, "m.safetensors"),
+        (Kind.ALLOCATE, "m.safetensors"),
+        (Kind.WRITE, "m.safetensors"),
+        (Kind.TRUNCATE, "m.safetensors"),
+        (Kind.SYNC, "m.safetensors"),
+        (Kind.SYNC_FOLDER, folder),
+        (Kind.CREATE_FILE, "manifest.json"),
+        (Kind.WRITE, "manifest.json"),
+        (Kind.SYNC, "manifest.json"),
+        (Kind.LINK, "manifest.json"),
+        (Kind.SYNC_FOLDER, folder),
+        (Kind.UNLINK, "manifest.json"),
+    ]
+
+
+def test_a_step_on_the_lineage_is_not_free(run: Run, save: Save) -> None:
+    epoch = run.claim_epoch(None)
+    save(run, 7, epoch, 1)
+    run.check_step_free(8)
+    with pytest.raises(Exists, match="step 7"):
+        run.check_step_free(7)
+
+
+def test_a_rollback_leaves_the_branch_behind_and_frees_its_steps(run: Run, save: Save) -> None:
+    first = run.claim_epoch(None)
+    for attempt, step in enumerate((10, 20, 30), 1):
+        save(run, step, first, attempt)
+    second = run.claim_epoch((first, 1))
+    assert _steps(run) == [10]
+    run.check_step_free(20)
+    save(run, 20, second, 1)
+    assert [(item.step, item.on_lineage) for item in run.checkpoints()] == [
+        (10, True), (20, False), (30, False), (20, True),
+    ]  # fmt: skip
+    newest = run.newest()
+    assert newest is not None
+    assert (newest.step, newest.epoch) == (20, second)
+
+
+def test_a_step_that_was_saved_again_counts_once(run: Run, save: Save) -> None:
+    epoch = run.claim_epoch(None)
+    old, new = save(run, 7, epoch, 1), save(run, 7, epoch, 2)
+    assert [item.folder for item in run.lineage()] == [new]
+    assert run.checkpoints()[0].superseded_by == new
+    assert plan_prune(run, Policy()).execute() == (old,)
+
+
+def test_an_unreadable_manifest_is_shown_as_an_error_and_blocks_nothing(
+    run: Run, save: Save, tmp_path: Path
+) -> None:
+    epoch = run.claim_epoch(None)
+    save(run, 1, epoch, 1)
+    bad = save(run, 2, epoch, 2)
+    path = tmp_path / "run" / bad / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"step":2', b'"step":3'))
+    run = Run.open(run.store)
+    item = run.checkpoints()[1]
+    assert isinstance(item.error, Corrupt)
+    assert item.commit is None
+    assert item.on_lineage
+    newest = run.newest()
+    assert newest is not None
+    assert newest.step == 1
+    run.check_step_free(2)
+
+
+def test_a_manifest_in_a_foreign_folder_is_corrupt(run: Run, save: Save, tmp_path: Path) -> None:
+    folder = save(run, 1, run.claim_epoch(None), 1)
+    (tmp_path / "run" / folder).rename(tmp_path / "run" / "step-00000009.1-9")
+    (item,) = Run.open(run.store).checkpoints()
+    assert isinstance(item.error, Corrupt)
+
+
+def test_a_damaged_epoch_record_is_loud_and_says_what_to_do(
+    run: Run, save: Save, tmp_path: Path
+) -> None:
+    save(run, 1, run.claim_epoch(None), 1)
+    (tmp_path / "run" / "epochs" / "00000001.json").write_bytes(b"{}")
+    with pytest.raises(Corrupt, match="move the folder `epochs` away"):
+        Run.open(run.store).newest()
+    (tmp_path / "run" / "epochs").rename(tmp_path / "elsewhere")
+    assert _steps(Run.open(run.store)) == [1]
+
+
+def test_an_epoch_number_is_never_used_twice_even_if_its_record_is_lost(
+    run: Run, save: Save, tmp_path: Path
+) -> None:
+    epoch = run.claim_epoch(None)
+    save(run, 1, epoch, 1)
+    (tmp_path / "run" / "epochs" / "00000001.json").unlink()
+    assert Run.open(run.store).claim_epoch((1, 1)) == 2
+
+
+# Commit, abort and zombies
+
+
+def test_commit_and_abort_have_exactly_one_winner(
+    run: Run, commit_of: Commits, tmp_path: Path
+) -> None:
+    epoch = run.claim_epoch(None)
+    seen = set()
+    for attempt in range(1, 31):
+        folder = run.begin(step=attempt, epoch=epoch, attempt=attempt)
+        commit = commit_of(step=attempt, epoch=epoch, attempt=attempt)
+        barrier = threading.Barrier(3)
+        committed: list[bool] = []
+        stands: list[Commit | Abort] = []
+
+        def do_commit(
+            folder: str = folder,
+            commit: Commit = commit,
+            barrier: threading.Barrier = barrier,
+            committed: list[bool] = committed,
+        ) -> None:
+            barrier.wait()
+            try:
+                Run.open(DirectoryStore(tmp_path / "run")).commit(folder, commit)
+                committed.append(True)
+            except Aborted:
+                committed.append(False)
+
+        def do_abort(
+            folder: str = folder,
+            barrier: threading.Barrier = barrier,
+            stands: list[Commit | Abort] = stands,
+        ) -> None:
+            barrier.wait()
+            stands.append(Run.open(DirectoryStore(tmp_path / "run")).abort(folder, "a test"))
+
+        threads = [threading.Thread(target=t) for t in (do_commit, do_abort, do_abort)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        decided = run.decision(folder)
+        assert stands == [decided, decided]
+        assert committed == [isinstance(decided, Commit)]
+        seen.add(type(decided))
+    assert seen <= {Commit, Abort}
+
+
+def test_a_commit_after_an_abort_says_why_it_was_given_up(run: Run, commit_of: Commits) -> None:
+    epoch = run.claim_epoch(None)
+    folder = run.begin(step=1, epoch=epoch, attempt=1)
+    assert isinstance(run.abort(folder, "rank 3 has no room"), Abort)
+    with pytest.raises(Aborted, match="rank 3 has no room"):
+        run.commit(folder, commit_of(step=1, epoch=epoch, attempt=1))
+    assert run.checkpoints() == ()
+    assert run.attempts() == ()
+
+
+def test_an_abort_after_a_commit_returns_the_commit(run: Run, save: Save) -> None:
+    folder = save(run, 1, run.claim_epoch(None), 1)
+    assert isinstance(run.abort(folder, "too late"), Commit)
+    assert _steps(run) == [1]
+
+
+def test_a_commit_may_be_repeated_but_not_changed(
+    run: Run, save: Save, commit_of: Commits
+) -> None:
+    folder = save(run, 1, run.claim_epoch(None), 1)
+    run.commit(folder, commit_of(step=1, epoch=1, attempt=1))
+    with pytest.raises(Exists):
+        run.commit(folder, commit_of(step=1, epoch=1, attempt=1, metrics={"a": 1.0}))
+    with pytest.raises(Usage):
+        run.commit(folder, commit_of(step=2, epoch=1, attempt=1))
+
+
+def test_a_zombie_cannot_begin_after_its_successor_came(store: DirectoryStore) -> None:
+    zombie, successor = Run.open_or_create(store), Run.open_or_create(store)
+    old = zombie.claim_epoch(None)
+    new = successor.claim_epoch(None)
+    with pytest.raises(Aborted, match=f"epoch {new}, process {os.getpid()}"):
+        zombie.begin(step=1, epoch=old, attempt=1)
+    assert isinstance(successor.decision("step-00000001.1-1"), Abort)
+
+
+def test_a_zombie_cannot_commit_what_its_successor_gave_up(
+    store: DirectoryStore, commit_of: Commits
+) -> None:
+    zombie, successor = Run.open_or_create(store), Run.open_or_create(store)
+    old = zombie.claim_epoch(None)
+    folder = zombie.begin(step=1, epoch=old, attempt=1)
+    successor.claim_epoch(None)
+    with pytest.raises(Aborted, match="taken over"):
+        zombie.commit(folder, commit_of(step=1, epoch=old, attempt=1))
+    successor.clean()
+    with pytest.raises(Aborted, match="cleaned up"):
+        zombie.commit(folder, commit_of(step=1, epoch=old, attempt=1))
+    assert successor.checkpoints() == ()
+
+
+def test_the_attempt_of_a_live_writer_is_neither_given_up_nor_cleaned(
+    store: DirectoryStore, save: Save, commit_of: Commits
+) -> None:
+    old_run, new_run = Run.open_or_create(store), Run.open_or_create(store)
+    old = old_run.claim_epoch(None)
+    lock = old_run.lock_epoch(old)
+    save(old_run, 1, old, 1)
+    folder = old_run.begin(step=2, epoch=old, attempt=2)
+    writer = new_run.live_writer()
+    assert writer is not None
+    assert (writer.epoch, writer.pid, writer.attempts) == (old, os.getpid(), (folder,))
+    assert new_run.live_writer(below=old) is None
+    new = new_run.claim_epoch((old, 1))
+    assert [item.alive for item in new_run.attempts()] == [True]
+    assert new_run.clean(now_s=time.time() + 1e6) == ()
+    old_run.commit(folder, commit_of(step=2, epoch=old, attempt=2))
+    # It is committed, but the new writer does not continue from it.
+    assert [(item.step, item.on_lineage) for item in new_run.checkpoints()] == [
+        (1, True), (2, False),
+    ]  # fmt: skip
+    lock.close()
+    assert new_run.live_writer(below=new) is None
+
+
+def test_an_attempt_in_an_epoch_nobody_claimed_is_refused(run: Run) -> None:
+    with pytest.raises(Usage, match="not claimed"):
+        run.begin(step=1, epoch=3, attempt=1)
+
+
+def test_an_attempt_cannot_begin_twice(run: Run) -> None:
+    epoch = run.claim_epoch(None)
+    run.begin(step=1, epoch=epoch, attempt=1)
+    with pytest.raises(Exists):
+        run.begin(step=1, epoch=epoch, attempt=1)
+
+
+def test_a_writer_that_was_killed_is_seen_as_dead(run: Run, tmp_path: Path) -> None:
+    script = (
+        "import sys, time\n"
+        "from laststep.catalog.run import Run\n"
+        "from laststep.storage.directory import DirectoryStore\n"
+        "run = Run.open(DirectoryStore(sys.argv[1]))\n"
+        "epoch = run.claim_epoch(None)\n"
+        "lock = run.lock_epoch(epoch)\n"
+        "run.begin(step=5, epoch=epoch, attempt=1)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        env=environment,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        writer = run.live_writer()
+        assert writer is not None
+        assert writer.pid == child.pid
+        assert [item.alive for item in run.attempts()] == [True]
+        child.kill()
+    assert run.live_writer() is None
+    assert [item.alive for item in run.attempts()] == [False]
+    assert [orphan.why for orphan in run.clean()] == [Why.DEAD_WRITER]
+    assert run.attempts() == ()
+
+
+# Cleaning
+
+
+def test_clean_removes_what_was_given_up_and_nothing_else(run: Run, save: Save) -> None:
+    epoch = run.claim_epoch(None)
+    save(run, 1, epoch, 1)
+    aborted = run.begin(step=2, epoch=epoch, attempt=2)
+    run.abort(aborted, "a test")
+    undecided = run.begin(step=3, epoch=epoch, attempt=3)
+    orphans = run.orphans()
+    assert [(orphan.name, orphan.why) for orphan in orphans] == [
+        (aborted, Why.ABORTED), (undecided, Why.DEAD_WRITER),
+    ]  # fmt: skip
+    assert run.clean() == orphans
+    assert run.orphans() == ()
+    assert _steps(run) == [1]
+
+
+def test_an_attempt_of_another_machine_must_be_quiet_for_an_hour(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = run.claim_epoch(None)
+    folder = run.begin(step=1, epoch=epoch, attempt=1)
+    there = epochs.Writer(host="other", pid=1, boot="other", process_started="1")
+    monkeypatch.setattr(epochs, "this_writer", lambda: there)
+    assert run.orphans() == ()
+    assert [item.name for item in run.orphans(now_s=time.time() + 3700)] == [folder]
+    os.utime(tmp_path / "run" / folder, (1.0, 1.0))
+    assert [item.name for item in run.orphans()] == [folder]
+    (tmp_path / "run" / folder / "data").write_bytes(b"1")
+    os.utime(tmp_path / "run" / folder, (1.0, 1.0))
+    assert run.orphans() == ()
+
+
+def test_old_temporary_names_are_removed_everywhere(run: Run, save: Save, tmp_path: Path) -> None:
+    folder = save(run, 1, run.claim_epoch(None), 1)
+    root = tmp_path / "run"
+    names = [f"{folder}/manifest.json.tmp-1", "run.json.tmp-1", "epochs/00000001.json.tmp-1"]
+    for name in names:
+        (root / name).write_bytes(b"1")
+    (root / "step-00000009.1-9.tmp-1").mkdir()
+    (root / "step-00000009.1-9.tmp-1" / "data").write_bytes(b"1")
+    assert run.orphans() == ()
+    later = time.time() + 3700
+    assert len(run.clean(now_s=later)) == 4
+    assert run.orphans(now_s=later) == ()
+    assert _steps(run) == [1]
+    assert not list(root.rglob("*.tmp-*"))
+
+
+def test_a_writer_discards_its_own_attempt_only_after_giving_it_up(run: Run, save: Save) -> None:
+    epoch = run.claim_epoch(None)
+    lock = run.lock_epoch(epoch)
+    committed = save(run, 1, epoch, 1)
+    folder = run.begin(step=2, epoch=epoch, attempt=2)
+    for wrong in (committed, folder):
+        with pytest.raises(Usage, match="not given up"):
+            run.discard(wrong)
+    run.abort(folder, "a test")
+    assert run.clean() == ()
+    run.discard(folder)
+    assert [entry.name for entry in run.store.list("") if entry.is_folder] == ["epochs", committed]
+    lock.close()
+
+
+# Pruning
+
+
+def test_prune_deletes_what_the_policy_drops_later_ones_first(run: Run, save: Save) -> None:
+    epoch = run.claim_epoch(None)
+    folders = [save(run, step, epoch, step) for step in range(1, 6)]
+    plan = plan_prune(run, Policy(keep_last=2), resumed_from=folders[0])
+    assert plan.deletions == (folders[2], folders[1])
+    assert plan.freed_bytes > 10_000
+    assert _steps(run) == [1, 2, 3, 4, 5]
+    assert plan.execute() == plan.deletions
+    assert _steps(run) == [1, 4, 5]
+    assert plan_prune(run, Policy(keep_last=2), resumed_from=folders[0]).deletions == ()
+
+
+def test_a_pinned_checkpoint_stays_even_if_pinned_after_the_plan(run: Run, save: Save) -> None:
+    epoch = run.claim_epoch(None)
+    folders = [save(run, step, epoch, step) for step in range(1, 5)]
+    run.pin(folders[0])
+    run.pin(folders[0])
+    plan = plan_prune(run, Policy(keep_last=1), in_use=frozenset({folders[2]}))
+    assert plan.deletions == (folders[1],)
+    run.pin(folders[1])
+    assert plan.execute() == ()
+    run.unpin(folders[0])
+    run.unpin(folders[0])
+    assert plan_prune(run, Policy(keep_last=1)).execute() == (folders[2], folders[0])
+
+
+def test_only_a_checkpoint_can_be_pinned(run: Run) -> None:
+    epoch = run.claim_epoch(None)
+    folder = run.begin(step=1, epoch=epoch, attempt=1)
+    for name in (folder, "step-00000009.1-9"):
+        with pytest.raises(NotFound):
+            run.pin(name)
+    with pytest.raises(Usage):
+        run.unpin("../elsewhere")
+
+
+def test_a_reader_beside_a_pruner_never_sees_a_part(run: Run, save: Save, tmp_path: Path) -> None:
+    epoch = run.claim_epoch(None)
+    for step in range(1, 21):
+        save(run, step, epoch, step)
+    stop = threading.Event()
+    wrong: list[str] = []
+
+    def look() -> None:
+        other = Run.open(DirectoryStore(tmp_path / "run"))
+        while not stop.is_set():
+            wrong.extend(item.folder for item in other.checkpoints() if item.error is not None)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    plan_prune(run, Policy(keep_last=1)).execute()
+    stop.set()
+    thread.join()
+    assert wrong == []
+    assert _steps(run) == [20]
+
+
+def test_records_are_plain_json_for_people(run: Run, tmp_path: Path) -> None:
+    run.claim_epoch(None)
+    record = json.loads((tmp_path / "run" / "epochs" / "00000001.json").read_bytes())
+    assert record["epoch"]["epoch"] == 1
+    assert json.loads((tmp_path / "run" / "run.json").read_bytes())["run"] == run.id

@@ -1,0 +1,122 @@
+"""`prune`, `pin` and `unpin`: nothing goes unasked, and each verdict is explained."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def ten(maker):
+    """Ten checkpoints, the best at step 3."""
+    for step in range(1, 11):
+        maker.save(step, {"loss": abs(step - 3) + 0.5})
+    return maker
+
+
+def steps(maker) -> list[int]:
+    return [item.step for item in maker.run.checkpoints()]
+
+
+def test_prune_keeps_what_any_rule_wants_and_says_why(ten, laststep: Callable) -> None:
+    rules = ("--last", 2, "--every", 5, "--best", 2, "--metric", "loss")
+    ended = laststep("prune", ten.path, *rules, "--yes")
+    assert ended.status == 0
+    assert steps(ten) == [3, 4, 5, 9, 10]
+    text = {int(line.split()[0]): line for line in ended.out.splitlines()[1:-1]}
+    assert "goes" in text[1]
+    assert "no rule keeps it" in text[1]
+    assert "one of the best 2 by loss" in text[3]
+    assert "every 5 steps" in text[5]
+    assert "the newest; one of the last 2; every 5 steps" in text[10]
+    assert "deleted 5 checkpoints, 14.4 MiB" in ended.out
+
+
+def test_a_dry_run_deletes_nothing(ten, laststep: Callable) -> None:
+    ended = laststep("prune", ten.path, "--last", 1, "--dry-run")
+    assert ended.status == 0
+    assert "would delete 9 checkpoints" in ended.out
+    assert len(steps(ten)) == 10
+
+
+def test_without_a_terminal_prune_wants_yes(ten, laststep: Callable, monkeypatch) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    ended = laststep("prune", ten.path, "--last", 1)
+    assert ended.status == 2
+    assert "refused to delete 9 checkpoints unasked" in ended.err
+    assert len(steps(ten)) == 10
+
+
+def test_at_a_terminal_prune_asks(ten, laststep: Callable, monkeypatch) -> None:
+    class Typed:
+        """A terminal at which somebody answers."""
+
+        def __init__(self, answer: str) -> None:
+            self._answer = answer
+
+        def isatty(self) -> bool:
+            return True
+
+        def readline(self, *_: object) -> str:
+            return self._answer + "\n"
+
+    monkeypatch.setattr(sys, "stdin", Typed("n"))
+    assert laststep("prune", ten.path, "--last", 1).status == 1
+    assert len(steps(ten)) == 10
+    monkeypatch.setattr(sys, "stdin", Typed("y"))
+    assert laststep("prune", ten.path, "--last", 1).status == 0
+    assert steps(ten) == [10]
+
+
+def test_rules_that_make_no_sense_are_refused(ten, laststep: Callable) -> None:
+    assert laststep("prune", ten.path, "--yes").status == 2
+    assert laststep("prune", ten.path, "--best", 2, "--yes").status == 2
+    assert laststep("prune", ten.path, "--last", 0, "--yes").status == 2
+    assert laststep("prune", ten.path, "--last", 1, "--mode", "best", "--yes").status == 2
+    assert len(steps(ten)) == 10
+
+
+def test_the_document_of_prune_has_these_fields(ten, laststep: Callable) -> None:
+    dry = laststep("prune", ten.path, "--last", 9, "--dry-run", "--json").json()
+    assert dry.keys() == {"dry_run", "freed_bytes", "deleted", "checkpoints"}
+    assert (dry["dry_run"], dry["deleted"]) == (True, [])
+    assert dry["freed_bytes"] == dry["checkpoints"][0]["size_bytes"]
+    assert dry["checkpoints"][0]["keep"] is False
+    done = laststep("prune", ten.path, "--last", 9, "--yes", "--json").json()
+    assert done["deleted"] == ["step-00000001.1-1"]
+    assert done["freed_bytes"] == dry["freed_bytes"]
+
+
+def test_the_one_resumed_from_and_abandoned_ones_stay_until_asked_for(maker, laststep) -> None:
+    for step in (10, 20, 30):
+        maker.save(step)
+    maker.start((1, 1))
+    maker.save(15)
+    maker.save(25)
+    ended = laststep("prune", maker.path, "--last", 1, "--yes")
+    assert "resumed from" in ended.out
+    assert steps(maker) == [10, 20, 30, 25]
+    laststep("prune", maker.path, "--last", 1, "--abandoned", "--yes")
+    assert steps(maker) == [10, 25]
+
+
+def test_a_pinned_checkpoint_stays(ten, laststep: Callable) -> None:
+    ended = laststep("pin", ten.path, 4)
+    assert (ended.status, ended.out) == (0, "step 4 (step-00000004.1-4) is pinned\n")
+    laststep("prune", ten.path, "--last", 1, "--yes")
+    assert steps(ten) == [4, 10]
+    document = laststep("unpin", ten.path, 4, "--json").json()
+    assert document == {"step": 4, "folder": "step-00000004.1-4", "pinned": False}
+    laststep("prune", ten.path, "--last", 1, "--yes")
+    assert steps(ten) == [10]
+
+
+def test_a_step_that_is_not_there_cannot_be_pinned(ten, laststep: Callable) -> None:
+    ended = laststep("pin", ten.path, 99)
+    assert ended.status == 1
+    assert "there is no checkpoint of step 99" in ended.err

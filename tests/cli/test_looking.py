@@ -1,0 +1,168 @@
+"""`ls` and `show`: what there is, for people and for programs."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from typing import TYPE_CHECKING
+
+from laststep.terms import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def flip(path: Path, byte: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(byte)
+        old = file.read(1)[0]
+        file.seek(byte)
+        file.write(bytes([old ^ (1 << bit)]))
+
+
+def test_ls_lists_in_the_order_of_commits_with_lineage_and_pins(maker, laststep: Callable) -> None:
+    maker.save(100, {"loss": 2.5})
+    maker.save(200, {"loss": 2.25})
+    maker.save(300)
+    maker.start((1, 2))
+    pinned = maker.save(250)
+    maker.run.pin(pinned.name)
+    ended = laststep("ls", maker.path)
+    lines = ended.out.splitlines()
+    assert (ended.status, ended.err) == (0, "")
+    assert [line.split()[0] for line in lines] == ["step", "100", "200", "300", "250"]
+    assert "●" in lines[1]
+    assert "loss=2.25" in lines[2]
+    assert "abandoned" in lines[3]
+    assert "pinned" in lines[4]
+
+
+def test_ls_tells_of_saves_that_are_not_committed(maker, laststep: Callable) -> None:
+    epoch = maker.start()
+    lock = maker.run.lock_epoch(epoch)
+    maker.save(7, commit=False)
+    assert "no checkpoint yet" in laststep("ls", maker.path).out
+    assert "step 7 is in progress" in laststep("ls", maker.path).out
+    lock.close()
+    assert "step 7 is left unfinished" in laststep("ls", maker.path).out
+
+
+def test_the_document_of_ls_has_these_fields(maker, laststep: Callable) -> None:
+    maker.save(100, {"loss": math.nan, "accuracy": 0.5})
+    maker.save(200, commit=False)
+    document = laststep("ls", maker.path, "--json").json()
+    assert document.keys() == {"run", "checkpoints", "attempts"}
+    [checkpoint], [attempt] = document["checkpoints"], document["attempts"]
+    assert checkpoint["created_s"] == 1_700_000_100.0
+    assert checkpoint["size_bytes"] > 3_000_000
+    assert {k: v for k, v in checkpoint.items() if k not in ("created_s", "size_bytes")} == {
+        "step": 100,
+        "folder": "step-00000100.1-1",
+        "metrics": {"loss": "nan", "accuracy": 0.5},
+        "lineage": "current",
+        "superseded_by": None,
+        "pinned": False,
+        "epoch": 1,
+        "attempt": 1,
+        "error": None,
+    }
+    assert attempt.keys() == {"step", "folder", "size_bytes", "alive"}
+    assert attempt["alive"] is False
+
+
+def test_ls_shows_a_checkpoint_whose_manifest_is_damaged(maker, laststep: Callable) -> None:
+    flip(maker.save(100) / MANIFEST_NAME, 200)
+    ended = laststep("ls", maker.path)
+    assert ended.status == 0
+    assert "damaged" in ended.out
+    [checkpoint] = laststep("ls", maker.path, "--json").json()["checkpoints"]
+    assert "cannot read a manifest" in checkpoint["error"]
+
+
+def test_a_folder_without_a_run_is_one_message_and_status_1(tmp_path, laststep: Callable) -> None:
+    for command in (["ls"], ["show"], ["verify"], ["prune", "--last", "1"], ["pin", "1"]):
+        ended = laststep(command[0], tmp_path / "absent", *command[1:])
+        assert (ended.status, ended.out) == (1, "")
+        assert ended.err.startswith("laststep: there is no run at ")
+        assert ended.err.count("\n") == 1
+    assert laststep("ls", tmp_path).status == 1
+
+
+def test_ls_of_a_checkpoint_names_its_run(maker, laststep: Callable) -> None:
+    ended = laststep("ls", maker.save(100))
+    assert ended.status == 1
+    assert f"its run may be {maker.path}" in ended.err
+
+
+def test_a_mistyped_command_is_status_2(laststep: Callable) -> None:
+    assert laststep("lss").status == 2
+    assert laststep("ls").status == 2
+    assert laststep("ls", "--colour").status == 2
+
+
+def test_show_takes_the_newest_unless_told_otherwise(maker, laststep: Callable) -> None:
+    maker.save(100, {"loss": 2.5})
+    maker.save(200)
+    newest = laststep("show", maker.path)
+    assert "200 (epoch 1, attempt 2)" in newest.out
+    older = laststep("show", maker.path, "--step", 100)
+    assert "100 (epoch 1, attempt 1)" in older.out
+    for text in ("loss=2.5", "made for a test", "model/weight", "750000", "self-contained  yes"):
+        assert text in older.out
+    missing = laststep("show", maker.path, "--step", 150)
+    assert missing.status == 1
+    assert "there is no checkpoint of step 150" in missing.err
+    assert "found steps 100, 200" in missing.err
+
+
+def test_show_opens_a_copied_folder_on_its_own(maker, laststep: Callable, tmp_path) -> None:
+    folder = maker.save(100)
+    copy = shutil.copytree(folder, tmp_path / "elsewhere")
+    inside, outside = laststep("show", folder, "--json"), laststep("show", copy, "--json")
+    assert inside.json()["lineage"] == "current"
+    assert outside.json()["lineage"] is None
+    assert inside.json()["tensors"] == outside.json()["tensors"]
+    assert laststep("show", copy, "--step", 100).status == 2
+
+
+def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> None:
+    maker.save(100, {"loss": 2.5})
+    document = laststep("show", maker.path, "--json").json()
+    assert document.keys() == {
+        "step", "epoch", "attempt", "folder", "run", "created_s", "size_bytes", "format",
+        "laststep", "metrics", "metadata", "lineage", "pinned", "continues", "references",
+        "self_contained", "items", "files", "tensors", "objects",
+    }  # fmt: skip
+    assert document["metadata"] == {"note": "made for a test"}
+    assert document["items"][0]["tensors"] == 1
+    assert document["tensors"] == [
+        {
+            "name": "model/weight",
+            "dtype": "float32",
+            "shape": [750_000],
+            "size_bytes": 3_000_000,
+            "file": "model.safetensors",
+        },
+        {
+            "name": "optimizer/momentum",
+            "dtype": "float32",
+            "shape": [1000],
+            "size_bytes": 4000,
+            "file": "shared.safetensors",
+        },
+    ]
+    assert [entry["name"] for entry in document["objects"]] == ["model/~4tree", "optimizer/~4tree"]
+
+
+def test_show_says_which_header_is_damaged_and_shows_the_rest(maker, laststep: Callable) -> None:
+    flip(maker.save(100) / "model.safetensors", 50)
+    ended = laststep("show", maker.path)
+    assert ended.status == 0
+    assert "damaged: a header is damaged" in ended.out
+    assert "optimizer/momentum" in ended.out
+
+
+def test_names_in_brackets_are_not_taken_for_markup(maker, laststep: Callable) -> None:
+    maker.save(100, {"[red]loss[/red]": 1.5})
+    assert "[red]loss[/red]=1.5" in laststep("ls", maker.path).out

@@ -1,0 +1,165 @@
+"""`verify` and what is beneath it: every kind of damage is found, named and placed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.catalog.verify import verify_checkpoint
+from laststep.errors import NotFound
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def flip(path: Path, byte: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(byte)
+        old = file.read(1)[0]
+        file.seek(byte)
+        file.write(bytes([old ^ (1 << bit)]))
+
+
+def test_a_sound_run_is_status_0(maker, laststep: Callable) -> None:
+    maker.save(100)
+    maker.save(200)
+    ended = laststep("verify", maker.path)
+    assert ended.status == 0
+    assert ended.out.count(": sound (3 files, 4 blocks, 2.9 MiB)") == 2
+    document = laststep("verify", maker.path, "--json").json()
+    assert document["sound"] is True
+    assert [entry["step"] for entry in document["checkpoints"]] == [100, 200]
+
+
+def test_every_byte_is_read(maker) -> None:
+    folder = maker.save(100)
+    report = verify_checkpoint(maker.run.store, folder.name)
+    assert report.bytes == sum(file.stat().st_size for file in folder.iterdir())
+    assert (report.files, report.blocks, report.unchecked_bytes) == (3, 4, 0)
+
+
+def test_a_flipped_bit_in_the_data_is_placed_to_its_block(maker, laststep: Callable) -> None:
+    folder = maker.save(100)
+    header_bytes = 4096
+    flip(folder / "model.safetensors", header_bytes + BLOCK_BYTES + 17)
+    flip(folder / "model.safetensors", header_bytes + 2 * BLOCK_BYTES)
+    ended = laststep("verify", maker.path, "--json")
+    assert ended.status == 3
+    document = ended.json()
+    assert document["sound"] is False
+    first, second = document["checkpoints"][0]["damage"]
+    assert first["file"] == "model.safetensors"
+    assert first["what"] == "block 1"
+    assert (first["start"], first["stop"]) == (
+        header_bytes + BLOCK_BYTES,
+        header_bytes + 2 * BLOCK_BYTES,
+    )
+    assert first["touches"] == ["weight"]
+    assert first["expected"] != first["found"]
+    assert second["what"] == "block 2"
+    assert second["stop"] == (folder / "model.safetensors").stat().st_size
+    people = laststep("verify", maker.path)
+    assert people.status == 3
+    assert "DAMAGED in 2 places" in people.out
+    assert "block 1, bytes 1052672 to 2101248 (holds weight): expected " in people.out
+
+
+def test_a_flipped_bit_in_a_header_is_found_and_its_data_are_unchecked(maker) -> None:
+    folder = maker.save(100)
+    flip(folder / "model.safetensors", 4095)
+    report = verify_checkpoint(maker.run.store, folder.name)
+    [damage] = report.damage
+    assert (damage.file, damage.what) == ("model.safetensors", "header")
+    assert (damage.start, damage.stop) == (0, 4096)
+    assert damage.expected.startswith("xxh3-128:")
+    assert report.unchecked_bytes == 3_000_000
+
+
+def test_a_flipped_bit_in_an_object_names_the_object(maker) -> None:
+    folder = maker.save(100)
+    file = folder / "shared.safetensors"
+    flip(file, file.stat().st_size - 1)
+    [damage] = verify_checkpoint(maker.run.store, folder.name).damage
+    assert damage.what == "object optimizer/~4tree"
+    assert damage.stop == file.stat().st_size
+
+
+def test_a_damaged_manifest_still_lets_the_headers_vouch_for_the_data(maker, laststep) -> None:
+    folder = maker.save(100)
+    flip(folder / MANIFEST_NAME, 150)
+    flip(folder / "model.safetensors", 5000)
+    report = verify_checkpoint(maker.run.store, folder.name)
+    assert [damage.what for damage in report.damage] == ["manifest", "block 0"]
+    assert laststep("verify", maker.path).status == 3
+
+
+def test_missing_short_and_long_files_are_damage(maker) -> None:
+    missing, short, long = maker.save(100), maker.save(200), maker.save(300)
+    (missing / "model.safetensors").unlink()
+    with (short / "model.safetensors").open("r+b") as file:
+        file.truncate(4096 + BLOCK_BYTES + 10)
+    with (long / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+
+    def damage(folder: Path) -> list[tuple[str, str]]:
+        report = verify_checkpoint(maker.run.store, folder.name)
+        return [(found.what, found.found) for found in report.damage]
+
+    assert damage(missing) == [("file", "no such file")]
+    assert damage(short) == [
+        ("block 1", "only 10 bytes"),
+        ("size", "1052682 bytes"),
+        ("block 2", "only 0 bytes"),
+    ]
+    assert damage(long) == [("size", "3004100 bytes")]
+
+
+def test_any_flipped_bit_anywhere_is_found(maker) -> None:
+    folder = maker.save(100)
+    chance = random.Random(5)
+    files = sorted(folder.iterdir())
+    for _ in range(60):
+        file = chance.choice(files)
+        byte, bit = chance.randrange(file.stat().st_size), chance.randrange(8)
+        flip(file, byte, bit)
+        damage = verify_checkpoint(maker.run.store, folder.name).damage
+        assert any(d.file == file.name and d.start <= byte < d.stop for d in damage), (file, byte)
+        flip(file, byte, bit)
+    assert not verify_checkpoint(maker.run.store, folder.name).damage
+
+
+def test_one_step_or_one_folder_is_verified_alone(maker, laststep: Callable, tmp_path) -> None:
+    good, bad = maker.save(100), maker.save(200)
+    flip(bad / "model.safetensors", 5000)
+    assert laststep("verify", maker.path, "--step", 100).status == 0
+    assert laststep("verify", maker.path, "--step", 200).status == 3
+    assert laststep("verify", good).status == 0
+    assert laststep("verify", bad).status == 3
+    copy = shutil.copytree(good, tmp_path / "copy")
+    assert laststep("verify", copy).status == 0
+
+
+def test_an_attempt_is_no_checkpoint(maker) -> None:
+    open_, given_up = maker.save(100, commit=False), maker.save(200, commit=False)
+    maker.run.abort(given_up.name, "the disk was full")
+    with pytest.raises(NotFound, match="no committed checkpoint"):
+        verify_checkpoint(maker.run.store, open_.name)
+    with pytest.raises(NotFound, match="the disk was full"):
+        verify_checkpoint(maker.run.store, given_up.name)
+
+
+def test_progress_reaches_all_bytes(maker) -> None:
+    folder = maker.save(100)
+    seen: list[tuple[int, int]] = []
+    store = DirectoryStore(maker.path)
+    report = verify_checkpoint(
+        store, folder.name, threads=3, progress=lambda done, total: seen.append((done, total))
+    )
+    assert seen == sorted(seen)
+    assert seen[-1] == (report.bytes, report.bytes)

@@ -1,0 +1,83 @@
+"""What all tests share: the skip of GPU tests, folders on a real disk, hypothesis profiles."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+
+# As in the Makefile: some virtual CPUs announce AMX and then kill the process that uses it. Read by
+# torch when it is imported, here and in every process that a test starts.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
+# No deadline: a timing is a benchmark, never a test. Function-scoped fixtures are allowed because
+# every example makes its own folder below the fixture's.
+settings.register_profile(
+    "default",
+    deadline=None,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.register_profile("torture", settings.get_profile("default"), max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu`, with the reason, where CUDA is absent."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return  # torch takes seconds to import; most runs of a single file do not need it
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} sees none")
+    for item in marked:
+        item.add_marker(skip)
+
+
+def pytest_report_header() -> str:
+    """Say where the run folders lie, so that a suite that only saw memory shows it."""
+    disk = disk_folder()
+    return f"run folders: {disk} ({filesystem_of(disk)})"
+
+
+def filesystem_of(path: Path) -> str:
+    """The type of the filesystem that holds a path: that of the mount point nearest above it."""
+    mounts: dict[Path, str] = {}
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mount_point, kind, *_ = line.split()
+        # The kernel writes a blank as \040. A later mount hides an earlier one.
+        mounts[Path(mount_point.replace("\\040", " "))] = kind
+    path = path.resolve()
+    return next((mounts[at] for at in (path, *path.parents) if at in mounts), "unknown")
+
+
+def disk_folder() -> Path:
+    """The first of the usual places for temporary files that is not memory.
+
+    /tmp is memory on many machines, where fsync is free and O_DIRECT behaves otherwise. Where
+    everything is memory the first place is taken, and the header of the report shows it.
+    """
+    places = [Path(tempfile.gettempdir()), Path("/var/tmp"), ROOT / "build"]
+    ROOT.joinpath("build").mkdir(exist_ok=True)
+    usable = [place for place in places if place.is_dir() and os.access(place, os.W_OK)]
+    on_disk = [place for place in usable if filesystem_of(place) not in MEMORY_FILESYSTEMS]
+    return (on_disk or usable)[0]
+
+
+@pytest.fixture
+def run_folder() -> Iterator[Path]:
+    """A folder for one run, not yet made, on a real disk; removed with all it holds afterwards."""
+    with tempfile.TemporaryDirectory(prefix="laststep-test-", dir=disk_folder()) as folder:
+        yield Path(folder) / "run"

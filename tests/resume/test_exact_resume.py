@@ -1,0 +1,83 @@
+"""A run that is killed again and again, at any moment, has the losses of one that never was."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+TRAIN = Path(__file__).with_name("train.py")
+SOURCE = TRAIN.parent.parent.parent / "src"
+STEPS = 24
+
+
+def train(log: Path, loader: str, *arguments: object) -> int:
+    """One process; its status."""
+    command = [sys.executable, str(TRAIN), "--log", str(log), "--loader", loader]
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode
+
+
+def losses(log: Path) -> list[tuple[int, str]]:
+    lines = (line.split() for line in log.read_text().splitlines())
+    return [(int(step), loss) for event, step, loss in lines if event == "loss"]
+
+
+def starts(log: Path) -> list[int]:
+    lines = (line.split() for line in log.read_text().splitlines())
+    return [int(step) for event, step, _ in lines if event == "start"]
+
+
+def moments(seed: int) -> list[tuple[int, float]]:
+    """Three steps to die at, and how long after the step: often in the midst of its save."""
+    chance = random.Random(seed)
+    # Right in save(), while its flush is under way, and anywhere in the steps after it.
+    delays = [chance.uniform(0, 0.003), chance.uniform(0.003, 0.03), chance.uniform(0, 0.1)]
+    chance.shuffle(delays)
+    at = [chance.randrange(2, 9), chance.randrange(9, 16), chance.randrange(16, STEPS)]
+    return list(zip(at, delays, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loader", "flush", "seed"),
+    [
+        ("plain", "process", 1),
+        ("plain", "thread", 2),
+        pytest.param(
+            "torchdata",
+            "process",
+            3,
+            marks=pytest.mark.skipif(find_spec("torchdata") is None, reason="needs torchdata"),
+        ),
+    ],
+)
+def test_killed_at_any_moment_the_losses_are_those_of_a_run_that_never_stopped(
+    loader: str, flush: str, seed: int, tmp_path: Path, run_folder: Path
+) -> None:
+    plain, saved = tmp_path / "plain", tmp_path / "saved"
+    assert train(plain, loader) == 0
+    expected = dict(losses(plain))
+    assert len(expected) == STEPS
+    run = ("--run", run_folder, "--flush", flush)
+    for step, delay_s in moments(seed):
+        kill = ("--kill-at", step, "--kill-after-s", delay_s)
+        assert train(saved, loader, *run, *kill) == -signal.SIGKILL
+    assert train(saved, loader, *run) == 0
+    found = losses(saved)
+    assert [entry for entry in found if expected[entry[0]] != entry[1]] == []
+    assert {step for step, _ in found} == set(expected)
+    assert starts(saved)[-1] > 0  # something was really resumed

@@ -1,0 +1,263 @@
+"""The directory store: the suite that every store passes, faults, direct and buffered I/O."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from laststep.errors import Exists, NotFound, StorageFailed, Usage
+from laststep.storage.directory import DirectoryStore
+from laststep.storage.disk import Disk
+from laststep.storage.store import Store
+from laststep.testing.faults import FailingDisk, Kind, RecordingDisk
+from laststep.testing.stores import StoreConformance, aligned, write_file, write_piece
+
+
+class TestDirectBytes(StoreConformance):
+    def make_store(self, folder: Path) -> Store:
+        return DirectoryStore(folder)
+
+
+class TestBufferedBytes(StoreConformance):
+    def make_store(self, folder: Path) -> Store:
+        return DirectoryStore(folder, direct=False)
+
+
+class _WithoutLinks(Disk):
+    def link(self, path: str, new: str) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+class TestWithoutHardLinks(StoreConformance):
+    def make_store(self, folder: Path) -> Store:
+        return DirectoryStore(folder, disk=_WithoutLinks())
+
+
+class _WithoutDirect(Disk):
+    def create_file(self, path: str, *, direct: bool) -> int:
+        if direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().create_file(path, direct=False)
+
+
+class _RefusesDirectWrites(Disk):
+    """Takes the flag, as some FUSE filesystems do, and then refuses the write."""
+
+    def __init__(self) -> None:
+        self.direct: set[int] = set()
+
+    def create_file(self, path: str, *, direct: bool) -> int:
+        fd = super().create_file(path, direct=direct)
+        if direct:
+            self.direct.add(fd)
+        return fd
+
+    def set_buffered(self, fd: int) -> None:
+        super().set_buffered(fd)
+        self.direct.discard(fd)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        if fd in self.direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().write(fd, data, offset)
+
+
+@pytest.mark.parametrize("kind", [_WithoutDirect, _RefusesDirectWrites])
+def test_without_direct_io_it_is_buffered_and_says_so_once(
+    tmp_path: Path, kind: type[Disk], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DirectoryStore(tmp_path, disk=kind())
+    with caplog.at_level(logging.INFO):
+        for name in ("a", "b"):
+            writer = store.open_writer(name, expected_bytes=10)
+            assert writer.alignment_bytes == 1
+            writer.write_at(0, memoryview(b"0123456789"))
+            writer.finish(10)
+            assert store.read(name, limit_bytes=99) == b"0123456789"
+            assert store.open_reader(name).alignment_bytes == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path} does not do direct I/O: buffered instead"
+    ]
+
+
+def test_on_this_filesystem_direct_io_reads_what_was_written_directly(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    data = os.urandom((3 << 20) + 77)
+    write_file(store, "x", data)
+    reader = store.open_reader("x")
+    with aligned(len(data)) as view:
+        assert reader.read_into(0, view) == len(data)
+        assert view == data
+    reader.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_short_writes_are_continued(tmp_path: Path, direct: bool) -> None:
+    class Short(Disk):
+        def write(self, fd: int, data: memoryview, offset: int) -> int:
+            limit = 4096 if direct else 5000
+            return Disk.write(self, fd, data[: min(len(data), limit)], offset)
+
+    store = DirectoryStore(tmp_path, disk=Short(), direct=direct)
+    data = os.urandom(100_000)
+    write_file(store, "x", data)
+    assert store.read("x", limit_bytes=1 << 20) == data
+    store.create("small", data)
+    assert store.read("small", limit_bytes=1 << 20) == data
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES]
+)
+@pytest.mark.parametrize("kind", [Kind.CREATE_FILE, Kind.WRITE, Kind.TRUNCATE, Kind.SYNC])
+def test_a_failing_disk_is_reported_with_path_and_remedy(
+    tmp_path: Path, kind: Kind, number: int
+) -> None:
+    disk = FailingDisk(1, number, kinds=frozenset({kind}), lasting=True)
+    store = DirectoryStore(tmp_path, disk=disk)
+    with pytest.raises(StorageFailed) as caught:
+        write_file(store, "x", bytes(10_000))
+    error = caught.value
+    assert error.where == str(tmp_path / "x")
+    assert os.strerror(number) in str(error)
+    assert error.remedy is not None
+    assert not error.transient
+
+
+def test_no_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    disk = FailingDisk(1, errno.ENOSPC, kinds=frozenset({Kind.ALLOCATE}))
+    store = DirectoryStore(tmp_path, disk=disk)
+    with pytest.raises(StorageFailed, match="room for 1048576 bytes"):
+        store.open_writer("x", expected_bytes=1 << 20)
+    assert store.list("") == []
+
+
+def test_a_filesystem_that_cannot_promise_room_is_used_all_the_same(tmp_path: Path) -> None:
+    disk = FailingDisk(1, errno.EOPNOTSUPP, kinds=frozenset({Kind.ALLOCATE}))
+    write_file(DirectoryStore(tmp_path, disk=disk), "x", b"abc")
+    assert (tmp_path / "x").read_bytes() == b"abc"
+
+
+def test_create_is_all_or_nothing_whichever_call_fails(tmp_path: Path) -> None:
+    failures = 0
+    for n in range(1, 20):
+        folder = tmp_path / str(n)
+        disk = FailingDisk(n, errno.EIO)
+        store = DirectoryStore(folder, disk=disk)
+        try:
+            store.create("x", b"whole")
+        except StorageFailed:
+            failures += 1
+        there = [entry.name for entry in store.list("")]
+        if "x" in there:
+            assert store.read("x", limit_bytes=99) == b"whole"
+        if disk.calls < n:
+            assert there == ["x"]
+            break
+    assert failures >= 6
+
+
+def test_a_file_in_the_way_of_the_root_is_an_error_of_the_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    store = DirectoryStore(tmp_path / "file" / "run")
+    with pytest.raises(StorageFailed):
+        store.create("x", b"1")
+    with pytest.raises(StorageFailed):
+        store.list("")
+
+
+def test_without_links_and_exclusive_renames_create_refuses(tmp_path: Path) -> None:
+    class Nothing(_WithoutLinks):
+        def rename_new(self, path: str, new: str) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    store = DirectoryStore(tmp_path, disk=Nothing())
+    with pytest.raises(StorageFailed, match="only if its name is free"):
+        store.create("x", b"1")
+    assert "x" not in [entry.name for entry in store.list("")]
+
+
+def test_a_link_whose_answer_was_lost_counts_as_made(tmp_path: Path) -> None:
+    class Lossy(Disk):
+        def link(self, path: str, new: str) -> None:
+            super().link(path, new)
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    store = DirectoryStore(tmp_path, disk=Lossy())
+    store.create("x", b"mine")
+    assert [entry.name for entry in store.list("")] == ["x"]
+
+
+def test_create_makes_bytes_durable_before_the_name(tmp_path: Path) -> None:
+    disk = RecordingDisk()
+    store = DirectoryStore(tmp_path, disk=disk)
+    store.create("x", b"1")
+    assert [change.kind for change in disk.changes] == [
+        Kind.CREATE_FILE, Kind.WRITE, Kind.SYNC, Kind.LINK, Kind.SYNC_FOLDER, Kind.UNLINK,
+    ]  # fmt: skip
+
+
+def test_a_deleted_folder_loses_its_manifest_and_its_name_durably_first(tmp_path: Path) -> None:
+    DirectoryStore(tmp_path).make_folder("a")
+    for name in ("data", "manifest"):
+        DirectoryStore(tmp_path).create(f"a/{name}", b"1")
+    disk = RecordingDisk()
+    DirectoryStore(tmp_path, disk=disk).delete_folder("a", first="manifest")
+    assert [change.kind for change in disk.changes] == [
+        Kind.UNLINK, Kind.SYNC_FOLDER, Kind.RENAME, Kind.SYNC_FOLDER, Kind.UNLINK,
+        Kind.REMOVE_FOLDER,
+    ]  # fmt: skip
+    assert disk.changes[0].path == str(tmp_path / "a" / "manifest")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_deleting_a_folder_never_follows_a_symlink(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"1")
+    store = DirectoryStore(tmp_path / "s")
+    store.make_folder("a")
+    (tmp_path / "s" / "a" / "link").symlink_to(outside)
+    store.delete_folder("a")
+    (tmp_path / "s" / "b").symlink_to(outside)
+    for name in ("b", "b/c"):
+        with pytest.raises(Usage, match="symbolic link"):
+            store.delete_folder(name, first="precious")
+    assert (outside / "precious").read_bytes() == b"1"
+    assert not (tmp_path / "s" / "a").exists()
+
+
+def test_a_folder_that_lost_its_name_takes_no_new_files(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.make_folder("a")
+    store.delete_folder("a")
+    with pytest.raises(NotFound):
+        store.create("a/manifest", b"1")
+
+
+def test_a_broken_symlink_is_not_an_entry_and_blocks_its_name(tmp_path: Path) -> None:
+    (tmp_path / "x").symlink_to(tmp_path / "nowhere")
+    store = DirectoryStore(tmp_path)
+    assert store.list("") == []
+    with pytest.raises(Exists):
+        store.create("x", b"1")
+    with pytest.raises(Exists):
+        store.open_writer("x", expected_bytes=0)
+
+
+def test_writing_to_an_address_that_is_not_aligned_is_a_mistake_of_the_caller(
+    tmp_path: Path,
+) -> None:
+    store = DirectoryStore(tmp_path)
+    writer = store.open_writer("x", expected_bytes=0)
+    if writer.alignment_bytes == 1:
+        pytest.skip("no direct I/O here")
+    with aligned(3 * 4096) as view, pytest.raises(Usage, match="not aligned"):
+        writer.write_at(0, view[1 : 1 + 4096])
+    write_piece(writer, 0, b"fine")
+    writer.finish(4)
+    assert store.read("x", limit_bytes=9) == b"fine"

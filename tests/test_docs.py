@@ -1,0 +1,262 @@
+"""Every Python and shell block of README.md and the guides is executed.
+
+The blocks of a page run in order, in one fresh folder; its Python blocks share one namespace, as if
+typed into one session. A `console` block runs the lines that begin with `$ `; what it shows as
+output is not compared. Not run are only
+
+- a block after `<!-- not run: REASON -->`;
+- lines `make …` and `git clone …` (with a `cd` right after it): the targets are checked to exist,
+  `make test` is what runs this, and `make demo` is `laststep demo`, which has tests of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    *(page for page in [ROOT / "README.md"] if page.exists()),
+    *sorted(ROOT.glob("docs/guides/*.md")),
+]
+
+PYTHON = frozenset({"python", "py"})
+SHELL = frozenset({"sh", "bash", "shell", "console"})
+
+FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[^\s`]*).*$")
+NOT_RUN = re.compile(r"^\s*<!--\s*not run\b:?\s*(?P<reason>.*?)\s*-->\s*$")
+MAKE = re.compile(r"^make(\s+[\w.=-]+)*$")
+
+# Runs in the page's folder. A Python block keeps its line numbers, so that a traceback points into
+# the page itself and shows the line as it stands there.
+DRIVER = """
+import json, subprocess, sys, types
+
+blocks = json.load(open(sys.argv[1], encoding="utf-8"))
+sys.argv = ["page"]
+main = sys.modules["__main__"] = types.ModuleType("__main__")
+for block in blocks:
+    sys.stderr.flush()
+    if block["language"] == "python":
+        code = "\\n" * (block["line"] - 1) + block["code"]
+        exec(compile(code, block["page"], "exec"), main.__dict__)
+    else:
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block["code"]])
+        if done.returncode:
+            where = f'{block["page"]}:{block["line"]}'
+            sys.exit(f'{where}: the shell block ended with status {done.returncode}')
+"""
+
+
+class PageError(Exception):
+    """A page breaks the rules for blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One fenced block: the line of its first line of code, and the code as it is to be run."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+
+
+def blocks_of(text: str, page: str) -> list[Block]:
+    """The blocks of a page that are to be run, in order."""
+    found: list[Block] = []
+    lines = text.splitlines()
+    reason_at: int | None = None
+    at = 0
+    while at < len(lines):
+        if not_run := NOT_RUN.match(lines[at]):
+            if len(not_run["reason"].split()) < 2:
+                raise PageError(f"{page}:{at + 1}: `not run` without saying why")
+            reason_at = at
+        elif opened := FENCE.match(lines[at]):
+            end = closing(lines, at, opened["fence"], page)
+            body = textwrap.dedent("\n".join(lines[at + 1 : end]))
+            block = read_block(opened["language"], body, f"{page}:{at + 1}")
+            if block is not None and reason_at is None:
+                found.append(Block(page=page, line=at + 2, language=block[0], code=block[1]))
+            elif block is None and reason_at is not None:
+                raise PageError(f"{page}:{reason_at + 1}: `not run` before what is never run")
+            reason_at = None
+            at = end
+        elif lines[at].strip() and reason_at is not None:
+            raise PageError(f"{page}:{reason_at + 1}: `not run` is not followed by a block")
+        at += 1
+    if reason_at is not None:
+        raise PageError(f"{page}:{reason_at + 1}: `not run` is not followed by a block")
+    return found
+
+
+def closing(lines: list[str], opened_at: int, fence: str, page: str) -> int:
+    for at in range(opened_at + 1, len(lines)):
+        line = lines[at].strip()
+        if line.startswith(fence) and not line.strip(fence[0]):
+            return at
+    raise PageError(f"{page}:{opened_at + 1}: the block is never closed")
+
+
+def read_block(language: str, body: str, where: str) -> tuple[str, str] | None:
+    """How to run a block: ("python" or "sh", code); None for one in another language."""
+    if not language:
+        raise PageError(f"{where}: name the block's language; `text` if it is not to be run")
+    if language in PYTHON:
+        return "python", body
+    if language in SHELL:
+        commands = console_commands(body) if language == "console" else body.splitlines()
+        return "sh", "\n".join(without_covered(commands))
+    return None
+
+
+def console_commands(body: str) -> list[str]:
+    """The lines after `$ `, each with the lines that a backslash at its end joins to it."""
+    commands: list[str] = []
+    joined = False
+    for line in body.splitlines():
+        if line.startswith("$ ") or joined:
+            commands.append(line if joined else line.removeprefix("$ "))
+            joined = line.endswith("\\")
+    return commands
+
+
+def without_covered(commands: list[str]) -> list[str]:
+    """The commands less those that other tests cover."""
+    kept: list[str] = []
+    cloned = False
+    for command in commands:
+        bare = command.partition(" #")[0].strip()
+        enters_clone = cloned and bare.startswith("cd ")
+        cloned = bare.startswith("git clone ")
+        if not (cloned or enters_clone or MAKE.match(bare)):
+            kept.append(command)
+    return kept
+
+
+def run_page(blocks: list[Block], folder: Path) -> subprocess.CompletedProcess[str]:
+    work = folder / "page"
+    work.mkdir()
+    script = folder / "blocks.json"
+    script.write_text(json.dumps([asdict(block) for block in blocks]), encoding="utf-8")
+    # Not resolved: the interpreter of a virtual environment is a link to another folder's.
+    bin_folder = Path(sys.executable).parent
+    return subprocess.run(
+        [sys.executable, "-c", DRIVER, str(script)],
+        cwd=work,
+        env={
+            **os.environ,
+            "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT / "src"),
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def run_text(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    page = folder / "page.md"
+    page.write_text(text, encoding="utf-8")
+    return run_page(blocks_of(text, str(page)), folder)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_of_the_page_runs(page: Path, tmp_path: Path) -> None:
+    done = run_page(blocks_of(page.read_text(encoding="utf-8"), str(page)), tmp_path)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_make_command_of_the_page_is_a_target(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    named = re.findall(r"(?:^(?:\$ )?|`)make ([a-z]+)", page.read_text("utf-8"), flags=re.MULTILINE)
+    assert set(named) <= targets
+
+
+def test_blocks_share_a_namespace_and_a_folder(tmp_path: Path) -> None:
+    text = """
+```python
+from pathlib import Path
+x = 1
+```
+- in a list
+  ```sh
+  echo 2 > two
+  ```
+```py
+assert x + int(Path("two").read_text()) == 3
+print("reached", __name__)
+```
+"""
+    done = run_text(text, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "reached __main__\n")
+
+
+def test_a_failing_python_block_is_shown_with_its_line_of_the_page(tmp_path: Path) -> None:
+    done = run_text("# Title\n\n```python\nx = 1\nx / 0\n```\n", tmp_path)
+    assert done.returncode != 0
+    assert f'File "{tmp_path / "page.md"}", line 5' in done.stdout
+    assert "x / 0" in done.stdout
+
+
+@pytest.mark.parametrize("code", ["false\necho unreached", "false | true", "echo $UNSET_NAME"])
+def test_a_failing_command_fails_the_page(code: str, tmp_path: Path) -> None:
+    done = run_text(f"```sh\n{code}\n```\n", tmp_path)
+    assert done.returncode != 0
+    assert "page.md:2: the shell block ended with status 1" in done.stdout
+    assert "unreached" not in done.stdout
+
+
+def test_only_the_commands_of_a_console_block_run(tmp_path: Path) -> None:
+    text = "```console\n$ echo a \\\n    b\noutput that is no command\n$ echo c\n```\n"
+    done = run_text(text, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "a b\nc\n")
+
+
+def test_lines_that_other_tests_cover_are_left_out() -> None:
+    text = """
+```sh
+git clone https://example.org/laststep
+cd laststep
+make demo    # a minute
+make test
+echo make demo && cd ..
+```
+"""
+    [block] = blocks_of(text, "page.md")
+    assert block.code == "echo make demo && cd .."
+
+
+def test_a_block_with_a_reason_is_not_run() -> None:
+    text = "<!-- not run: needs two machines -->\n\n```sh\nfalse\n```\n\n```sh\ntrue\n```\n"
+    assert [block.line for block in blocks_of(text, "page.md")] == [8]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- not run -->\n```sh\nfalse\n```\n", "page.md:1: `not run` without saying why"),
+        ("<!-- not run: -->\n```sh\nfalse\n```\n", "page.md:1: `not run` without saying why"),
+        ("<!-- not run: no network -->\ntext\n", "page.md:1: `not run` is not followed"),
+        ("<!-- not run: no network -->\n", "page.md:1: `not run` is not followed"),
+        ("<!-- not run: no network -->\n```json\n```\n", "page.md:1: `not run` before what"),
+        ("```\nwhat is this\n```\n", "page.md:1: name the block's language"),
+        ("```python\nx = 1\n", "page.md:1: the block is never closed"),
+    ],
+)
+def test_nothing_is_left_out_silently(text: str, message: str) -> None:
+    with pytest.raises(PageError, match=re.escape(message)):
+        blocks_of(text, "page.md")

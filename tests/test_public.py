@@ -1,0 +1,84 @@
+"""The public surface: what `laststep` exports and the commands, each of them documented."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import typer
+
+import laststep
+from laststep.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]+`", flags=re.MULTILINE | re.DOTALL)
+
+
+def documented_code() -> str:
+    """All code in README.md and docs, in blocks and in lines.
+
+    Prose does not count: it uses words such as save and open without meaning the function. Nor do
+    decision records, which nobody reads to learn how to use something.
+    """
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/guides/**/*.md")]
+    return "\n".join(
+        code
+        for page in pages
+        if page.exists()
+        for code in CODE.findall(page.read_text(encoding="utf-8"))
+    )
+
+
+def is_documented(words: str) -> bool:
+    pattern = r"\s+".join(re.escape(word) for word in words.split())
+    return re.search(rf"(?<![\w-]){pattern}(?![\w-])", documented_code()) is not None
+
+
+def commands() -> Iterator[str]:
+    """Every command as it is typed, `laststep verify`; `laststep.cli` keeps them in `app`."""
+    from laststep import cli
+
+    root = typer.main.get_command(cli.app)
+
+    def walk(command: object, typed: str) -> Iterator[str]:
+        children = getattr(command, "commands", {})
+        if not children:
+            yield typed
+        for name, child in children.items():
+            if not child.hidden:
+                yield from walk(child, f"{typed} {name}")
+
+    return walk(root, "laststep")
+
+
+def test_the_public_names_are_sorted_and_listed_once() -> None:
+    assert list(laststep.__all__) == sorted(set(laststep.__all__))
+
+
+@pytest.mark.parametrize("name", getattr(laststep, "__all__", ()))
+def test_a_public_name_resolves(name: str) -> None:
+    assert getattr(laststep, name) is not None
+
+
+def test_dir_shows_every_public_name() -> None:
+    assert set(laststep.__all__) <= set(dir(laststep))
+
+
+def test_every_public_name_is_documented() -> None:
+    missing = [name for name in laststep.__all__ if not is_documented(name)]
+    assert not missing, f"in neither README.md nor docs: {missing}"
+
+
+def test_every_command_is_documented() -> None:
+    missing = [typed for typed in commands() if not is_documented(typed)]
+    assert not missing, f"in neither README.md nor docs: {missing}"
+
+
+def test_the_version_is_the_one_that_is_installed() -> None:
+    assert metadata.version("laststep") == VERSION

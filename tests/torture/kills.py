@@ -1,0 +1,249 @@
+"""Real kill -9 of trainer, flusher or both, at random moments, one after the other in one run.
+
+Each trial is a forked trainer that restores, judges what it got bit by bit, and saves in a loop
+until it is killed. Afterwards: every process of it is gone within a bounded time; the run opens;
+its newest checkpoint verifies; nothing that was reported as committed is lost; the next trainer
+restores exactly that checkpoint, and once it has saved, no debris of a dead writer is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import signal
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import laststep
+import state
+from laststep.catalog.run import Run
+from laststep.catalog.verify import verify_checkpoint
+from laststep.cli.processes import children_of
+from laststep.errors import LaststepError
+from laststep.storage.directory import DirectoryStore
+
+ENDS_WITHIN_S = 20.0
+STARTS_WITHIN_S = 60.0
+VICTIMS = ("trainer", "flusher", "trainer, then flusher", "flusher, then trainer")
+
+# How a trainer ends by itself, which it does only when its flusher was killed.
+_TOLD, _BROKEN = 3, 4
+
+
+class Violated(Exception):
+    """Something happened that must never happen."""
+
+
+@dataclass(slots=True)
+class Killed:
+    """What the trials came to."""
+
+    trials: int = 0
+    victims: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0
+    finished_after_death: int = 0
+    saves: int = 0
+
+
+@dataclass(slots=True)
+class _Trainer:
+    """A forked trainer as its parent sees it; `heard` is all that it wrote so far."""
+
+    pid: int
+    pipe: int
+    heard: str = ""
+
+    def listen(self, timeout_s: float) -> bool:
+        """Wait for more; False when nothing came or it is gone."""
+        if not select.select([self.pipe], [], [], timeout_s)[0]:
+            return False
+        data = os.read(self.pipe, 65536)
+        self.heard += data.decode()
+        return bool(data)
+
+    def last(self, word: str) -> int:
+        """The last step that it reported with that word; -1 if none."""
+        whole = self.heard.rpartition("\n")[0].splitlines()
+        steps = [int(line.split()[1]) for line in whole if line.startswith(f"{word} ")]
+        return steps[-1] if steps else -1
+
+
+def torture(folder: Path, *, trials: int, seed: int) -> Killed:
+    """Kill that often; `Violated` at the first thing that must not be."""
+    chance = random.Random(seed)
+    result = Killed()
+    for number in range(trials):
+        flush = "thread" if chance.random() < 0.2 else "process"
+        victim = "trainer" if flush == "thread" else chance.choice(VICTIMS)
+        label = f"trial {number} of seed {seed} ({victim}, flush={flush!r})"
+        newest = _newest(folder)
+        trainer = _start(folder, flush)
+        try:
+            helpers = _wait_for_start(trainer, label)
+            if trainer.last("restored") != newest:
+                raise Violated(f"{label}: restored {trainer.last('restored')}, newest was {newest}")
+            _wait(trainer, chance.uniform(0.0, 0.25))
+            _kill(trainer, helpers, victim)
+            _wait_for_end(trainer, label, expected=victim)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(trainer.pid, signal.SIGKILL)
+            os.close(trainer.pipe)
+        _wait_for_helpers(helpers, label)
+        _judge(folder, trainer, label)
+        result.trials += 1
+        result.victims[f"{victim} ({flush})"] += 1
+        result.saves += trainer.heard.count("committed ")
+        result.in_flight += trainer.last("saving") > trainer.last("committed")
+        result.finished_after_death += _newest(folder) > trainer.last("committed")
+    return result
+
+
+# The trainer
+
+
+def _start(folder: Path, flush: str) -> _Trainer:
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write_end)
+        return _Trainer(pid=pid, pipe=read_end)
+    status = _BROKEN
+    try:
+        os.close(read_end)
+        _train(folder, flush, write_end)
+    except LaststepError as error:
+        _say(write_end, "told", 0, str(error))
+        status = _TOLD
+    except BaseException:  # noqa: BLE001 (whatever it is, the parent has to hear of it)
+        _say(write_end, "broken", 0, traceback.format_exc())
+    os._exit(status)
+
+
+def _say(pipe: int, word: str, step: int, text: str = "") -> None:
+    os.write(pipe, f"{word} {step} {text!r}\n".encode())
+
+
+def _train(folder: Path, flush: str, pipe: int) -> None:
+    live = state.new()
+    checkpointer = laststep.Checkpointer(
+        str(folder), keep=laststep.Keep(last=3), flush=flush, progress=False, **live
+    )
+    restored = checkpointer.restore()
+    if restored.step is not None:
+        wrong = state.wrong(live, restored.step)
+        if wrong or restored.skipped:
+            raise Violated(f"step {restored.step}: wrong {wrong}, skipped {restored.skipped}")
+    _say(pipe, "restored", -1 if restored.step is None else restored.step)
+    step = restored.next_step
+    state.advance(live, step)
+    checkpointer.save(step, metrics={"loss": 1.0 / (step + 1)}).wait()
+    debris = [orphan.name for orphan in Run.open(DirectoryStore(folder)).orphans()]
+    if debris:
+        raise Violated(f"debris after the first save of a new writer: {debris}")
+    _say(pipe, "committed", step)
+    _say(pipe, "ready", step)
+    while True:
+        step += 1
+        state.advance(live, step)
+        _say(pipe, "saving", step)
+        handle = checkpointer.save(step, metrics={"loss": 1.0 / (step + 1)})
+        # What is captured may change at once: what is stored must not.
+        for tensor in live["weights"].values():
+            tensor.zero_()
+        if step % 2:
+            handle.wait()
+            _say(pipe, "committed", step)
+
+
+# Its parent
+
+
+def _wait_for_start(trainer: _Trainer, label: str) -> list[int]:
+    deadline = time.monotonic() + STARTS_WITHIN_S
+    while trainer.last("ready") < 0:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not trainer.listen(left_s):
+            raise Violated(f"{label}: the trainer did not start: {trainer.heard}")
+    return children_of(trainer.pid)
+
+
+def _wait(trainer: _Trainer, seconds: float) -> None:
+    """Wait, and keep the pipe empty so that the trainer never waits for us."""
+    deadline = time.monotonic() + seconds
+    while (left_s := deadline - time.monotonic()) > 0:
+        trainer.listen(left_s)
+
+
+def _kill(trainer: _Trainer, helpers: list[int], victim: str) -> None:
+    order = {"trainer": [trainer.pid], "flusher": helpers}
+    for name in victim.split(", then "):
+        for pid in order[name]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _wait_for_end(trainer: _Trainer, label: str, *, expected: str) -> None:
+    """The trainer is dead, or was told of its flusher's death and ended; it never hangs."""
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    while True:
+        pid, status = os.waitpid(trainer.pid, os.WNOHANG)
+        if pid:
+            break
+        if time.monotonic() > deadline:
+            raise Violated(f"{label}: the trainer hangs: {trainer.heard[-2000:]}")
+        trainer.listen(0.05)
+    while trainer.listen(0):
+        pass  # what it wrote before its end
+    code = os.waitstatus_to_exitcode(status)
+    allowed = (_TOLD,) if expected == "flusher" else (-signal.SIGKILL, _TOLD)
+    if code not in allowed:
+        raise Violated(f"{label}: the trainer ended with {code}: {trainer.heard[-4000:]}")
+
+
+def _wait_for_helpers(helpers: list[int], label: str) -> None:
+    """No process is left behind for good."""
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    while alive := [pid for pid in helpers if _lives(pid)]:
+        if time.monotonic() > deadline:
+            raise Violated(f"{label}: orphans live on: {alive}")
+        time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _newest(folder: Path) -> int:
+    if not folder.exists():
+        return -1
+    newest = Run.open(DirectoryStore(folder)).newest()
+    return -1 if newest is None else newest.step
+
+
+def _judge(folder: Path, trainer: _Trainer, label: str) -> None:
+    """Open the run as a stranger would and look at its newest checkpoint."""
+    run = Run.open(DirectoryStore(folder))
+    newest = run.newest()
+    if newest is None or newest.step < trainer.last("committed"):
+        found = None if newest is None else newest.step
+        raise Violated(f"{label}: step {trainer.last('committed')} was committed, found {found}")
+    report = verify_checkpoint(run.store, newest.folder)
+    if report.damage:
+        raise Violated(f"{label}: {newest.folder} is damaged: {report.damage}")
+    if any(item.commit is None for item in run.checkpoints()):
+        raise Violated(f"{label}: a manifest cannot be read")
+    live = state.new()
+    laststep.load(str(folder / newest.folder), into=live)
+    wrong = state.wrong(live, newest.step)
+    if wrong:
+        raise Violated(f"{label}: {newest.folder} is not the state of its step: {wrong}")

@@ -1,0 +1,56 @@
+"""The state that is tortured: every bit of it follows from the step, so any copy can be judged."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import torch
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+_SIZES = {"large": 200_000, "small": 1_000, "tiny": 3}
+_HALVES = 60_000
+
+
+class Live(TypedDict):
+    """What the trainer passes as items."""
+
+    weights: dict[str, torch.Tensor]
+    counters: dict[str, object]
+
+
+def new() -> Live:
+    """A live state before any step."""
+    weights = {name: torch.zeros(size, dtype=torch.int64) for name, size in _SIZES.items()}
+    weights["halves"] = torch.zeros(_HALVES, dtype=torch.bfloat16)
+    return {"weights": weights, "counters": {"step": -1, "history": []}}
+
+
+def advance(live: Live, step: int) -> None:
+    """Make it the state of that step, in place."""
+    for name, tensor in live["weights"].items():
+        tensor.copy_(expected(name, step))
+    live["counters"]["step"] = step
+    live["counters"]["history"] = [step, -step, f"step {step}", 1.0 / (step + 1)]
+
+
+def expected(name: str, step: int) -> torch.Tensor:
+    """One tensor at one step."""
+    if name == "halves":
+        return (torch.arange(_HALVES) % 251 + step % 7).to(torch.bfloat16)
+    size = _SIZES[name]
+    mixed = torch.arange(size, dtype=torch.int64) + (step + 1) * 1_000_003 + len(name)
+    return mixed * _ODD  # wraps around, which mixes the bits
+
+
+def wrong(live: Live, step: int) -> list[str]:
+    """All that is not as it was at that step."""
+    found = [
+        name
+        for name, tensor in live["weights"].items()
+        if not torch.equal(tensor, expected(name, step))
+    ]
+    counters = live["counters"]
+    wanted: list[object] = [step, -step, f"step {step}", 1.0 / (step + 1)]
+    if counters["step"] != step or counters["history"] != wanted:
+        found.append(f"counters ({counters})")
+    return found
