@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+TORTURE_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -63,12 +64,11 @@ layers: $(STAMP)
 
 tests: $(STAMP)
 	@echo "== pytest"
-	@$(BIN)/python -m pytest -q --tb=short --ignore=tests/torture $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q --tb=short $(PYTEST_ARGS)
 
 torture: $(STAMP)
-	@echo "== pytest tests/torture"
-	@HYPOTHESIS_PROFILE=torture $(BIN)/python -m pytest -q --tb=short --timeout=3600 \
-		tests/torture $(PYTEST_ARGS)
+	@echo "== tests/torture/torture.py"
+	@$(BIN)/python tests/torture/torture.py $(TORTURE_ARGS)
 
 bench: $(STAMP)
 	@$(BIN)/python -m bench $(BENCH_ARGS)

@@ -28,10 +28,10 @@ def _run(chosen: options.Options) -> report.Report:
     peers = parts.makers(DCP_THREADS, ("auto",), chosen.host_memory_bytes)
     wanted = [make for make in peers if chosen.wants_peer(make().name)]
     if chosen.wants("save") or chosen.wants("load"):
-        training = GPTTraining(chosen.size_bytes, "cpu", batch=1, length=64)
+        training = GPTTraining(chosen.size_bytes, "cpu", batch=1, length=16)
         plan = Plan(
             repetitions=chosen.repetitions,
-            baseline_iterations=2 if chosen.quick else 4,
+            baseline_iterations=2 if chosen.quick else 3,
             loads=chosen.wants("load"),
             memory=True,
             deadline=deadline,
@@ -43,9 +43,9 @@ def _run(chosen: options.Options) -> report.Report:
         main_rotation = rotate(training, wanted, chosen.folder, plan, sample, parts.say)
         result.rotations["main"] = main_rotation
         if chosen.wants("every") and chosen.wants_peer("laststep") and not chosen.quick:
-            parts.say("a save after every iteration, faster than the disk can follow")
+            parts.say("a save after every iteration, of the whole state")
             result.every_iteration.append(
-                parts.every(chosen, "outruns the disk", training, rounds=1, iterations=4)
+                parts.every(chosen, "whole state", training, rounds=1, iterations=4)
             )
         del training
     if chosen.wants("every") and chosen.wants_peer("laststep"):

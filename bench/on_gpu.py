@@ -82,9 +82,9 @@ def _rotations(
     if not ours:
         return
     if chosen.wants("every"):
-        parts.say("a save after every iteration, faster than the disk can follow")
+        parts.say("a save after every iteration, of the whole state")
         result.every_iteration.append(
-            parts.every(chosen, "outruns the disk", training, rounds=1, iterations=4)
+            parts.every(chosen, "whole state", training, rounds=1, iterations=4)
         )
     batch = training.pace_for(SHORT_S, LENGTH)
     parts.say(f"short iterations: batch {batch}")

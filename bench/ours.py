@@ -40,10 +40,10 @@ class Laststep(Peer):
 
         self._checkpointer = laststep.Checkpointer(
             folder,
+            items=training.items(),
             capture=self._capture,
             host_memory_bytes=self._host_memory_bytes,
             progress=False,
-            **training.items(),
         )
 
     def save(self, training: Training, path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench.spread import Spread, summarise, summarise_raw
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from bench.scenarios import EveryIteration
 
 
+FULL_BYTES = {"cpu": 1_000_000_000, "gpu": 7_000_000_000}
+"""The least state for which the bars are meant."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Report:
     """One run of the benchmark, filled part by part."""
@@ -29,7 +33,7 @@ class Report:
     hardware: Hardware
     disk: DiskLimits
     commit: str = ""
-    options: dict[str, object] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     copies: CopyLimits | None = None
     rotations: dict[str, Rotation] = field(default_factory=dict)
     every_iteration: list[EveryIteration] = field(default_factory=list)
@@ -64,7 +68,10 @@ def show(report: Report) -> None:
         _show_every(report.every_iteration)
     words = {True: "met", False: "NOT MET", None: "not measured"}
     rows = [[bar.name, bar.wanted, bar.found, words[bar.met]] for bar in report.bars]
-    _table("Bars", ["bar", "wanted", "found", ""], rows)
+    title = "Bars"
+    if report.options.get("quick") or report.options.get("size_bytes", 0) < FULL_BYTES[report.kind]:
+        title += " (set for the default size; of a smaller state they say little)"
+    _table(title, ["bar", "wanted", "found", ""], rows)
 
 
 def _show_machine(report: Report) -> None:

@@ -96,7 +96,7 @@ def rotate(
         if raw is not None and (repetition == 0 or time.monotonic() < plan.deadline):
             say(f"repetition {repetition + 1}: raw disk")
             result.raw.append(raw())
-        turn = repetition % len(makers)
+        turn = -repetition % len(makers)  # ours, the first, stays early if time runs out
         order = [*range(turn, len(makers)), *range(turn)]
         for i in order:
             peer = result.peers[i]

@@ -65,12 +65,14 @@ class _Save:
     begin: Begin
     began_s: float
     flush: SaveFlush | None = None
+    epoch: int = 0
     attempt: int = 0
     error: LaststepError | None = None
     pending: int = 0
     seal: Seal | None = None
     dropped: str | None = None
     reported_s: float = 0.0
+    opened_s: float = 0.0
     changed: threading.Condition = field(default_factory=threading.Condition)
 
 
@@ -161,10 +163,11 @@ class Flusher:
             if not begin.overwrite:
                 run.check_step_free(begin.step)
             self._attempts += 1
-            save.attempt = self._attempts
             assert self._epoch is not None  # noqa: S101 (set by _open_epoch)
-            folder = run.begin(step=begin.step, epoch=self._epoch, attempt=save.attempt)
+            save.epoch, save.attempt = self._epoch, self._attempts
+            folder = run.begin(step=begin.step, epoch=save.epoch, attempt=save.attempt)
             save.flush = SaveFlush(self._store, folder, begin.files)
+            save.opened_s = time.monotonic() - save.began_s
         except LaststepError as error:
             save.error = error
         except OSError as error:
@@ -183,8 +186,9 @@ class Flusher:
             if self._epoch_lock is not None:
                 self._epoch_lock.close()
                 self._epoch_lock = None
-            self._epoch = self._run.claim_epoch(where)
-            self._epoch_lock = self._run.lock_epoch(self._epoch)
+            epoch = self._run.claim_epoch(where)
+            self._epoch_lock = self._run.lock_epoch(epoch)
+            self._epoch = epoch  # only with its lock: without it the attempts would look dead
             self._attempts = 0
             self._last_folder = None if asked is None else asked.folder
             self._run.clean()
@@ -242,20 +246,26 @@ class Flusher:
         if save.error is not None:
             raise save.error
         assert save.flush is not None and save.seal is not None and self._run is not None  # noqa: S101
+        written_s = time.monotonic() - save.began_s
         records = save.flush.finish(save.seal.objects)
         number, size = save.begin.save, sum(record.size_bytes for record in records)
-        self._send(Flushed(save=number, size_bytes=size, seconds=time.monotonic() - save.began_s))
+        durable_s = time.monotonic() - save.began_s
+        self._send(
+            Flushed(save=number, size_bytes=size, opened_s=save.opened_s, written_s=written_s,
+                    seconds=durable_s)
+        )  # fmt: skip
         self._run.commit(save.flush.folder, self._commit_record(save, save.seal, records))
         self._last_folder = save.flush.folder
         self._send(
-            Decided(save=number, folder=save.flush.folder, seconds=time.monotonic() - save.began_s)
-        )
+            Decided(save=number, epoch=save.epoch, attempt=save.attempt, folder=save.flush.folder,
+                    seconds=time.monotonic() - save.began_s)
+        )  # fmt: skip
         self._retain()
 
     def _commit_record(self, save: _Save, seal: Seal, files: tuple[FileRecord, ...]) -> Commit:
-        assert self._run is not None and self._epoch is not None  # noqa: S101
+        assert self._run is not None  # noqa: S101 (it was opened when the save began)
         return Commit(
-            run=self._run.id, step=save.begin.step, epoch=self._epoch, attempt=save.attempt,
+            run=self._run.id, step=save.begin.step, epoch=save.epoch, attempt=save.attempt,
             created_s=time.time(), laststep=VERSION, items=seal.items, files=files,
             metrics=objects.decode(seal.metrics, where="metrics"),  # type: ignore[arg-type]
             metadata=objects.decode(seal.metadata, where="metadata"),

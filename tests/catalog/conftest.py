@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,6 +11,9 @@ from laststep.catalog.run import Run
 from laststep.format.manifest import Commit, FileRecord, ItemRecord, Metric
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.stores import write_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Save = Callable[..., str]
 
@@ -31,9 +34,7 @@ def make_commit(
         attempt=attempt,
         created_s=1.0 * attempt,
         laststep="0",
-        items=(
-            ItemRecord(name="model", kind="t", file="m.safetensors", tensors=1, size_bytes=8),
-        ),
+        items=(ItemRecord(name="model", kind="t", file="m.safetensors", tensors=1, size_bytes=8),),
         files=(
             FileRecord(
                 name="m.safetensors",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -15,6 +15,9 @@ from laststep.catalog.epochs import EpochRecord, Epochs
 from laststep.codecs.digests import digest_text
 from laststep.errors import Corrupt, Usage
 from laststep.storage.directory import DirectoryStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _RECORD = EpochRecord(
     format=1, epoch=7, continues=(3, 17), host="h", pid=1, boot="b", process_started="9",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,9 @@ from laststep.catalog.names import format_folder
 from laststep.catalog.retention import Policy, decide
 from laststep.errors import Corrupt, Usage
 from laststep.format.manifest import Commit, Metric
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def _listed(
@@ -57,7 +60,9 @@ def _runs(draw: st.DrawFn) -> list[Listed]:
     listed: list[Listed] = []
     for attempt in range(1, draw(st.integers(1, 12)) + 1):
         earlier = [item.folder for item in listed]
-        chosen = draw(st.lists(st.sampled_from(earlier), max_size=3, unique=True)) if earlier else []
+        chosen = (
+            draw(st.lists(st.sampled_from(earlier), max_size=3, unique=True)) if earlier else []
+        )
         state = draw(st.sampled_from(["on", "on", "off", "replaced", "bad"]))
         listed.append(
             _listed(

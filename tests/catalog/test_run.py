@@ -272,9 +272,7 @@ def test_an_abort_after_a_commit_returns_the_commit(run: Run, save: Save) -> Non
     assert _steps(run) == [1]
 
 
-def test_a_commit_may_be_repeated_but_not_changed(
-    run: Run, save: Save, commit_of: Commits
-) -> None:
+def test_a_commit_may_be_repeated_but_not_changed(run: Run, save: Save, commit_of: Commits) -> None:
     folder = save(run, 1, run.claim_epoch(None), 1)
     run.commit(folder, commit_of(step=1, epoch=1, attempt=1))
     with pytest.raises(Exists):

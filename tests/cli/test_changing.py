@@ -34,7 +34,7 @@ def test_prune_keeps_what_any_rule_wants_and_says_why(ten, laststep: Callable) -
     assert "one of the best 2 by loss" in text[3]
     assert "every 5 steps" in text[5]
     assert "the newest; one of the last 2; every 5 steps" in text[10]
-    assert "deleted 5 checkpoints, 14.4 MiB" in ended.out
+    assert "deleted 5 checkpoints, 15.06 MB" in ended.out
 
 
 def test_a_dry_run_deletes_nothing(ten, laststep: Callable) -> None:

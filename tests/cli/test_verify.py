@@ -31,7 +31,7 @@ def test_a_sound_run_is_status_0(maker, laststep: Callable) -> None:
     maker.save(200)
     ended = laststep("verify", maker.path)
     assert ended.status == 0
-    assert ended.out.count(": sound (3 files, 4 blocks, 2.9 MiB)") == 2
+    assert ended.out.count(": sound (3 files, 4 blocks, 3.01 MB)") == 2
     document = laststep("verify", maker.path, "--json").json()
     assert document["sound"] is True
     assert [entry["step"] for entry in document["checkpoints"]] == [100, 200]

@@ -1,9 +1,9 @@
-"""What a disk may look like after a crash, for every moment and every way to lose what was not synced.
+"""What a disk may look like after a crash: at every moment, in every way to lose what was unsynced.
 
-From the recorded system calls of a `RecordingDisk`, cut after any of them. The rule is POSIX's: only
-a sync of a file makes its bytes durable, only a sync of a folder makes its names durable; without
-it each change may have reached the disk or not, in any combination. A change of a folder by one
-call is atomic. Knows nothing of checkpoints; `scenarios` has those.
+From the recorded system calls of a `RecordingDisk`, cut after any of them. The rule is POSIX's:
+only a sync of a file makes its bytes durable, only a sync of a folder makes its names durable;
+without it each change may have reached the disk or not, in any combination. A change of a folder by
+one call is atomic. Knows nothing of checkpoints; `scenarios` has those.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import itertools
 import math
 import random
 import shutil
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from laststep.testing.faults import Change, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 Tree = dict[str, bytes | None]
 """Every path below the root, with its bytes, or None for a folder."""

@@ -1,8 +1,8 @@
 """What a run does, to be cut at every system call; and what must hold after each cut.
 
 Each scenario is a list of stages. During a stage a crash may leave what was visible before it or
-what is visible after it, bit for bit, and nothing else; between stages only the latter. `explore` is
-used by the short tests here and, with a larger budget, by the torture.
+what is visible after it, bit for bit, and nothing else; between stages only the latter. `explore`
+is used by the short tests here and, with a larger budget, by the torture.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import model
 
@@ -24,6 +24,9 @@ from laststep.format.manifest import Commit, FileRecord, ItemRecord
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.faults import Change, RecordingDisk
 from laststep.testing.stores import write_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Shown = tuple[tuple[str, bool, tuple[str, ...]], ...] | None
 """Each checkpoint: its folder, whether it is on the lineage, the digests of its files."""
@@ -159,7 +162,7 @@ SCENARIOS = (
 
 
 def random_scenario(seed: int, stages: int = 8) -> Scenario:
-    """A history of saves, saves again, restarts, rollbacks, given-up attempts, cleans and prunes."""
+    """A history of saves, repeated steps, restarts, rollbacks, aborts, cleans and prunes."""
     chance = random.Random(seed)
     made: list[Stage] = [create_run, claim(None)]
     epoch, attempt, lineage = 1, 0, [(0, 0)]
@@ -206,7 +209,7 @@ def explore(
     make_disk: Callable[[], RecordingDisk] = RecordingDisk,
     recover_every: int = 10,
 ) -> Explored:
-    """Cut every scenario after every call, in up to `budget` ways each; `Violated` if it matters."""
+    """Cut every scenario after every call, in up to `budget` ways each; `Violated` if it shows."""
     cuts = crashes = distinct = 0
     for number, scenario in enumerate(scenarios):
         work = folder / f"{number}-{seed}"

@@ -9,26 +9,48 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TRAIN = Path(__file__).with_name("train.py")
 SOURCE = TRAIN.parent.parent.parent / "src"
 STEPS = 24
 
 
-def train(log: Path, loader: str, *arguments: object) -> int:
-    """One process; its status."""
-    command = [sys.executable, str(TRAIN), "--log", str(log), "--loader", loader]
-    done = subprocess.run(
-        [*command, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    return done.returncode
+class Trainer:
+    """Trains in a new process for each call, see `train.py`."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, str(TRAIN)],
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def train(self, log: Path, loader: str, *arguments: object) -> int:
+        """How that process ended."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        options = ("--log", log, "--loader", loader, *arguments)
+        self._server.stdin.write("\t".join(map(str, options)) + "\n")
+        self._server.stdin.flush()
+        return int(self._server.stdout.readline())
+
+    def close(self) -> None:
+        self._server.communicate()
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[Trainer]:
+    made = Trainer()
+    yield made
+    made.close()
 
 
 def losses(log: Path) -> list[tuple[int, str]]:
@@ -66,17 +88,17 @@ def moments(seed: int) -> list[tuple[int, float]]:
     ],
 )
 def test_killed_at_any_moment_the_losses_are_those_of_a_run_that_never_stopped(
-    loader: str, flush: str, seed: int, tmp_path: Path, run_folder: Path
+    loader: str, flush: str, seed: int, trainer: Trainer, tmp_path: Path, run_folder: Path
 ) -> None:
     plain, saved = tmp_path / "plain", tmp_path / "saved"
-    assert train(plain, loader) == 0
+    assert trainer.train(plain, loader) == 0
     expected = dict(losses(plain))
     assert len(expected) == STEPS
     run = ("--run", run_folder, "--flush", flush)
     for step, delay_s in moments(seed):
         kill = ("--kill-at", step, "--kill-after-s", delay_s)
-        assert train(saved, loader, *run, *kill) == -signal.SIGKILL
-    assert train(saved, loader, *run) == 0
+        assert trainer.train(saved, loader, *run, *kill) == -signal.SIGKILL
+    assert trainer.train(saved, loader, *run) == 0
     found = losses(saved)
     assert [entry for entry in found if expected[entry[0]] != entry[1]] == []
     assert {step for step, _ in found} == set(expected)

@@ -3,6 +3,9 @@
 Everything that makes exact resumption hard is in it: dropout, batch statistics, a shuffled loader,
 a schedule, a gradient scaler, and random numbers of Python and NumPy in the loss. It logs each loss
 as an exact hexadecimal float and dies where it is told to.
+
+To import torch only once, the process that the test starts trains nothing itself: it reads the
+options of one training per line and forks a new process for each.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import argparse
 import os
 import random
 import signal
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -58,17 +63,19 @@ class PlainLoader:
 class TorchdataLoader:
     """torchdata's StatefulDataLoader, told to go on with the next epoch by itself.
 
-    The loader gets a generator of its own: without one, `iter` draws from the global generator, and
-    a resumed run, which calls it once more, would see other dropout masks than one that never
-    stopped.
+    Loader and sampler get a generator each. Without one, `iter` draws from the global generator,
+    and a resumed run, which calls it once more, sees other dropout masks; with one for both,
+    torchdata 0.11 shuffles the epochs after a resumption differently.
     """
 
     def __init__(self, data: torch.Tensor) -> None:
         from torchdata.stateful_dataloader import StatefulDataLoader
+        from torchdata.stateful_dataloader.sampler import RandomSampler
 
-        shuffle = torch.Generator().manual_seed(3)
         dataset = torch.utils.data.TensorDataset(data)
-        self._loader = StatefulDataLoader(dataset, BATCH, shuffle=True, generator=shuffle)
+        sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(3))
+        own = torch.Generator().manual_seed(4)
+        self._loader = StatefulDataLoader(dataset, BATCH, sampler=sampler, generator=own)
         self._batches = None
 
     def next_batch(self) -> torch.Tensor:
@@ -137,7 +144,8 @@ def die_after(delay_s: float) -> None:
     threading.Thread(target=wait_and_die, daemon=True).start()
 
 
-def main() -> None:
+def train(arguments: list[str]) -> None:
+    """One training, as its options say."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--loader", choices=LOADERS, required=True)
@@ -145,7 +153,7 @@ def main() -> None:
     parser.add_argument("--flush", default="process")
     parser.add_argument("--kill-at", type=int, default=-1)
     parser.add_argument("--kill-after-s", type=float, default=0.0)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     log = options.log.open("a", buffering=1)
     training = Training(options.loader)
@@ -177,5 +185,21 @@ def main() -> None:
         checkpointer.close()
 
 
+def serve() -> None:
+    """One forked process for each line of options; answers with its status."""
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                train(line.rstrip("\n").split("\t"))
+                status = 0
+            except BaseException:  # noqa: BLE001 (a fork must not go on as its parent)
+                traceback.print_exc()
+            os._exit(status)
+        _, ended = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(ended), flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    serve()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from laststep.errors import Exists, NotFound, StorageFailed, Usage
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.disk import Disk
-from laststep.storage.store import Store
 from laststep.testing.faults import FailingDisk, Kind, RecordingDisk
 from laststep.testing.stores import StoreConformance, aligned, write_file, write_piece
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from laststep.storage.store import Store
 
 
 class TestDirectBytes(StoreConformance):

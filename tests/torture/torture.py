@@ -8,6 +8,7 @@ trainers and flushers, and single flipped bits. Prints what it did as a table.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import tempfile
@@ -47,6 +48,7 @@ def real_kills(folder: Path, *, trials: int, seed: int) -> list[Row]:
         ("kill -9: saves committed meanwhile", f"{done.saves}"),
         ("kill -9: a save was under way", f"{done.in_flight}"),
         ("kill -9: a save was committed after the kill", f"{done.finished_after_death}"),
+        ("kill -9: the next start did not wait for the old flusher", f"{done.hurried}"),
     ]
     return rows + [(f"kill -9: of {whom}", f"{n}") for whom, n in sorted(done.victims.items())]
 
@@ -68,6 +70,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where to work; on a real disk, please")
     options = parser.parse_args()
+    # What is done here on purpose is a warning each; the table says it all.
+    logging.getLogger("laststep").setLevel(logging.CRITICAL)
     rows: list[Row] = [("seed", f"{options.seed}")]
     with tempfile.TemporaryDirectory(prefix="laststep-torture-", dir=options.folder) as made:
         folder = Path(made)

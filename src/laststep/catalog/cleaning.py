@@ -1,24 +1,29 @@
 """What crashes leave behind in a run, and its removal.
 
 Only what no live writer can still want: attempts that were given up or whose writer is dead, and
-temporary names older than an hour. Committed checkpoints are never touched. A free lock proves death
-only under the same kernel; the attempt of another machine must also have been quiet for an hour.
+temporary names older than an hour. Committed checkpoints are never touched. A free lock proves
+death only under the same kernel; the attempt of another machine must also have been quiet for an
+hour.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from laststep.catalog import decision
 from laststep.catalog.epochs import Epochs, is_here
-from laststep.catalog.listing import Found
 from laststep.catalog.names import EPOCHS_FOLDER
 from laststep.errors import Corrupt
 from laststep.format.manifest import Abort
-from laststep.storage.store import Entry, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from laststep.catalog.listing import Found
+    from laststep.storage.store import Entry, Store
 
 _log = logging.getLogger(__name__)
 
@@ -106,9 +111,7 @@ def _liveness(epochs: Epochs, epoch: int) -> _Liveness:
     return _Liveness.DEAD if record is not None and is_here(record) else _Liveness.SILENT
 
 
-def _debris(
-    entries: Iterator[Entry] | list[Entry] | tuple[Entry, ...], folder: str, now_s: float
-) -> list[Orphan]:
+def _debris(entries: Iterable[Entry], folder: str, now_s: float) -> list[Orphan]:
     return [
         Orphan(
             name=f"{folder}/{entry.name}" if folder else entry.name,

@@ -1,20 +1,23 @@
 """Commit or abort: the one create-only name for which both compete.
 
-Whoever creates `manifest.json` first has decided, for good; the other learns what was decided. Knows
-nothing of lineage, retention or what is in the data files. Any process may call any of this.
+Whoever creates `manifest.json` first has decided, for good; the other learns what was decided.
+Knows nothing of lineage, retention or what is in the data files. Any process may call any of this.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from typing import TYPE_CHECKING
 
 from laststep.catalog.names import parse_folder
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
 from laststep.format import manifest
 from laststep.format.manifest import Abort, Commit
-from laststep.storage.store import Store
 from laststep.terms import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from laststep.storage.store import Store
 
 MANIFEST_LIMIT_BYTES = 256 << 20
 

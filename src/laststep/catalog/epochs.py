@@ -12,7 +12,8 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -20,8 +21,10 @@ from laststep.catalog import names
 from laststep.catalog.lineage import Chain, Link, Point
 from laststep.codecs.digests import digest_text
 from laststep.errors import Corrupt, Exists, NotFound, Usage
-from laststep.storage.store import Store
 from laststep.terms import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from laststep.storage.store import Store
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +142,7 @@ class Epochs:
         return record
 
     def chain(self) -> Chain:
-        """The epochs of the lineage. Records beside it are not read, so their damage is harmless."""
+        """The epochs of the lineage. Records beside it are not read: their damage is harmless."""
         numbers = self.numbers()
         links: list[Link] = []
         epoch: int | None = numbers[-1] if numbers else None
@@ -153,7 +156,9 @@ class Epochs:
             return Chain(links=tuple(links))
         unrecorded = not any(number < epoch for number in numbers)
         if not unrecorded:
-            _log.warning("epoch %d of %s has no record: the lineage ends there", epoch, self._store.url)
+            _log.warning(
+                "epoch %d of %s has no record: the lineage ends there", epoch, self._store.url
+            )
         return Chain(links=tuple(links), unrecorded_below=unrecorded)
 
     def claim(self, continues: Point | None, *, above: int) -> int:
@@ -226,7 +231,6 @@ def _corrupt(where: str, expected: str, found: str) -> Corrupt:
 
 def _read_system_file(path: str) -> str:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""

@@ -7,10 +7,13 @@ order of its steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from laststep.catalog.names import AttemptName
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from laststep.catalog.names import AttemptName
 
 Point = tuple[int, int]
 

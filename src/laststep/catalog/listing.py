@@ -6,21 +6,25 @@ was read is remembered; whether it still exists is looked up each time. Any thre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from laststep.catalog import decision, lineage
-from laststep.catalog.epochs import Epochs
 from laststep.catalog.names import PIN_NAME, AttemptName, parse_folder
 from laststep.errors import Corrupt, LaststepError, StorageFailed
 from laststep.format.manifest import Abort, Commit
-from laststep.storage.store import Entry, Store
 from laststep.terms import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from laststep.catalog.epochs import Epochs
+    from laststep.storage.store import Entry, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A committed checkpoint. Where its manifest cannot be read, `commit` is None, `error` says why.
+    """A committed checkpoint; where its manifest cannot be read, `commit` is None, `error` tells.
 
     `on_lineage` is False for an abandoned branch and for one whose step was committed again, which
     `superseded_by` names.
@@ -140,10 +144,8 @@ def checkpoints(found: tuple[Found, ...], chain: lineage.Chain) -> tuple[Listed,
         name.folder for name, item in committed.items() if isinstance(item.decided, Commit)
     )
     replaced = lineage.superseded(on_lineage, sound)
-    if chain.links:
-        ordered = sorted(committed, key=lambda name: name.point)
-    else:
-        ordered = list(on_lineage)
+    by_point = sorted(committed, key=lambda name: name.point)
+    ordered = by_point if chain.links else on_lineage
     return tuple(_listed(committed[name], set(on_lineage), replaced) for name in ordered)
 
 

@@ -1,7 +1,7 @@
 """The names within a run, to and from values.
 
-Pure. Every attempt has exactly one name and every name at most one attempt: a name that would not be
-written this way again is not an attempt's name.
+Pure. Every attempt has exactly one name and every name at most one attempt: a name that would not
+be written this way again is not an attempt's name.
 """
 
 from __future__ import annotations

@@ -8,14 +8,18 @@ all. Later commits go first, because a manifest may refer to earlier checkpoints
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from laststep.catalog.listing import Listed
 from laststep.catalog.names import PIN_NAME
 from laststep.catalog.retention import Policy, Verdict, decide
-from laststep.storage.store import Store
 from laststep.terms import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from laststep.catalog.listing import Listed
+    from laststep.storage.store import Store
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Which checkpoints to keep.
 
-Pure: from what is listed and a policy to one verdict each. Whatever the policy says, these stay: the
-newest good one of the lineage, the one that was resumed from, pinned ones, and all that a kept
+Pure: from what is listed and a policy to one verdict each. Whatever the policy says, these stay:
+the newest good one of the lineage, the one that was resumed from, pinned ones, and all that a kept
 manifest refers to. Rules count only good checkpoints on the lineage. What is off it, or cannot be
 read, is evidence and stays until it is asked for (`keep_abandoned=False`); only a checkpoint whose
 step was committed again goes by itself.
@@ -10,17 +10,20 @@ step was committed again goes by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from laststep.catalog.listing import Listed
 from laststep.errors import Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from laststep.catalog.listing import Listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What to keep; a checkpoint stays if any rule wants it, and all stay where there is no rule."""
+    """What to keep: a checkpoint stays if any rule wants it; all stay where there is no rule."""
 
     keep_last: int | None = None
     """The newest so many."""
@@ -79,7 +82,7 @@ def decide(
     resumed_from: str | None = None,
     pinned: frozenset[str] = frozenset(),
 ) -> tuple[Verdict, ...]:
-    """One verdict for each of `listed` (in the order of commits, as `Run.checkpoints` gives them)."""
+    """One verdict for each of `listed`, which come in the order of commits."""
     reasons: dict[str, list[str]] = {item.folder: [] for item in listed}
     good = [item for item in listed if item.on_lineage and item.commit is not None]
     _always(reasons, listed, good, resumed_from, pinned)

@@ -1,8 +1,8 @@
 """A run: the way to its checkpoints, its writers, its commits and its cleaning.
 
 Ties `epochs`, `listing`, `decision`, `cleaning` and `prune` to one store and adds only the order in
-which they act. Knows nothing of tensors, data files or processes. What it remembers never changes on
-disk, so any thread may call any method.
+which they act. Knows nothing of tensors, data files or processes. What it remembers never changes
+on disk, so any thread may call any method.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from laststep.catalog import cleaning, decision, listing, prune
-from laststep.catalog.cleaning import Orphan
 from laststep.catalog.epochs import RECORD_LIMIT_BYTES, EpochRecord, Epochs, later_format
-from laststep.catalog.lineage import Point
 from laststep.catalog.listing import Attempt, Listed, Scanner
 from laststep.catalog.names import (
     PIN_NAME,
@@ -27,12 +25,16 @@ from laststep.catalog.names import (
     format_folder,
     parse_folder,
 )
-from laststep.catalog.prune import PrunePlan
-from laststep.catalog.retention import Policy
 from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, Usage
 from laststep.format.manifest import Abort, Commit
-from laststep.storage.store import Lock, Store
 from laststep.terms import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from laststep.catalog.cleaning import Orphan
+    from laststep.catalog.lineage import Point
+    from laststep.catalog.prune import PrunePlan
+    from laststep.catalog.retention import Policy
+    from laststep.storage.store import Lock, Store
 
 _log = logging.getLogger(__name__)
 
@@ -163,7 +165,7 @@ class Run:
         return number
 
     def lock_epoch(self, number: int) -> Lock:
-        """Show that the writer of that epoch is alive, until the lock is closed or its process ends."""
+        """Show that the writer of that epoch is alive, until this is closed or the process ends."""
         return self.store.lock(epoch_lock_name(number))
 
     def check_step_free(self, step: int) -> None:

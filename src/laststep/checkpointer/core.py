@@ -24,7 +24,8 @@ from laststep.catalog.run import Run
 from laststep.checkpointer import sizing
 from laststep.checkpointer.keep import Keep
 from laststep.checkpointer.loading import Problems
-from laststep.checkpointer.parts import Taken, take_state
+from laststep.checkpointer.parts import Memory, take_state
+from laststep.checkpointer.pausing import without_collection
 from laststep.checkpointer.restoring import Skipped, restore_into
 from laststep.checkpointer.watching import ProgressBar, log_event, somebody_watches
 from laststep.config import Capture, FlushIn, OnBusy, Settings
@@ -35,7 +36,7 @@ from laststep.engine.copy.job import Job
 from laststep.engine.handle import SaveHandle, SaveReport
 from laststep.engine.pool import Pool
 from laststep.engine.wire import Continue
-from laststep.errors import Exists, LaststepError, NotFound, Usage
+from laststep.errors import Aborted, Exists, LaststepError, NotFound, Usage
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
 from laststep.plan.save import PlanCache
 from laststep.state.items import providers_for
@@ -107,14 +108,16 @@ class Checkpointer:
         watched = progress if progress is not None else somebody_watches()
         if watched:
             self._bus.subscribe(ProgressBar())
-        cap, expected, pinned = sizing.memory_for(self._providers, self._settings)
-        self._pool = Pool(cap, pinned=pinned)
+        cap, expected, on_device = sizing.memory_for(self._providers, self._settings)
+        self._pool = Pool(cap, pinned=bool(on_device))
         self._pool.want(expected)
         self._capturer = Capturer(
             self._pool, mode=self._settings.capture, margin_bytes=device_margin_bytes
         )
+        self._capturer.start(on_device)
         self._client = Client(self._launch, self._pool, self._bus)
         self._plans = PlanCache()
+        self._memory = Memory()
         self._handles: list[SaveHandle] = []
         self._jobs: weakref.WeakKeyDictionary[SaveHandle, Job] = weakref.WeakKeyDictionary()
         self._taken: set[int] = set()
@@ -145,30 +148,49 @@ class Checkpointer:
         self._check_usable("save")
         self._raise_failed()
         if self._client.dead is not None:
+            self._capturer.settle()
             self._client.restart()
         self._check_step(step, overwrite)
         handle = SaveHandle(step)
         waited = self._make_room(handle)
         if handle.report.skipped is not None:
             return handle
-        taken = take_state(self._providers, metrics, metadata, allow_pickle=self._settings.allow_pickle)
+        with without_collection():
+            job = self._capture(handle, metrics, metadata, overwrite, streams)
+        job.timing.stall_s = time.perf_counter() - began
+        job.timing.waited_s += waited
+        return handle
+
+    def _capture(
+        self,
+        handle: SaveHandle,
+        metrics: Mapping[str, object] | None,
+        metadata: object,
+        overwrite: bool,
+        streams: Sequence[torch.cuda.Stream],
+    ) -> Job:
+        """Take the state and hand it to the capture thread."""
+        step = handle.step
+        taken = take_state(
+            self._providers, self._memory, metrics, metadata,
+            allow_pickle=self._settings.allow_pickle,
+        )  # fmt: skip
         plan = self._plans.plan(taken.specs)
         self._announce(handle, plan.tensor_bytes, len(taken.pieces))
         link = self._client.begin(plan, handle, taken.sealing(plan), overwrite=overwrite)
         self._handles.append(handle)
         self._taken.add(step)
         try:
-            job = self._capturer.take(plan, taken.pieces, link, streams)
-        except LaststepError as error:
-            link.failed(error)
+            job = self._capturer.take(plan, taken.pieces, taken.sources, link, streams)
+        except BaseException as error:
+            # Ctrl-C included: a save that is never sealed would hold up all that follow it.
+            link.failed(error if isinstance(error, LaststepError) else Aborted("save() was interrupted"))
             self._handles.remove(handle)
             self._taken.discard(step)
             raise
         self._jobs[handle] = job
-        job.timing.stall_s = time.perf_counter() - began
-        job.timing.waited_s += waited
-        handle.refresh_with(_timing_of(job, _how(taken, job)))
-        return handle
+        handle.refresh_with(_timing_of(job))
+        return job
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed; False when the time is up. Raises what failed."""
@@ -222,17 +244,18 @@ class Checkpointer:
         """
         self._check_usable("restore", mixed_is_fine=True)
         self.wait()
-        outcome = restore_into(
-            self._store, self._providers, self._pool, self._bus, step=step, only=only, strict=strict,
-            allow_pickle=self._settings.allow_pickle, threads=self._settings.writers,
-            touched=self._mark_mixed,
-        )  # fmt: skip
-        if only is None:
-            self._mixed = None
+        mixed = self._mixed
+        with without_collection():
+            outcome = restore_into(
+                self._store, self._providers, self._pool, self._bus, step=step, only=only,
+                strict=strict, allow_pickle=self._settings.allow_pickle,
+                threads=2 * self._settings.writers, touched=self._mark_mixed,
+            )  # fmt: skip
         if outcome is None:
             self._taken = set()
             return Restored(step=None, next_step=0)
-        self._mixed = None
+        # A part that was restored does not make whole what an earlier restore left mixed.
+        self._mixed = None if only is None else mixed
         found = outcome.listed
         self._client.continue_from(
             Continue(epoch=found.epoch, attempt=found.attempt, folder=found.folder)
@@ -343,15 +366,11 @@ class Checkpointer:
         self._closed = True
 
 
-def _how(taken: Taken, job: Job) -> str:
-    return sizing.describe_ways(taken.pieces, job.layout.ways)
-
-
-def _timing_of(job: Job, how: str) -> Callable[[SaveReport], None]:
+def _timing_of(job: Job) -> Callable[[SaveReport], None]:
     def refresh(report: SaveReport) -> None:
         job.read_fence_timers()
         timing = job.timing
-        report.capture = how
+        report.capture = report.capture or sizing.describe_ways(job.pieces, job.layout.ways)
         report.stall_s, report.waited_s = timing.stall_s, timing.waited_s
         report.device_copy_s, report.fence_s = timing.device_copy_s, timing.fence_s
 

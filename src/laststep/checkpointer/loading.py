@@ -47,10 +47,15 @@ def selection(only: Sequence[str] | None, item: str) -> tuple[bool, Callable[[st
     """Whether an item takes part in a restore, and which of its tensors (None: all of it)."""
     if only is None or item in only:
         return True, None
-    patterns = [pattern for pattern in only if "/" in pattern or "*" in pattern]
-    if not any(fnmatch.fnmatchcase(item, pattern.split("/", 1)[0]) for pattern in patterns):
+    patterns = [p for p in only if fnmatch.fnmatchcase(item, p.split("/", 1)[0])]
+    if not patterns:
         return False, None
-    return True, lambda name: any(fnmatch.fnmatchcase(f"{item}/{name}", p) for p in patterns)
+    return True, lambda name: any(_matches(pattern, item, name) for pattern in patterns)
+
+
+def _matches(pattern: str, item: str, name: str) -> bool:
+    """Whether a glob picks a tensor; one without a slash picks whole items."""
+    return "/" not in pattern or fnmatch.fnmatchcase(f"{item}/{name}", pattern)
 
 
 def fit(
@@ -68,22 +73,42 @@ def fit(
             continue
         state = provider.describe()
         live = collect(state.value, volatile=state.volatile, allow_pickle=True)
-        match = match_item(content.item(name), provider, state, live, selected)
-        if selected is not None and all(value is match.values.get("") for value in ()):
+        item = content.item(name)
+        if selected is not None and not any(map(selected, item.names())):
             continue
+        match = match_item(item, provider, state, live, selected)
         matches.append(match)
         missing += [f"{name}/{n}" for n in match.missing]
         unexpected += [f"{name}/{n}" for n in match.unexpected]
         mismatched += [f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}" for text in match.mismatched]
     if only is None:
         unexpected += [name for name in content.items if name not in providers]
-    elif not matches:
-        raise NotFound("nothing in the checkpoint matches", expected=", ".join(only),
-                       found=", ".join(sorted(content.items)))  # fmt: skip
+    else:
+        _check_all_used(only, content, providers)
     problems = Problems(missing=tuple(missing), unexpected=tuple(unexpected), mismatched=tuple(mismatched))
     if problems and strict:
         raise mismatch(content.folder, problems)
     return matches, problems
+
+
+def _check_all_used(
+    only: Sequence[str], content: Content, providers: Mapping[str, StateProvider]
+) -> None:
+    """`NotFound` for a part that was asked for and picks nothing, such as a misspelt one."""
+    names = {name: content.items[name].names() for name in providers if name in content.items}
+    for pattern in only:
+        picked = any(
+            pattern == item
+            or (fnmatch.fnmatchcase(item, pattern.split("/", 1)[0])
+                and any(_matches(pattern, item, name) for name in tensors))
+            for item, tensors in names.items()
+        ) or pattern in providers  # fmt: skip
+        if not picked:
+            raise NotFound(
+                "nothing in the checkpoint matches", where=content.folder, expected=pattern,
+                found=f"items {', '.join(sorted(names))}",
+                remedy="`laststep show --all` lists the names",
+            )  # fmt: skip
 
 
 def mismatch(folder: str, problems: Problems) -> Mismatch:

@@ -14,11 +14,11 @@ from laststep.codecs import objects
 from laststep.engine.client import SealParts
 from laststep.errors import Usage
 from laststep.format.manifest import ItemRecord
-from laststep.plan.save import TREE_NAME, ItemSpec, SavePlan, spec_of
+from laststep.plan.save import TREE_NAME, ItemSpec, SavePlan
 from laststep.state.pieces import Collected, Piece
 from laststep.state.provider import StateProvider
 from laststep.state.stored import encode_item
-from laststep.state.tensors import collect, hold_scalar, plain_scalar
+from laststep.state.tensors import CollectCache, collect, hold_scalar, plain_scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class Taken:
 
     specs: tuple[ItemSpec, ...]
     pieces: tuple[Piece, ...]
+    sources: tuple[object, ...]
     collected: dict[str, Collected]
     metrics: dict[str, object]
     metadata: object
@@ -51,8 +52,27 @@ class Taken:
         return seal
 
 
+class Memory:
+    """What the last save of each item found, so that the next one need not find it again."""
+
+    def __init__(self) -> None:
+        self.caches: dict[str, CollectCache] = {}
+        self.specs: dict[str, ItemSpec] = {}
+        self.pieces: tuple[Piece, ...] = ()
+
+    def spec(self, name: str, kind: str, standalone: bool, pieces: tuple[Piece, ...]) -> ItemSpec:
+        """The item's spec: the very same value while its pieces are."""
+        known = self.specs.get(name)
+        if known is None or known.pieces is not pieces or known.standalone != standalone:
+            known = ItemSpec(name=name, kind=kind, standalone=standalone, pieces=pieces)
+            self.specs[name] = known
+            self.pieces = ()
+        return known
+
+
 def take_state(
     providers: Mapping[str, StateProvider],
+    memory: Memory,
     metrics: Mapping[str, object] | None,
     metadata: object,
     *,
@@ -60,20 +80,23 @@ def take_state(
 ) -> Taken:
     """Describe every item now."""
     specs: list[ItemSpec] = []
-    pieces: list[Piece] = []
+    sources: list[object] = []
     collected: dict[str, Collected] = {}
     for name, provider in providers.items():
         state = provider.describe()
-        one = collect(state.value, volatile=state.volatile, allow_pickle=allow_pickle)
+        cache = memory.caches.setdefault(name, CollectCache())
+        one = collect(
+            state.value, volatile=state.volatile, allow_pickle=allow_pickle, cache=cache
+        )
         collected[name] = one
-        pieces += one.pieces
-        specs.append(
-            ItemSpec(name=name, kind=provider.kind, standalone=state.standalone,
-                     pieces=tuple(map(spec_of, one.pieces)))
-        )  # fmt: skip
+        sources += one.sources
+        specs.append(memory.spec(name, provider.kind, state.standalone, one.pieces))
+    if not memory.pieces:
+        memory.pieces = tuple(piece for spec in specs for piece in spec.pieces)
     held = {name: _metric(name, value) for name, value in (metrics or {}).items()}
     return Taken(
-        specs=tuple(specs), pieces=tuple(pieces), collected=collected, metrics=held,
+        specs=tuple(specs), pieces=memory.pieces, sources=tuple(sources), collected=collected,
+        metrics=held,
         metadata=objects.decode(objects.encode(metadata), where="metadata"),
     )  # fmt: skip
 

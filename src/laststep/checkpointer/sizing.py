@@ -20,7 +20,7 @@ from laststep.errors import LaststepError
 from laststep.events import Bus, Preflight
 from laststep.state.pieces import Piece
 from laststep.state.provider import StateProvider
-from laststep.state.tensors import is_module, is_optimizer
+from laststep.state.tensors import dense_bytes, is_module, is_optimizer
 from laststep.storage.store import Store
 from laststep.terms import CHUNK_BYTES
 
@@ -31,27 +31,27 @@ _PROBE_BYTES = 64 << 20
 
 def memory_for(
     providers: Mapping[str, StateProvider], settings: Settings
-) -> tuple[int, int, bool]:
-    """(cap, bytes to make ready now, whether to pin them) for these items."""
+) -> tuple[int, int, dict[str, int]]:
+    """(cap, bytes of host memory to make ready now, bytes expected on each device)."""
     cap = settings.host_memory_bytes or max(available_bytes() // 4, MIN_SLOTS * CHUNK_BYTES)
-    total, on_device = 0, False
+    total: dict[str, int] = {}
     for provider in providers.values():
         for part in provider.parts():
-            size, cuda = _estimate(part)
-            total += size
-            on_device |= cuda
-    return cap, total + 4 * CHUNK_BYTES, on_device
+            for device, size in _estimate(part):
+                total[device] = total.get(device, 0) + size
+    on_device = {d: size + CHUNK_BYTES for d, size in total.items() if d.startswith("cuda")}
+    return cap, sum(total.values()) + 4 * CHUNK_BYTES, on_device
 
 
-def _estimate(part: Any) -> tuple[int, bool]:
-    """Bytes of a module, or of an optimizer once it has taken a step (two moments as a guess)."""
+def _estimate(part: Any) -> list[tuple[str, int]]:
+    """(device, bytes) of a module's tensors, or of an optimizer's once it has taken a step, for
+    which two moments like the parameter are guessed."""
     if is_module(part):
-        tensors = [*part.parameters(), *part.buffers()]
-        return sum(t.nbytes for t in tensors), any(t.is_cuda for t in tensors)
+        return [(str(t.device), dense_bytes(t)) for t in (*part.parameters(), *part.buffers())]
     if is_optimizer(part):
         parameters = [p for group in part.param_groups for p in group["params"]]
-        return 2 * sum(p.nbytes for p in parameters), any(p.is_cuda for p in parameters)
-    return 0, False
+        return [(str(p.device), 2 * p.nbytes) for p in parameters]
+    return []
 
 
 def describe_ways(pieces: Sequence[Piece], ways: Sequence[Way]) -> str:

@@ -27,7 +27,7 @@ import laststep
 from laststep.cli.processes import children_of
 
 CONTEXT = 64
-BATCH = 8
+BATCH = 4
 WIDTH = 256
 LAYERS = 3
 HEADS = 4
@@ -172,7 +172,12 @@ class Log:
 
 
 def die(log: Log, handle: laststep.SaveHandle, step: int, whom: str) -> None:
-    """SIGKILL this process, and with `whom="machine"` its helper too, in the middle of a save."""
+    """SIGKILL in the middle of a save: of this process, or at once of its flusher too.
+
+    A trainer that dies alone does so when all is captured, so that its flusher can go on.
+    """
+    if whom == "trainer":
+        handle.captured.wait()
     log.write("kill", step=step, whom=whom, committed=handle.committed.done())
     if whom == "machine":
         for child in children_of(os.getpid()):
@@ -205,7 +210,7 @@ def train(steps: int, log: Log, options: argparse.Namespace) -> None:
         "restored",
         step=restored.step,
         next_step=restored.next_step,
-        skipped=[str(skipped) for skipped in restored.skipped],
+        skipped=[f"{skipped.folder}: {skipped.reason}" for skipped in restored.skipped],
     )
     started_s = time.perf_counter()
     handles: list[laststep.SaveHandle] = []

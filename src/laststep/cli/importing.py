@@ -2,7 +2,8 @@
 
 A torch.save file is read as `torch.load(weights_only=True)` reads it: tensors and plain values,
 never code. A dict whose values are themselves states becomes one item per key; anything else
-becomes the item `model`. torch is loaded by the library, only once this command runs.
+becomes the item `model`. torch is loaded by the library, only once this command runs; a safetensors
+file is checked as strictly as our own.
 
 With --json: `source`, `run`, `step` and `items` (names).
 """
@@ -18,6 +19,7 @@ import typer
 
 from laststep.cli import output
 from laststep.errors import Corrupt, NotFound
+from laststep.format.header import decode_plain, region_bytes_of
 
 _SAFETENSORS = ".safetensors"
 _WHOLE = "model"
@@ -35,7 +37,7 @@ def import_(
 ) -> None:
     """Make a checkpoint of a torch.save or safetensors file, without running any code in it."""
     items = items_of(read_state(source))
-    from laststep.checkpointer import import_state
+    from laststep.checkpointer.oneoff import import_state
 
     import_state(items, run, step, metadata={"imported_from": Path(source).name})
     if as_json:
@@ -50,11 +52,35 @@ def read_state(source: str) -> object:
     path = Path(source)
     if not path.is_file():
         raise NotFound("cannot import", where=source, found="no such file")
+    if path.suffix == _SAFETENSORS or _is_safetensors(path):
+        return _read_safetensors(path)
     from laststep.state import tensors
 
-    if path.suffix == _SAFETENSORS or _is_safetensors(path):
-        return tensors.load_safetensors_file(source)
-    return tensors.load_torch_file(source)
+    try:
+        return tensors.load_torch_file(source)
+    except (RuntimeError, ValueError, EOFError) as error:  # torch has no type for a broken file
+        found = str(error).partition("\n")[0]
+        raise Corrupt(
+            "cannot import", where=source, expected="a torch.save file", found=found
+        ) from error
+
+
+def _read_safetensors(path: Path) -> dict[str, object]:
+    from laststep.state import tensors
+
+    where = str(path)
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        header_bytes = region_bytes_of(prefix, size_bytes=size_bytes, where=where)
+        region = prefix + file.read(header_bytes - len(prefix))
+        entries = decode_plain(region, data_bytes=size_bytes - header_bytes, where=where)
+        state: dict[str, object] = {}
+        for entry in entries:  # in the order of their bytes, without holes
+            data = bytearray(entry.stop - entry.start)
+            file.readinto(data)
+            state[entry.name] = tensors.from_bytes(data, entry.dtype, entry.shape)
+    return state
 
 
 def items_of(state: object) -> dict[str, object]:

@@ -18,6 +18,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from laststep.checkpointer.watching import human
+
 SCHEMA = 1
 """Grows when a document changes in a way that could break its readers; new fields may come."""
 
@@ -68,15 +70,8 @@ def plain(value: object) -> object:
 
 
 def size_text(size_bytes: int) -> str:
-    """A size as a person reads it: `34.5 MiB`."""
-    if size_bytes < 1024:
-        return f"{size_bytes} B"
-    size = float(size_bytes)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"
+    """A size as a person reads it, as the log writes it: `28.20 MB`."""
+    return human(size_bytes)
 
 
 def time_text(seconds: float) -> str:

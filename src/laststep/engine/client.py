@@ -60,14 +60,42 @@ SealParts = Callable[[], tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRec
 class SaveLink:
     """The sink of one capture: passes its chunks on and seals the save when all are there."""
 
-    def __init__(self, client: Client, number: int, handle: SaveHandle, parts: SealParts) -> None:
+    def __init__(
+        self,
+        client: Client,
+        number: int,
+        handle: SaveHandle,
+        plan: SavePlan,
+        parts: SealParts,
+        *,
+        overwrite: bool,
+    ) -> None:
         self._client = client
         self._number = number
         self.handle = handle
+        self._plan = plan
         self._parts = parts
-        self.size_bytes = 0
+        self._overwrite = overwrite
+        self._begun = False
+        self.size_bytes = plan.tensor_bytes
+
+    def begin(self) -> None:
+        """Announce the save to the flusher, once; by whichever thread has something to hand over
+        first, which is the capture thread unless host state is copied at once."""
+        if self._begun:
+            return
+        self._begun = True
+        files = tuple(
+            FileBegin(name=f.name, item=f.item, region_bytes=f.region_bytes,
+                      tensor_bytes=f.tensor_bytes, entries=f.entries)
+            for f in self._plan.files
+        )  # fmt: skip
+        self._client.send(
+            Begin(save=self._number, step=self.handle.step, overwrite=self._overwrite, files=files)
+        )
 
     def chunk(self, file: int, start: int, size_bytes: int, slot: int) -> None:
+        self.begin()
         self._client.send(
             Chunk(save=self._number, file=file, start=start, size_bytes=size_bytes, slot=slot)
         )
@@ -79,12 +107,19 @@ class SaveLink:
         except LaststepError as error:
             self.failed(error)
             return
-        seal = Seal(save=self._number, objects=objects, items=items, metrics=metrics, metadata=metadata)
-        self._client.send(seal)
+        except Exception as error:  # such as a device error that a metric's value brings to light
+            log.exception("the objects of step %d cannot be serialised", self.handle.step)
+            self.failed(StorageFailed("a capture failed", found=repr(error)))
+            return
+        self.begin()
+        # Told before the flusher can answer: stages are reached in their order.
         self._client.note_captured(self, timing)
+        self._client.send(
+            Seal(save=self._number, objects=objects, items=items, metrics=metrics, metadata=metadata)
+        )
 
     def failed(self, error: LaststepError) -> None:
-        self._client.drop(self._number, error)
+        self._client.drop(self._number, error, begun=self._begun)
 
 
 class Client:
@@ -135,19 +170,13 @@ class Client:
     def begin(
         self, plan: SavePlan, handle: SaveHandle, parts: SealParts, *, overwrite: bool
     ) -> SaveLink:
-        """Announce a save; its chunks may follow."""
-        files = tuple(
-            FileBegin(name=f.name, item=f.item, region_bytes=f.region_bytes,
-                      tensor_bytes=f.tensor_bytes, entries=f.entries)
-            for f in plan.files
-        )  # fmt: skip
+        """Enter a save; its chunks may follow. Raises if the flusher is gone."""
         with self._lock:
+            if self._dead is not None:
+                raise self._dead
             self._count += 1
-            number = self._count
-            link = SaveLink(self, number, handle, parts)
-            link.size_bytes = plan.tensor_bytes
-            self._links[number] = link
-        self.send(Begin(save=number, step=handle.step, overwrite=overwrite, files=files))
+            link = SaveLink(self, self._count, handle, plan, parts, overwrite=overwrite)
+            self._links[self._count] = link
         return link
 
     def send(self, message: ToFlusher) -> None:
@@ -157,13 +186,14 @@ class Client:
         except OSError:
             log.debug("a message found no flusher")
 
-    def drop(self, number: int, error: LaststepError) -> None:
+    def drop(self, number: int, error: LaststepError, *, begun: bool) -> None:
         """Give a save up."""
         with self._lock:
             link = self._links.pop(number, None)
         if link is None:
             return
-        self.send(Drop(save=number, reason=str(error)))
+        if begun:
+            self.send(Drop(save=number, reason=str(error)))
         self._fail(link, error)
 
     def note_captured(self, link: SaveLink, timing: CaptureTiming) -> None:
@@ -232,6 +262,7 @@ class Client:
             return
         report = link.handle.report
         report.durable_s, report.size_bytes = link.handle.since_began_s(), message.size_bytes
+        report.opened_s, report.written_s = message.opened_s, message.written_s
         link.handle.durable.reach()
         self._bus.emit(
             Durable(step=link.handle.step, size_bytes=message.size_bytes, seconds=report.durable_s)
@@ -242,6 +273,10 @@ class Client:
             link = self._links.pop(message.save, None)
         if link is None:
             return
+        # Should this flusher die, the next one goes on from here.
+        self._continues = Continue(
+            epoch=message.epoch, attempt=message.attempt, folder=message.folder
+        )
         report = link.handle.report
         report.committed_s, report.folder = link.handle.since_began_s(), message.folder
         link.handle.committed.reach()
@@ -256,9 +291,7 @@ class Client:
 
     def _mourn(self) -> None:
         """The flusher is gone: whatever it had not committed has failed."""
-        with self._lock:
-            links, self._links = list(self._links.values()), {}
-        if self._closing and not links:
+        if self._closing and not self.pending():
             return
         self._helper.join(1)
         error = StorageFailed(
@@ -266,8 +299,9 @@ class Client:
             found=self._helper.how_it_ended(),
             remedy="the checkpoints committed so far are whole; the next save starts a new flusher",
         )
-        with self._lock:
+        with self._lock:  # at once: a save that comes between the two would wait for ever
             self._dead = error
+            links, self._links = list(self._links.values()), {}
         self._pool.slots.fail(error)
         for link in links:
             self._fail(link, error)

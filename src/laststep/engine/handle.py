@@ -72,6 +72,9 @@ class SaveReport:
     """The optimizer was held back for so long by a lazy capture."""
     captured_s: float | None = None
     """All times from here on count from the call of save()."""
+    opened_s: float | None = None
+    """Within the flusher: files made, and all bytes handed to the disk, since it heard of the save."""
+    written_s: float | None = None
     durable_s: float | None = None
     committed_s: float | None = None
     folder: str | None = None

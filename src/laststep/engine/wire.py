@@ -105,6 +105,9 @@ class Flushed(_Message, frozen=True, kw_only=True):
 
     save: int
     size_bytes: int
+    opened_s: float
+    """From here on counted from the save's announcement: files made, bytes written, all durable."""
+    written_s: float
     seconds: float
 
 
@@ -112,6 +115,8 @@ class Decided(_Message, frozen=True, kw_only=True):
     """A save is committed."""
 
     save: int
+    epoch: int
+    attempt: int
     folder: str
     seconds: float
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal, NamedTuple, TYPE_CHECKING
 
 import msgspec
 
@@ -42,9 +42,10 @@ _NAME_OF_CODE = {dtype.code: dtype.name for dtype in DTYPES.values() if dtype.co
 _SUB_BYTE_CODES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
-    """A tensor and its bytes' place in the data; `dtype` is a key of `terms.DTYPES`."""
+class TensorEntry(NamedTuple):
+    """A tensor and its bytes' place in the data; `dtype` is a key of `terms.DTYPES`.
+
+    A named tuple, because a header may have 100,000 of them."""
 
     name: str
     dtype: str

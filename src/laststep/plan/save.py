@@ -23,16 +23,6 @@ _ENTRY_BYTES = 160
 """Generous bound of one header entry without its name; only decides where files are split."""
 
 
-class Spec(NamedTuple):
-    """What a plan needs to know of a piece; plans are cached under these, never under names alone."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    size_bytes: int
-    device: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemSpec:
     """An item as the planner sees it."""
@@ -40,7 +30,7 @@ class ItemSpec:
     name: str
     kind: str
     standalone: bool
-    pieces: tuple[Spec, ...]
+    pieces: tuple[Piece, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -81,10 +71,6 @@ class SavePlan:
     @property
     def tensor_bytes(self) -> int:
         return sum(file.tensor_bytes for file in self.files)
-
-
-def spec_of(piece: Piece) -> Spec:
-    return Spec(*piece[:5])
 
 
 def plan_save(items: tuple[ItemSpec, ...]) -> SavePlan:

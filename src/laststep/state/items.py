@@ -12,10 +12,12 @@ from typing import Any
 
 from laststep.errors import Usage
 from laststep.state.modules import ModuleProvider, parameter_names
-from laststep.state.optimizers import OptimizerProvider
+from laststep.state.optimizers import Names, OptimizerProvider
 from laststep.state.provider import StateProvider
 from laststep.state.tensors import is_module, is_optimizer
+from laststep.state.tree import MAX_DEPTH
 from laststep.state.values import (
+    EntryProvider,
     GroupProvider,
     HasStateDict,
     ScalerProvider,
@@ -39,8 +41,11 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
                 found=repr(name),
             )
     modules = {n: item for n, item in _find(items) if is_module(item)}
-    names = _names_of_parameters(modules)
-    return {name: _provider(name, item, names, top=True) for name, item in items.items()}
+
+    def names() -> dict[int, tuple[str, str]]:
+        return _names_of_parameters(modules)
+
+    return {name: _provider(name, item, names) for name, item in items.items()}
 
 
 def _find(items: Mapping[str, object]) -> list[tuple[str, Any]]:
@@ -56,23 +61,28 @@ def _find(items: Mapping[str, object]) -> list[tuple[str, Any]]:
     return found
 
 
-def _names_of_parameters(modules: dict[str, Any]) -> dict[int, str]:
-    names: dict[int, str] = {}
+def _names_of_parameters(modules: dict[str, Any]) -> dict[int, tuple[str, str]]:
+    """id of a parameter → (item, name); asked for at each save, since parameters can be replaced."""
+    names: dict[int, tuple[str, str]] = {}
     for item, module in modules.items():
         for key, name in parameter_names(module).items():
-            names.setdefault(key, name if len(modules) == 1 else f"{item}:{name}")
+            names.setdefault(key, (item, name))
     return names
 
 
-def _is_group(value: dict[Any, Any]) -> bool:
+def _is_group(value: dict[Any, Any], depth: int = 0) -> bool:
     """A dict that holds something with a state of its own, rather than plain state."""
-    return bool(value) and all(isinstance(key, str) for key in value) and any(
-        isinstance(v, StateProvider | HasStateDict) or is_module(v) or (type(v) is dict and _is_group(v))
-        for v in value.values()
-    )  # fmt: skip
+    strings = all(isinstance(key, str) for key in value)
+    return strings and any(_has_own_state(inner, depth) for inner in value.values())
 
 
-def _provider(name: str, item: Any, names: dict[int, str], *, top: bool) -> StateProvider:
+def _has_own_state(value: object, depth: int = 0) -> bool:
+    if type(value) is dict:
+        return depth < MAX_DEPTH and _is_group(value, depth + 1)
+    return isinstance(value, StateProvider | HasStateDict) or is_module(value)
+
+
+def _provider(name: str, item: Any, names: Names) -> StateProvider:
     if isinstance(item, StateProvider):
         return item
     if is_module(item):
@@ -84,7 +94,12 @@ def _provider(name: str, item: Any, names: dict[int, str], *, top: bool) -> Stat
     if isinstance(item, HasStateDict):
         return StateDictProvider(item)
     if type(item) is dict and _is_group(item):
-        return GroupProvider({k: _provider(f"{name}.{k}", v, names, top=False) for k, v in item.items()})
-    if top:
-        refuse_immutable(name, item)
+        return GroupProvider({k: _member(item, k, f"{name}.{k}", names) for k in item})
+    refuse_immutable(name, item)
     return ValueProvider(item)
+
+
+def _member(group: dict[str, Any], key: str, name: str, names: Names) -> StateProvider:
+    if _has_own_state(group[key]):
+        return _provider(name, group[key], names)
+    return EntryProvider(group, key)

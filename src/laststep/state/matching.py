@@ -24,7 +24,7 @@ from laststep.state.tensors import (
     revive,
     same_memory,
 )
-from laststep.state.tree import rebuild
+from laststep.state.tree import Path, rebuild, tensor_names
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,8 @@ class Match:
 
     item: StoredItem
     whole: bool
+    fresh: tuple[Path, ...] = ()
+    """What is handed over whole or not at all."""
     reads: dict[str, torch.Tensor] = field(default_factory=dict)
     """Stored tensor → contiguous memory that its bytes are read into."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -48,7 +50,7 @@ class Match:
 
     def tree(self, *, allow_pickle: bool) -> object:
         """The loaded state; after the reads and copies."""
-        tree = self.item.tree if self.whole else _without_plain(self.item.tree)
+        tree = self.item.tree if self.whole else _without_plain(self.item.tree, self.fresh)
         return rebuild(
             tree,
             leaf=lambda ref: self.values[ref.name],
@@ -64,18 +66,18 @@ def match_item(
     selected: Callable[[str], bool] | None,
 ) -> Match:
     """Fit one item. `selected` picks tensors by name for a partial restore; None takes everything."""
-    match = Match(item=item, whole=selected is None)
+    match = Match(item=item, whole=selected is None, fresh=state.fresh)
     if selected is None:
         match.mismatched += provider.check(_outline(item))
     names = [name for name in item.names() if selected is None or selected(name)]
     match.values = dict.fromkeys(item.names(), ABSENT)
-    if selected is not None and names and any(lies_under((), (path,)) for path in state.fresh):
+    if selected is not None and (one := _under(names, state.fresh)) is not None:
         raise Usage(
-            f"{item.name} can only be restored whole",
+            f"{item.name}/{one} can only be restored with the rest of its state",
             remedy=f"name the item itself: only=[{item.name!r}]",
         )
     fresh = _pair(match, names, state, live)
-    _allocate_fresh(match, fresh, provider)
+    _allocate_fresh(match, fresh, provider, live)
     if selected is None:
         _find_missing(match, state, live)
     return match
@@ -92,14 +94,15 @@ def load_item(item: StoredItem, device: str) -> Match:
 def _pair(match: Match, names: list[str], state: State, live: Collected) -> list[str]:
     """Find the live counterpart of each name; those that get fresh memory are returned."""
     fresh: list[str] = []
+    replaced = _replaced(match.item.tree)
     in_place: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for name in names:
         path = path_of(name)
         target: torch.Tensor | None = live.tensors.get(name)  # type: ignore[assignment]
-        if lies_under(path, state.fresh):
+        if name in replaced or lies_under(path, state.fresh):
             fresh.append(name)
         elif target is None:
-            if lies_under(path, state.loose):
+            if match.whole and lies_under(path, state.loose):
                 fresh.append(name)
             else:
                 match.unexpected.append(name)
@@ -107,6 +110,7 @@ def _pair(match: Match, names: list[str], state: State, live: Collected) -> list
             continue
         else:
             in_place.setdefault(match.item.source_of(name), []).append((name, target))
+    _refuse_new_ties(match, in_place, live)
     for source, targets in in_place.items():
         _place_live(match, source, targets)
     return fresh
@@ -123,6 +127,24 @@ def _differs(match: Match, name: str, target: torch.Tensor) -> bool:
     return False
 
 
+def _refuse_new_ties(
+    match: Match, in_place: dict[str, list[tuple[str, torch.Tensor]]], live: Collected
+) -> None:
+    """Tensors that share memory now but were stored apart: both cannot be restored."""
+    owner: dict[str, str] = {}
+    for source, targets in in_place.items():
+        for name, _ in list(targets):
+            first = live.ties.get(name, name)
+            view = live.views.get(first)
+            memory = first if view is None else view.base
+            other = owner.setdefault(memory, source)
+            if other != source:
+                match.mismatched.append(f"{name}: shares memory with {other}, but was stored apart")
+                targets[:] = [pair for pair in targets if pair[0] != name]
+    for source in [source for source, targets in in_place.items() if not targets]:
+        del in_place[source]
+
+
 def _place_live(match: Match, source: str, targets: list[tuple[str, torch.Tensor]]) -> None:
     """Read straight into one live tensor where it has the stored form, and copy on from there."""
     spec = match.item.tensors[source]
@@ -132,20 +154,33 @@ def _place_live(match: Match, source: str, targets: list[tuple[str, torch.Tensor
     for name, target in targets:
         match.values[name] = target
         view = match.item.view_of(name)
-        origin = landing if view is None else _window(match, landing, view)
+        origin = landing if view is None else open_view(landing, view)
         if origin is not target and not same_memory(origin, target):
             match.copies.append((target, origin))
 
 
-def _window(match: Match, base: torch.Tensor, view: View) -> torch.Tensor:
-    if base.storage_offset() % base.element_size():
-        raise Usage("a shared tensor is not aligned", where=match.item.name)
-    return open_view(base, view)
-
-
-def _allocate_fresh(match: Match, names: list[str], provider: StateProvider) -> None:
+def _allocate_fresh(
+    match: Match, names: list[str], provider: StateProvider, live: Collected
+) -> None:
     devices = provider.devices([path_of(name) for name in names])
-    _place_fresh(match, dict(zip(names, devices, strict=True)))
+    chosen = dict(zip(names, devices, strict=True))
+    for name in _replaced(live.tree).intersection(names):
+        chosen[name] = str(live.tensors[name].device)  # type: ignore[attr-defined]
+    _place_fresh(match, chosen)
+
+
+def _replaced(tree: object) -> set[str]:
+    """The tensors of values that are replaced rather than written into, since their size may be
+    another: long bytes and sparse tensors."""
+    names: set[str] = set()
+
+    def see(tagged: Tagged) -> object:
+        if tagged.tag in ("bytes", "sparse"):
+            names.update(tensor_names(tagged.value))
+        return tagged
+
+    rebuild(tree, leaf=lambda ref: ref, revive=see)
+    return names
 
 
 def _place_fresh(match: Match, devices: dict[str, str]) -> None:
@@ -156,11 +191,11 @@ def _place_fresh(match: Match, devices: dict[str, str]) -> None:
             match.reads[source] = allocate(spec.dtype, spec.shape, device)
         view = match.item.view_of(name)
         landing = match.reads[source]
-        match.values[name] = landing if view is None else _window(match, landing, view)
+        match.values[name] = landing if view is None else open_view(landing, view)
 
 
 def _find_missing(match: Match, state: State, live: Collected) -> None:
-    stored = set(match.values)
+    stored = _replaced(live.tree).union(match.values)
     match.missing = [
         name
         for name in live.tensors
@@ -175,18 +210,32 @@ def _outline(item: StoredItem) -> object:
     )
 
 
-def _without_plain(node: object) -> object:
-    """The tree with every plain value ABSENT, so that a partial restore changes none."""
+def _under(names: list[str], prefixes: tuple[Path, ...]) -> str | None:
+    """The first name that lies under one of the prefixes."""
+    return next((name for name in names if lies_under(path_of(name), prefixes)), None)
+
+
+def _without_plain(node: object, whole: tuple[Path, ...], path: Path = ()) -> object:
+    """The tree with every plain value ABSENT, so that a partial restore changes none; and what
+    can only be taken `whole` is ABSENT altogether."""
+    if path in whole:
+        return ABSENT
+
+    def down(key: object, inner: object) -> object:
+        return _without_plain(inner, whole, (*path, key))
+
     if isinstance(node, TensorRef):
         return node
     if isinstance(node, Tagged):
         return node if _refers(node) else ABSENT
     if type(node) in (dict, OrderedDict):
-        return {key: _without_plain(inner) for key, inner in node.items()}  # type: ignore[attr-defined]
+        return {key: down(key, inner) for key, inner in node.items()}  # type: ignore[attr-defined]
     if type(node) in (list, tuple):
-        return type(node)(_without_plain(inner) for inner in node)  # type: ignore[attr-defined, call-arg]
+        return type(node)(down(i, inner) for i, inner in enumerate(node))  # type: ignore[arg-type, call-arg, var-annotated]
+    if isinstance(node, tuple) and hasattr(node, "_make"):
+        return node._make(down(key, inner) for key, inner in zip(node._fields, node, strict=True))  # type: ignore[attr-defined]
     if isinstance(node, deque):
-        return deque((_without_plain(inner) for inner in node), node.maxlen)
+        return deque((down(i, inner) for i, inner in enumerate(node)), node.maxlen)
     return ABSENT
 
 

@@ -6,6 +6,7 @@ loads from a wrapped module into a plain one and back. Imports no torch: a modul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _WRAPPED_AS_MODULE = frozenset({"DistributedDataParallel", "DataParallel"})
 _EXTRA = "_extra_state"
+_MODULE = ("torch.nn.modules.module", "Module")
 
 
 def _inner_name(module: torch.nn.Module) -> str | None:
@@ -87,7 +89,9 @@ class ModuleProvider(StateProvider):
                 value[_plain(name, plain_of)] = entry
             for _own, plain, node in nodes:
                 volatile.update((plain + name,) for name in node._buffers)
-        return State(value=value, volatile=frozenset(volatile), standalone=True)
+        # Extra state is what get_extra_state gives: it need not have the shape that it was stored in.
+        fresh = tuple((name,) for name in value if name.rpartition(".")[2] == _EXTRA)
+        return State(value=value, fresh=fresh, volatile=frozenset(volatile), standalone=True)
 
     def restore(self, value: object) -> None:
         if not isinstance(value, dict):
@@ -112,14 +116,18 @@ class ModuleProvider(StateProvider):
 
 def _is_standard(node: torch.nn.Module) -> bool:
     """Whether state_dict() of this module is just its parameters and persistent buffers."""
-    kind = type(node)
-    base = next(k for k in kind.__mro__ if k.__module__ == "torch.nn.modules.module" and k.__name__ == "Module")
-    ours = ("state_dict", "_save_to_state_dict", "get_extra_state", "_load_from_state_dict")
-    unchanged = all(getattr(kind, name) is getattr(base, name) for name in ours)
-    norm = kind.__module__ == "torch.nn.modules.batchnorm" or kind.__module__ == "torch.nn.modules.instancenorm"
-    compiled = _inner_name(node) is not None  # wrappers forward state_dict to what they wrap
-    hooks = node._state_dict_hooks or node._state_dict_pre_hooks
-    return (unchanged or norm or compiled) and not hooks
+    if node._state_dict_hooks or node._state_dict_pre_hooks:
+        return False
+    return _inner_name(node) is not None or _is_standard_class(type(node))
+
+
+@functools.cache
+def _is_standard_class(kind: type[torch.nn.Module]) -> bool:
+    if kind.__module__ in ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm"):
+        return True  # these only look at versions of their state
+    root = next(k for k in kind.__mro__ if (k.__module__, k.__name__) == _MODULE)
+    own_ways = ("state_dict", "_save_to_state_dict", "get_extra_state", "_load_from_state_dict")
+    return all(getattr(kind, name) is getattr(root, name) for name in own_ways)
 
 
 def _plain_names(nodes: list[tuple[str, str, torch.nn.Module]]) -> dict[str, str]:

@@ -6,15 +6,24 @@ parameters to bf16. Works before the first step, when there is no state yet. Imp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from laststep.errors import Usage
-from laststep.state.provider import ABSENT, State, StateProvider
-from laststep.state.tensors import is_tensor
+from laststep.state.provider import ABSENT, State, StateProvider, has_absent
+from laststep.state.tensors import is_tensor, put_tensor
 from laststep.state.tree import Path
 
 if TYPE_CHECKING:
     import torch
+
+
+Names = Callable[[], dict[int, tuple[str, str]]]
+"""id of a parameter → (item, name), as it is now."""
+
+_NOT_OPTIONS = frozenset({"params", "param_names"})
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How a step is computed is the live optimizer's choice: it decides where `step` has to lie."""
 
 
 class OptimizerProvider(StateProvider):
@@ -22,8 +31,8 @@ class OptimizerProvider(StateProvider):
 
     kind = "optimizer"
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
-        """`names` maps ids of parameters to names; others go by the optimizer's own or by place."""
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Names) -> None:
+        """`names` tells item and name of parameters; others go by the optimizer's own or by place."""
         self._optimizer = optimizer
         self._names = names
 
@@ -36,7 +45,7 @@ class OptimizerProvider(StateProvider):
         by_name = {names[id(p)]: state[p] for g in self._optimizer.param_groups for p in g["params"] if p in state}
         groups = []
         for group in self._optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
             groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
         others = {key: value for key, value in state.items() if id(key) not in names}
         if others:
@@ -85,18 +94,27 @@ class OptimizerProvider(StateProvider):
             parameter = parameters.get(name)
             if parameter is None or entries is ABSENT:
                 continue
-            kept = self._optimizer.state[parameter]
-            for key, entry in entries.items():
-                if not _has_absent(entry):
-                    kept[key] = entry
-        if not _has_absent(value):
-            stale = [p for n, p in parameters.items() if n not in value["state"]]
-            for parameter in stale:
-                self._optimizer.state.pop(parameter, None)
+            restored = {key: entry for key, entry in entries.items() if not has_absent(entry)}
+            if restored or not entries:
+                self._optimizer.state[parameter].update(restored)
+        if not has_absent(value):
+            self._forget_newer(parameters, value["state"])
         for group, stored in zip(self._optimizer.param_groups, value["groups"], strict=False):
             for key, entry in stored["options"].items():
-                if not _has_absent(entry):
+                if key not in _HOW and not has_absent(entry):
                     _set_option(group, key, entry)
+
+    def _forget_newer(
+        self, parameters: dict[str, torch.Tensor], stored: dict[str, dict[str, object]]
+    ) -> None:
+        """After a whole restore: state that came to be after the checkpoint goes."""
+        for name, parameter in parameters.items():
+            if name not in stored:
+                self._optimizer.state.pop(parameter, None)
+                continue
+            kept = self._optimizer.state[parameter]
+            for key in [key for key in kept if key not in stored[name]]:
+                del kept[key]
 
     def _walk(self) -> list[tuple[torch.Tensor, str, dict[str, object]]]:
         names = self._named()
@@ -104,10 +122,17 @@ class OptimizerProvider(StateProvider):
 
     def _named(self) -> dict[int, str]:
         names: dict[int, str] = {}
+        known = self._names()
+        mine = [p for group in self._optimizer.param_groups for p in group["params"]]
+        items = {known[id(p)][0] for p in mine if id(p) in known}
         for g, group in enumerate(self._optimizer.param_groups):
             own = group.get("param_names")
             for i, parameter in enumerate(group["params"]):
-                name = self._names.get(id(parameter)) or (own[i] if own else f"group{g}.{i}")
+                item, name = known.get(id(parameter), ("", ""))
+                if not name:
+                    name = own[i] if own else f"group{g}.{i}"
+                elif len(items) > 1:
+                    name = f"{item}:{name}"
                 names[id(parameter)] = name
         if len(set(names.values())) != len(names):
             raise Usage("two parameters of the optimizer have the same name",
@@ -117,17 +142,7 @@ class OptimizerProvider(StateProvider):
 
 def _set_option(group: dict[str, object], key: str, entry: object) -> None:
     live = group.get(key)
-    if is_tensor(live) and not is_tensor(entry):
-        live.fill_(entry)  # type: ignore[union-attr, attr-defined]  # a tensor lr stays the same tensor
-    elif not (is_tensor(live) and is_tensor(entry) and live is entry):
+    if is_tensor(live):  # a tensor lr stays the same tensor
+        put_tensor(live, entry)  # type: ignore[arg-type]
+    else:
         group[key] = entry
-
-
-def _has_absent(entry: object) -> bool:
-    if entry is ABSENT:
-        return True
-    if isinstance(entry, dict):
-        return any(_has_absent(inner) for inner in entry.values())
-    if isinstance(entry, list | tuple):
-        return any(_has_absent(inner) for inner in entry)
-    return False

@@ -1,7 +1,7 @@
 """The values that describe state on its way to and from a checkpoint.
 
-Knows nothing of torch: a piece's `data` is opaque here. Pieces and spans are named tuples, not
-dataclasses, because a save of 100,000 tensors makes as many of them while training waits.
+Knows nothing of torch: live tensors are opaque here. Pieces are named tuples, not dataclasses, because
+a save of 100,000 tensors makes as many of them while training waits.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ Shape = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A tensor of an item, alive in memory."""
+    """A tensor of an item, described; plans are cached under pieces, so they hold no memory."""
 
     name: str
     dtype: str
     shape: Shape
     size_bytes: int
     device: str
-    data: object
-    """A torch.Tensor (detached; possibly strided): only `state.tensors` and `engine.copy` look."""
+    contiguous: bool
     volatile: bool
     """Whether a forward pass may change it (BatchNorm's statistics): then it is never lazy."""
 
@@ -43,8 +42,10 @@ class Collected:
 
     tree: object
     pieces: tuple[Piece, ...]
+    sources: tuple[object, ...]
+    """The live tensor of each piece (detached; possibly strided), opaque outside the engine."""
     ties: dict[str, str] = field(default_factory=dict)
     """A name whose tensor is the same memory as the piece named by the value."""
     views: dict[str, View] = field(default_factory=dict)
     tensors: dict[str, object] = field(default_factory=dict)
-    """Every tensor by its name, those that share bytes included; opaque like `Piece.data`."""
+    """Every tensor by its name, those that share bytes included; opaque like `sources`."""

@@ -8,6 +8,7 @@ the loaded tree to `restore`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,6 +44,17 @@ class State:
 def lies_under(path: Path, prefixes: tuple[Path, ...]) -> bool:
     """Whether a path is one of the prefixes or below one."""
     return any(path[: len(prefix)] == prefix for prefix in prefixes)
+
+
+def has_absent(entry: object) -> bool:
+    """Whether anything in a restored tree was not restored."""
+    if entry is ABSENT:
+        return True
+    if isinstance(entry, dict):
+        return any(has_absent(inner) for inner in entry.values())
+    if isinstance(entry, list | tuple | deque):
+        return any(has_absent(inner) for inner in entry)
+    return False
 
 
 class StateProvider(ABC):

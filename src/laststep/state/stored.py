@@ -12,6 +12,7 @@ from laststep.codecs import objects
 from laststep.errors import Corrupt
 from laststep.state.pieces import Collected, Shape, View
 from laststep.state.tree import tensor_names
+from laststep.terms import DTYPES
 
 
 class TensorSpec(NamedTuple):
@@ -76,7 +77,19 @@ def decode_item(
         source = item.source_of(leaf)
         if source not in tensors:
             raise Corrupt("a tensor that the tree names is not stored", where=where, found=repr(source))
+        view = item.view_of(leaf)
+        if view is not None and not _lies_in(view, tensors[source]):
+            raise Corrupt("a view lies outside of its base", where=where, found=repr(view)[:200])
     return item
+
+
+def _lies_in(view: View, base: TensorSpec) -> bool:
+    if view.dtype not in DTYPES or base.dtype != "uint8" or len(base.shape) != 1:
+        return False
+    size = DTYPES[view.dtype].size_bytes
+    reach = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))
+    stop = view.offset_bytes + (0 if 0 in view.shape else (reach + 1) * size)
+    return view.offset_bytes % size == 0 and stop <= base.shape[0]
 
 
 def _dict(value: object, where: str) -> dict[str, object]:

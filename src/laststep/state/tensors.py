@@ -7,6 +7,8 @@ devices; `engine.copy` does that.
 from __future__ import annotations
 
 import pickle
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -25,9 +27,14 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)
 }
 DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_ARRAYS: Final = frozenset({np.ndarray, np.memmap})
+"""Other subclasses, such as masked arrays, hold more than their elements."""
+_ARRAY_DTYPES: Final = frozenset(map(np.dtype, (
+    "?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16",
+)))  # fmt: skip
 _PLAIN_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-_BLOB_BYTES = 4096
-"""bytes values above this are stored raw, as pieces, rather than as text in the tree."""
+_BASE_ALIGN = 16
+"""A base starts at a multiple of the largest element, so that every view of it is aligned."""
 
 
 class TensorHandler(NamedTuple):
@@ -53,25 +60,69 @@ def register_tensor_type(
     _HANDLERS[kind] = TensorHandler(name, to_parts, from_parts)
 
 
+class _Known(NamedTuple):
+    """A tensor met at the last save: if it is still the same memory, nothing is asked again."""
+
+    tensor: weakref.ref[torch.Tensor]
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    ref: TensorRef
+    is_piece: bool
+
+    def fits(self, value: object) -> bool:
+        return (
+            self.tensor() is value
+            and value.data_ptr() == self.address  # type: ignore[attr-defined]
+            and value.shape == self.shape  # type: ignore[attr-defined]
+            and value.dtype is self.dtype  # type: ignore[attr-defined]
+            and value.stride() == self.stride  # type: ignore[attr-defined]
+        )
+
+
+class CollectCache:
+    """What the last save of an item found; holds no tensor's memory."""
+
+    def __init__(self) -> None:
+        self.known: dict[Path, _Known] = {}
+        self.pieces: tuple[Piece, ...] = ()
+        self.ties: dict[str, str] = {}
+
+
 class Collector:
     """The `Leaves` of a torch state: remembers every tensor under the name of its path."""
 
-    def __init__(self, volatile: frozenset[Path], allow_pickle: bool) -> None:
+    def __init__(
+        self, volatile: frozenset[Path], allow_pickle: bool, known: dict[Path, _Known] | None = None
+    ) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.hits: list[tuple[_Known, torch.Tensor]] = []
+        self._known = known or {}
         self.volatile_names: set[str] = set()
+        self.paths: dict[str, Path] = {}
+        self.originals: dict[str, torch.Tensor] = {}
         self._volatile = volatile
         self._allow_pickle = allow_pickle
 
     def take(self, path: Path, value: object) -> object:
+        known = self._known.get(path)
+        if known is not None and known.fits(value):
+            self.hits.append((known, value))  # type: ignore[arg-type]
+            return known.ref
         kind = type(value)
         if kind in _PLAIN_TENSORS or isinstance(value, torch.Tensor):
             return self._take_tensor(path, value)  # type: ignore[arg-type]
-        if isinstance(value, np.ndarray):
-            if value.dtype.hasobject or value.dtype.kind not in "biufc":
+        if kind in _ARRAYS:
+            if value.dtype.newbyteorder("=") not in _ARRAY_DTYPES:  # type: ignore[attr-defined]
                 return NOT_MINE
-            return Tagged("ndarray", self._take_array(path, value))
+            return Tagged("ndarray", self._take_array(path, value))  # type: ignore[arg-type]
         if isinstance(value, np.generic):
+            if value.dtype.hasobject or value.dtype.kind == "V":
+                return NOT_MINE
             return Tagged("scalar", [value.dtype.str, value.tobytes()])
+        if kind is Counter:  # MultiStepLR keeps its milestones in one
+            return Tagged("counter", copy_tree(dict(value), self, path, allow_pickle=False))
         if kind is bytes:  # larger than what the tree keeps as text
             blob = torch.frombuffer(bytearray(value), dtype=torch.uint8)  # type: ignore[arg-type]
             return Tagged("bytes", self._keep(path, blob))
@@ -86,13 +137,16 @@ class Collector:
     def _keep(self, path: Path, tensor: torch.Tensor) -> TensorRef:
         name = name_of(path)
         self.tensors[name] = tensor
+        self.paths[name] = path
         if path in self._volatile:
             self.volatile_names.add(name)
         return TensorRef(name)
 
     def _take_array(self, path: Path, array: np.ndarray) -> list[object]:
         # Byte order and read-only flags are not torch's: a copy in native order has neither.
-        odd = not array.flags.writeable or not array.dtype.isnative or min(array.strides, default=0) < 0
+        # Nor are strides that run backwards or are no whole number of elements.
+        strides = [step < 0 or step % array.itemsize for step in array.strides]
+        odd = not array.flags.writeable or not array.dtype.isnative or any(strides)
         safe = array.astype(array.dtype.newbyteorder("="), copy=True) if odd else array
         return [array.dtype.str, self._keep(path, torch.from_numpy(safe))]
 
@@ -108,15 +162,18 @@ class Collector:
         if tensor.dtype not in DTYPE_NAMES:
             raise Usage(f"cannot save a tensor of {tensor.dtype}", where=show_path(path),
                         expected="a plain dtype", remedy="dequantise it first")  # fmt: skip
+        original = tensor
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
-        return self._keep(path, tensor.detach() if tensor.requires_grad else tensor)
+        ref = self._keep(path, tensor.detach() if tensor.requires_grad else tensor)
+        self.originals[ref.name] = original
+        return ref
 
     def _take_subclass(self, path: Path, tensor: torch.Tensor) -> object:
         for base in type(tensor).__mro__:
             handler = _HANDLERS.get(base)
             if handler is not None:
-                parts = copy_tree(handler.to_parts(tensor), self, path=path, allow_pickle=self._allow_pickle)
+                parts = copy_tree(handler.to_parts(tensor), self, path, self._allow_pickle)
                 return Tagged("subclass", [handler.name, parts])
         if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
             raise Usage("cannot save a parameter that is not initialised yet", where=show_path(path),
@@ -141,26 +198,61 @@ class Collector:
             raise Usage(f"cannot save a tensor of layout {tensor.layout}", where=show_path(path))
         parts = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in parts.items()}
         layout = str(tensor.layout).removeprefix("torch.")
-        return Tagged("sparse", [layout, tuple(tensor.shape), copy_tree(parts, self, path=path)])
+        return Tagged("sparse", [layout, tuple(tensor.shape), copy_tree(parts, self, path, False)])
 
 
 def collect(
-    value: object, *, volatile: frozenset[Path] = frozenset(), allow_pickle: bool = False
+    value: object,
+    *,
+    volatile: frozenset[Path] = frozenset(),
+    allow_pickle: bool = False,
+    cache: CollectCache | None = None,
 ) -> Collected:
-    """Take a state apart: its tree of plain values, its tensors as pieces, what shares memory."""
+    """Take a state apart: its tree of plain values, its tensors as pieces, what shares memory.
+
+    With a `cache`, a state whose tensors are all still the same memory as last time is only walked.
+    """
+    if cache is not None and cache.known:
+        collector = Collector(volatile, allow_pickle, cache.known)
+        tree = copy_tree(value, collector, (), allow_pickle)
+        if len(collector.hits) == len(cache.known) and not collector.tensors:
+            sources = tuple(tensor for known, tensor in collector.hits if known.is_piece)
+            return Collected(tree=tree, pieces=cache.pieces, sources=sources, ties=cache.ties)
     collector = Collector(volatile, allow_pickle)
-    tree = copy_tree(value, collector, allow_pickle=allow_pickle)
+    tree = copy_tree(value, collector, (), allow_pickle)
+    collected = _collected(tree, collector)
+    if cache is not None:
+        _remember(cache, collector, collected)
+    return collected
+
+
+def _remember(cache: CollectCache, collector: Collector, collected: Collected) -> None:
+    """Only what is as simple as it is common: every leaf a plain tensor, no overlapping views."""
+    cache.known = {}
+    simple = not collected.views and len(collector.originals) == len(collector.tensors)
+    if not simple or any(t.is_conj() or t.is_neg() for t in collector.originals.values()):
+        return
+    cache.pieces, cache.ties = collected.pieces, collected.ties
+    for name, tensor in collector.originals.items():
+        cache.known[collector.paths[name]] = _Known(
+            weakref.ref(tensor), tensor.data_ptr(), tensor.shape,
+            tensor.stride(), tensor.dtype, TensorRef(name), name not in collected.ties,
+        )  # fmt: skip
+
+
+def _collected(tree: object, collector: Collector) -> Collected:
     tensors = collector.tensors
     ties, views, bases = _sharing(tensors)
-    pieces = [
-        _piece(name, tensor, name in collector.volatile_names)
-        for name, tensor in tensors.items()
-        if name not in ties and name not in views
-    ]
+    own = {n: t for n, t in tensors.items() if n not in ties and n not in views} | bases
     loose = {view.base for name, view in views.items() if name in collector.volatile_names}
-    pieces.extend(_piece(name, base, name in loose) for name, base in bases.items())
+    loose |= collector.volatile_names
     return Collected(
-        tree=tree, pieces=tuple(pieces), ties=ties, views=views, tensors=dict(tensors)
+        tree=tree,
+        pieces=tuple(_piece(name, tensor, name in loose) for name, tensor in own.items()),
+        sources=tuple(own.values()),
+        ties=ties,
+        views=views,
+        tensors=dict(tensors),
     )
 
 
@@ -168,7 +260,7 @@ def _piece(name: str, tensor: torch.Tensor, volatile: bool) -> Piece:
     device = tensor.device
     return Piece(
         name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes,
-        "cpu" if device.type == "cpu" else str(device), tensor, volatile,
+        "cpu" if device.type == "cpu" else str(device), tensor.is_contiguous(), volatile,
     )  # fmt: skip
 
 
@@ -187,7 +279,8 @@ def _sharing(
         base_name = f"~6base{len(bases)}"
         storage = tensors[overlap.members[0].name].untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        bases[base_name] = whole[overlap.start : overlap.stop]
+        start = overlap.start // _BASE_ALIGN * _BASE_ALIGN
+        bases[base_name] = whole[start : overlap.stop]
         for member in overlap.members:
             tensor = tensors[member.name]
             views[member.name] = View(
@@ -195,7 +288,7 @@ def _sharing(
                 dtype=DTYPE_NAMES[tensor.dtype],
                 shape=tuple(tensor.shape),
                 stride=tuple(tensor.stride()),
-                offset_bytes=tensor.storage_offset() * tensor.element_size() - overlap.start,
+                offset_bytes=tensor.storage_offset() * tensor.element_size() - start,
             )
     return ties, views, bases
 
@@ -245,8 +338,13 @@ def _revive(tagged: Tagged, allow_pickle: bool) -> object:
         return np.frombuffer(data, dtype=np.dtype(dtype))[0]
     if tag == "bytes":
         return value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else value
+    if tag == "counter":
+        return Counter(value)  # type: ignore[call-overload]
     if tag == "dtype":
-        return getattr(torch, str(value))
+        dtype = getattr(torch, str(value), None)
+        if not isinstance(dtype, torch.dtype):
+            raise Corrupt("unknown dtype", found=repr(value)[:80])
+        return dtype
     if tag == "device":
         return torch.device(str(value))
     if tag == "size":
@@ -300,9 +398,29 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def dense_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor as far as that can be said: a sparse one counts as nothing."""
+    return tensor.nbytes if tensor.layout is torch.strided else 0
+
+
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same window of the same storage."""
+    """Whether two tensors are the same window of the same storage; False where they have none."""
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def put_tensor(live: torch.Tensor, loaded: torch.Tensor | float) -> torch.Tensor:
+    """Give a live tensor a loaded value, unless it was restored in place; returns what is to stand:
+    the live tensor, or the loaded one where a sparse tensor of another size cannot be filled."""
+    with torch.no_grad():
+        if not isinstance(loaded, torch.Tensor):
+            live.fill_(loaded)
+        elif live.layout is not torch.strided or live.shape != loaded.shape:
+            return loaded
+        elif not same_memory(live, loaded) or live.is_conj() or live.is_neg():
+            live.copy_(loaded)
+    return live
 
 
 def torch_rng_states() -> dict[str, object]:

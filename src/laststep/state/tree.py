@@ -35,32 +35,41 @@ class Leaves(Protocol):
         """The marker that stands for `value` in the tree (a TensorRef or Tagged), or NOT_MINE."""
 
 
-def copy_tree(value: object, leaves: Leaves, *, path: Path = (), allow_pickle: bool = False) -> object:
+def copy_tree(value: object, leaves: Leaves, path: Path, allow_pickle: bool) -> object:
     """A copy of `value` made of plain values, with every leaf replaced by what `leaves` answers."""
     kind = type(value)
     if kind in _PLAIN or (kind is bytes and len(value) <= _SMALL_BYTES):  # type: ignore[arg-type]
         return value
+    if kind is dict or kind is OrderedDict:
+        _check_depth(path)
+        # Spelled out rather than shared with the other containers: this loop runs once per tensor.
+        copied = {} if kind is dict else OrderedDict()
+        for key, inner in value.items():  # type: ignore[attr-defined]
+            plain = type(inner) in _PLAIN
+            copied[key] = inner if plain else copy_tree(inner, leaves, (*path, key), allow_pickle)
+        return copied
+    if kind is list or kind is tuple:
+        _check_depth(path)
+        entries = [copy_tree(v, leaves, (*path, i), allow_pickle) for i, v in enumerate(value)]  # type: ignore[arg-type, var-annotated]
+        return entries if kind is list else tuple(entries)
+    taken = leaves.take(path, value)
+    if taken is not NOT_MINE:
+        return taken
+    _check_depth(path)
+
+    def down(key: object, inner: object) -> object:
+        return copy_tree(inner, leaves, (*path, key), allow_pickle)
+
+    return _uncommon(value, down, path, allow_pickle)
+
+
+def _check_depth(path: Path) -> None:
     if len(path) > MAX_DEPTH:
         raise Usage(
             "cannot save a state nested this deeply, or that contains itself",
             where=show_path(path[:8]) + "…",
             expected=f"at most {MAX_DEPTH} levels",
         )
-
-    def down(key: object, inner: object) -> object:
-        return copy_tree(inner, leaves, path=(*path, key), allow_pickle=allow_pickle)
-
-    if kind is dict or kind is OrderedDict:
-        copied = ((key, down(key, inner)) for key, inner in value.items())  # type: ignore[attr-defined]
-        return dict(copied) if kind is dict else OrderedDict(copied)
-    if kind is list:
-        return [down(i, inner) for i, inner in enumerate(value)]  # type: ignore[arg-type, var-annotated]
-    if kind is tuple:
-        return tuple(down(i, inner) for i, inner in enumerate(value))  # type: ignore[arg-type, var-annotated]
-    taken = leaves.take(path, value)
-    if taken is not NOT_MINE:
-        return taken
-    return _uncommon(value, down, path, allow_pickle)
 
 
 def _uncommon(
@@ -75,13 +84,25 @@ def _uncommon(
     if type(value) is bytearray:
         return bytearray(value)
     if allow_pickle:
-        return Tagged("pickle", pickle.dumps(value, protocol=4))
+        return Tagged("pickle", _pickled(value, path))
     raise Usage(
         f"cannot save a {type(value).__module__}.{type(value).__qualname__}",
         where=show_path(path),
         expected="tensors, arrays, containers and plain values",
         remedy="leave it out, give it state_dict() and load_state_dict(), or pass allow_pickle=True",
     )
+
+
+def _pickled(value: object, path: Path) -> bytes:
+    try:
+        return pickle.dumps(value, protocol=4)
+    except Exception as error:  # whatever a user's class raises
+        raise Usage(
+            f"cannot pickle a {type(value).__module__}.{type(value).__qualname__}",
+            where=show_path(path),
+            found=str(error),
+            remedy="leave it out, or give it state_dict() and load_state_dict()",
+        ) from error
 
 
 def rebuild(

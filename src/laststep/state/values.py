@@ -13,8 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from laststep.errors import Usage
-from laststep.state.provider import ABSENT, State, StateProvider
-from laststep.state.tensors import is_tensor, set_torch_rng_states, torch_rng_states
+from laststep.state.provider import ABSENT, State, StateProvider, has_absent
+from laststep.state.tensors import is_tensor, put_tensor, set_torch_rng_states, torch_rng_states
 
 
 @runtime_checkable
@@ -112,25 +112,58 @@ class ValueProvider(StateProvider):
 
 
 def _put(live: Any, loaded: Any) -> Any:
-    """`loaded` written into the containers of `live` where they can be changed; what is to stand."""
+    """`loaded` written into `live` where that can be changed; returns what is to stand there."""
     if loaded is ABSENT:
         return live
     if type(live) in (dict, OrderedDict) and isinstance(loaded, dict):
         for key, inner in loaded.items():
-            live[key] = _put(live.get(key), inner)
+            if key in live or not has_absent(inner):
+                live[key] = _put(live.get(key), inner)
         return live
-    if isinstance(live, list | deque) and isinstance(loaded, list | deque) and not isinstance(live, str):
-        merged = [_put(a, b) for a, b in zip(live, loaded, strict=False)] + list(loaded)[len(live) :]
-        live[:] = merged if isinstance(live, list) else live
+    if isinstance(live, list | deque) and isinstance(loaded, list | deque):
+        merged = _merged(list(live), list(loaded))
+        live.clear()
+        live.extend(merged)
         return live
     if isinstance(live, tuple) and isinstance(loaded, tuple) and len(live) == len(loaded):
         merged = [_put(a, b) for a, b in zip(live, loaded, strict=True)]
         return live._make(merged) if hasattr(live, "_make") else type(live)(merged)
-    if isinstance(live, np.ndarray) and isinstance(loaded, np.ndarray) and live.shape == loaded.shape:
-        if live is not loaded:
-            live[...] = loaded
-        return live
+    if isinstance(live, np.ndarray) and isinstance(loaded, np.ndarray):
+        return _put_array(live, loaded)
+    if is_tensor(live) and is_tensor(loaded):
+        return put_tensor(live, loaded)
     return loaded
+
+
+def _merged(live: list[Any], loaded: list[Any]) -> list[Any]:
+    """A list as it was stored; of a partial restore only what is already there changes."""
+    merged = [_put(a, b) for a, b in zip(live, loaded, strict=False)]
+    if any(has_absent(inner) for inner in loaded):
+        return merged + live[len(loaded) :]
+    return merged + loaded[len(live) :]
+
+
+def _put_array(live: Any, loaded: Any) -> Any:
+    if live.shape != loaded.shape or not live.flags.writeable:
+        return loaded
+    live[...] = loaded
+    return live
+
+
+class EntryProvider(StateProvider):
+    """A plain entry of a dict that is a group: looked up at each save, replaced on restore."""
+
+    kind = "value"
+
+    def __init__(self, owner: dict[str, Any], key: str) -> None:
+        self._owner = owner
+        self._key = key
+
+    def describe(self) -> State:
+        return State(value=self._owner[self._key])
+
+    def restore(self, value: object) -> None:
+        self._owner[self._key] = _put(self._owner[self._key], value)
 
 
 class GroupProvider(StateProvider):

@@ -1,6 +1,6 @@
 """A store in a folder of a local or network filesystem.
 
-Knows nothing of checkpoints. Every name is checked before it touches the disk, and every change goes
+Knows nothing of checkpoints. Every name is checked before it touches the disk; every change goes
 through a `Disk`. A file made by `create` is there whole and durable or not at all; a folder under
 deletion leaves its name in one step. Direct I/O is tried on the first file that is opened and not
 again. Safe to use from several threads: besides what it found out about the filesystem, and whether
@@ -364,11 +364,11 @@ class DirectoryStore:
                 raise
             # Some filesystems make the file before they refuse the flag.
             self._discard(path)
-            self._found_direct(False)
+            self._found_direct(works=False)
             return self._disk.create_file(path, direct=False), False
         if self._direct is None:
             try:
-                self._found_direct(files.accepts_direct_writes(self._disk, fd))
+                self._found_direct(works=files.accepts_direct_writes(self._disk, fd))
             except OSError:
                 with contextlib.suppress(OSError):
                     self._disk.close(fd)
@@ -387,17 +387,17 @@ class DirectoryStore:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            self._found_direct(False)
+            self._found_direct(works=False)
             return -1
         # An empty file proves nothing.
         if self._direct is None and os.fstat(fd).st_size > 0:
-            self._found_direct(files.accepts_direct_reads(fd))
+            self._found_direct(works=files.accepts_direct_reads(fd))
         if self._direct is not True:
             os.close(fd)
             return -1
         return fd
 
-    def _found_direct(self, works: bool) -> None:
+    def _found_direct(self, *, works: bool) -> None:
         if not works and self._direct is None:
             _log.info("%s does not do direct I/O: buffered instead", self._root)
         self._direct = works

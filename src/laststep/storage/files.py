@@ -13,11 +13,14 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from laststep.errors import StorageFailed, Usage
 from laststep.storage.disk import UNSUPPORTED, Disk, failed
 from laststep.terms import ALIGN_BYTES, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _BOUNCE_BYTES = 1 << 20
 

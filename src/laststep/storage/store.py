@@ -27,7 +27,7 @@ class Writer(Protocol):
     """A new file being written at given offsets; not durable before `finish`."""
 
     alignment_bytes: int
-    """Offsets, lengths and addresses given to `write_at` MUST be multiples of this (else `Usage`)."""
+    """Offsets, lengths and addresses of `write_at` MUST be multiples of this (else `Usage`)."""
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data` at `offset`; several threads may call this at once."""
@@ -43,7 +43,7 @@ class Reader(Protocol):
     """An existing file, read at given offsets."""
 
     alignment_bytes: int
-    """Reads whose offset, length and address are multiples of this are not copied; all others work too."""
+    """Reads whose offset, length and address are multiples of this are not copied; others are."""
 
     size_bytes: int
 
@@ -97,7 +97,7 @@ class Store(Protocol):
         """
 
     def open_reader(self, name: str, *, cached: bool = False) -> Reader:
-        """`cached=False` reads past the page cache where it can, so what is read is what is stored."""
+        """`cached=False` reads past the page cache where it can: what is read is what is stored."""
 
     def lock(self, name: str) -> Lock:
         """Take the lock file `name` for this process's life or until `close`; `Exists` if held.

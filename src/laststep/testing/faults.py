@@ -1,6 +1,6 @@
 """Disks that fail or record, to put beneath a `DirectoryStore`.
 
-`FailingDisk` fails the n-th changing system call, `RecordingDisk` performs and records each of them.
+`FailingDisk` fails the n-th changing system call, `RecordingDisk` performs and records each one.
 Neither knows what the calls are for. Both count across threads under one mutex.
 """
 

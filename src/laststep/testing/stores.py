@@ -16,13 +16,16 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from laststep.errors import Exists, LaststepError, NotFound, StorageFailed, Usage
-from laststep.storage.store import Store, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from laststep.storage.store import Store, Writer
 
 _BAD_NAMES = ("", "/", "/etc/x", "..", "../x", "a/../b", "a/./b", "a//b", "a/", ".", "a\0b")
 

@@ -20,12 +20,15 @@ import torch
 
 from laststep.codecs.digests import digest
 from laststep.config import Capture
-from laststep.engine.copy.device import SideStreams, record, spare_bytes
+from laststep.engine.copy.device import SideStreams, record
 from laststep.engine.copy.fence import Fence
-from laststep.engine.copy.fingerprint import fingerprints
-from laststep.engine.copy.gather import elements, gather, windows
+from laststep.engine.copy.fingerprint import Fingerprint
+from laststep.engine.copy.gather import Gatherer, elements, gather, windows
 from laststep.engine.copy.job import Job, Sink
+from laststep.engine.copy.kernel_check import check_kernels
 from laststep.engine.copy.layout import ChunkLayout, Group, Layout, Way, lower
+from laststep.engine.copy.staging import DeviceStaging
+from laststep.engine.copy.ways import Choice, choose
 from laststep.engine.pool import Pool
 from laststep.errors import LaststepError, StorageFailed, Torn, Usage
 from laststep.plan.save import SavePlan
@@ -33,8 +36,6 @@ from laststep.state.pieces import Piece
 
 log = logging.getLogger(__name__)
 
-_HOST_STAGING_BYTES = 64 << 20
-"""Up to this much host state is copied aside at save(), outside the pool, rather than into slots."""
 _IN_FLIGHT = 8
 """Chunks whose copies may be under way before the oldest is waited for."""
 
@@ -48,42 +49,54 @@ class Capturer:
         self._margin = margin_bytes
         self._fence = Fence()
         self._streams = SideStreams()
+        self._staging: dict[str, DeviceStaging] = {}
+        self._chosen: Choice | None = None
         self._layout: tuple[SavePlan, Layout] | None = None
+        self._gatherers: dict[str, Gatherer] = {}
+        self._fingerprints: dict[str, Fingerprint] = {}
         self._torn = False
         self._last: Job | None = None
+        self._devices: tuple[str, ...] = ()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="laststep-capture", daemon=True)
+
+    def start(self, expected_bytes: dict[str, int]) -> None:
+        """Begin; what is expected on each device is set aside now, if it is spare."""
+        if self._mode in (Capture.AUTO, Capture.DEVICE):
+            for device, size in expected_bytes.items():
+                self._staging_on(device).set_aside(size)
+        self._devices = tuple(expected_bytes)
         self._thread.start()
 
     def take(
         self,
         plan: SavePlan,
         pieces: Sequence[Piece],
+        sources: Sequence[torch.Tensor],
         sink: Sink,
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> Job:
         """Capture the state as it is now. On return training may go on; what the way that was
         chosen still needs is behind the fence. Raises what made the capture impossible."""
         began = time.perf_counter()
-        sources = [piece.data for piece in pieces]
         lazy = self._lazy_is_safe()
-        ways = self._choose(pieces)
-        job = Job(layout=self._lower(plan, ways), sources=sources, names=[p.name for p in pieces],
-                  sink=sink, began_s=began)  # type: ignore[arg-type]  # fmt: skip
+        layout = self._lower(plan, self._choose(pieces))
+        job = Job(layout=layout, sources=sources, pieces=pieces, sink=sink, began_s=began)
         for stream in streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         self._stage(job)
-        host_lazy = lazy and self._mode is Capture.LAZY
-        has_device_direct = self._mark_devices(job)
-        if lazy and (has_device_direct or host_lazy):
-            self._prepare_lazy(job, host_lazy)
-        if not host_lazy:
+        lazily = [device for device in layout.direct if device != "cpu"]
+        host_lazy = lazy and self._mode is Capture.LAZY and "cpu" in layout.direct
+        self._mark(job, lazily, fingerprinted=lazy)
+        if host_lazy:
+            self._digest_host(job)
+        else:
             self._fill_from_host(job)
         self._last = job
-        if lazy and (has_device_direct or host_lazy):
+        if lazy and (lazily or host_lazy):
             self._fence.add(job)
         self._jobs.put(job)
-        if has_device_direct and not lazy:
+        if lazily and not lazy:
             job.over.wait()
             if job.error is not None:
                 raise job.error
@@ -104,85 +117,63 @@ class Capturer:
         return fired and not self._torn and self._mode in (Capture.AUTO, Capture.LAZY)
 
     def _choose(self, pieces: Sequence[Piece]) -> tuple[Way, ...]:
-        host_bytes = sum(p.size_bytes for p in pieces if p.device == "cpu")
-        host_way = Way.DIRECT
-        if host_bytes <= _HOST_STAGING_BYTES and self._mode is not Capture.LAZY:
-            host_way = Way.STAGED
-        spare: dict[str, int] = {}
-        ways: list[Way] = []
-        for piece in pieces:
-            if piece.device == "cpu":
-                ways.append(host_way if self._mode is not Capture.LAZY or not piece.volatile else Way.STAGED)
-                continue
-            if piece.device not in spare:
-                spare[piece.device] = self._room(piece.device)
-            tensor = piece.data
-            # Buffers change in forward, and strided tensors need gathering: neither can wait.
-            must = piece.volatile or not tensor.is_contiguous()  # type: ignore[attr-defined]
-            fits = spare[piece.device] >= piece.size_bytes
-            if must or (fits and self._mode in (Capture.AUTO, Capture.DEVICE)):
-                ways.append(Way.STAGED)
-                spare[piece.device] -= piece.size_bytes
-            elif self._mode is Capture.DEVICE:
-                raise Usage(
-                    "device memory is short for capture='device'",
-                    where=piece.device,
-                    expected=f"{sum(p.size_bytes for p in pieces if p.device == piece.device)} spare bytes",
-                    found=f"{self._room(piece.device)}",
-                    remedy="use capture='auto', which captures lazily what does not fit",
-                )
-            else:
-                ways.append(Way.DIRECT)
-        return tuple(ways)
+        """Each piece's way. While the pieces stay the same and fit as before, so do the ways."""
+        known = self._chosen
+        if known is not None and known.pieces is pieces:
+            if all(self._staging_on(device).room() >= need for device, need in known.needs.items()):
+                return known.ways
+        devices = dict.fromkeys(piece.device for piece in pieces if piece.device != "cpu")
+        rooms = {device: self._staging_on(device).room() for device in devices}
+        self._chosen = choose(pieces, self._mode, rooms)
+        return self._chosen.ways
 
-    def _room(self, device: str) -> int:
+    def _staging_on(self, device: str) -> DeviceStaging:
         if not device.startswith("cuda"):
             raise Usage("cannot capture from this kind of device", found=device, expected="cpu or cuda")
-        return spare_bytes(device, self._margin)
+        if device not in self._staging:
+            self._staging[device] = DeviceStaging(device, self._margin)
+        return self._staging[device]
 
     def _lower(self, plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
         known = self._layout
         if known is None or known[0] is not plan or known[1].ways != ways:
             known = self._layout = (plan, lower(plan, ways))
+            self._gatherers = {d: Gatherer(groups) for d, groups in known[1].gathers.items()}
         return known[1]
 
     def _stage(self, job: Job) -> None:
         """Gather what is staged, on the stream that training uses, so that it stands in order."""
         for device, size in job.layout.staging_bytes.items():
+            gatherer = self._gatherers[device]
             if device == "cpu":
                 job.staging[device] = torch.empty(size, dtype=torch.uint8)
-                gather(job.staging[device], job.layout.gathers[device], job.sources)
+                gatherer.run(job.staging[device], job.sources, None)
                 continue
             with torch.cuda.device(device):
+                buffer = self._staging_on(device).take(size)
                 job.staging_began[device] = record(torch.cuda.current_stream(), timing=True)
-                job.staging[device] = torch.empty(size, dtype=torch.uint8, device=device)
-                gather(job.staging[device], job.layout.gathers[device], job.sources)
+                gatherer.run(buffer, job.sources, self._streams.stream(device))
+                job.staging[device] = buffer
                 job.ready[device] = record(torch.cuda.current_stream(), timing=True)
 
-    def _mark_devices(self, job: Job) -> bool:
-        """Whether anything is copied straight from a device; its state is marked on its stream."""
-        found = False
-        for chunk in job.chunks():
-            for group in chunk.direct:
-                if group.device != "cpu":
-                    found = True
-                    if group.device not in job.ready:
-                        with torch.cuda.device(group.device):
-                            job.ready[group.device] = record(torch.cuda.current_stream(), timing=True)
-        return found
-
-    def _prepare_lazy(self, job: Job, host_lazy: bool) -> None:
-        devices = {g.device for c in job.chunks() for g in c.direct if g.device != "cpu"}
+    def _mark(self, job: Job, devices: list[str], *, fingerprinted: bool) -> None:
+        """Mark the state of pieces that are copied straight from a device, on training's stream."""
         for device in devices:
             with torch.cuda.device(device):
-                pieces = job.direct_pieces(device)
-                job.before[device] = pieces, fingerprints([job.sources[p] for p in pieces])
+                if fingerprinted:
+                    tensors = [job.sources[piece] for piece in job.layout.direct[device]]
+                    known = self._fingerprints.get(device)
+                    if known is None or not known.fits(tensors):
+                        known = Fingerprint(tensors, self._streams.stream(device))
+                        self._fingerprints[device] = known
+                    job.before[device] = known, known.rows(tensors)
                 job.ready[device] = record(torch.cuda.current_stream(), timing=True)
-        if host_lazy:
-            for group in (g for c in job.chunks() for g in c.direct if g.device == "cpu"):
-                for index, span in enumerate(group.spans):
-                    key = (span.piece, span.first, span.last)
-                    job.host_before[key] = _host_digest(elements(job.sources[span.piece], group, index))
+
+    def _digest_host(self, job: Job) -> None:
+        for group in (g for c in job.chunks() for g in c.direct if g.device == "cpu"):
+            for index, span in enumerate(group.spans):
+                key = (span.piece, span.first, span.last)
+                job.host_before[key] = _host_digest(elements(job.sources[span.piece], group, index))
 
     def _fill_from_host(self, job: Job) -> None:
         """Copy host state that is not staged straight into slots, and hand over whole chunks."""
@@ -217,6 +208,8 @@ class Capturer:
     # -- on the capture thread --------------------------------------------------------------------
 
     def _work(self) -> None:
+        for device in self._devices[:1]:
+            check_kernels(device)
         while True:
             job = self._jobs.get()
             if job is None:
@@ -230,8 +223,7 @@ class Capturer:
                 job.error = StorageFailed("a capture failed", found=repr(error))
             if isinstance(job.error, Torn):
                 self._torn = True
-            job.staging.clear()
-            job.sources = []
+            self._let_go(job)
             job.timing.drained_s = time.perf_counter() - job.began_s
             if job.error is not None:
                 job.enqueued.set()
@@ -240,6 +232,14 @@ class Capturer:
             else:
                 job.sink.captured(job.timing)
             job.over.set()
+
+    def _let_go(self, job: Job) -> None:
+        """The copies have ended: staging memory goes back, and live tensors are let go of."""
+        for device, buffer in job.staging.items():
+            if device != "cpu":
+                self._staging[device].give_back(buffer.nbytes)
+        job.staging.clear()
+        job.sources = ()
 
     def _settle(self, job: Job) -> None:
         """After an error: no copy may still run into a slot that is given back."""
@@ -259,13 +259,17 @@ class Capturer:
                 continue
             host_done = slot is not None
             if slot is None:
+                # In a small pool only what is handed over comes back: never wait with all in hand.
+                while flying and self._pool.slots.free == 0:
+                    self._hand_over(job, *flying.popleft())
                 slot = self._lease(job)
             flying.append((chunk, slot, self._fill(job, chunk, slot, host_done)))
             while len(flying) > _IN_FLIGHT:
                 self._hand_over(job, *flying.popleft())
         after = self._after(job)
-        for device in {g.device for c in job.chunks() for g in c.direct if g.device != "cpu"}:
-            job.copied[device] = record(self._streams.stream(device))
+        for device in job.layout.direct:
+            if device != "cpu":
+                job.copied[device] = record(self._streams.stream(device))
         job.enqueued.set()
         while flying:
             self._hand_over(job, *flying.popleft())
@@ -308,25 +312,28 @@ class Capturer:
 
     def _after(self, job: Job) -> dict[str, torch.Tensor]:
         after: dict[str, torch.Tensor] = {}
-        for device, (pieces, _) in job.before.items():
+        for device, (fingerprint, _) in job.before.items():
             with torch.cuda.device(device), torch.cuda.stream(self._streams.stream(device)):
-                after[device] = fingerprints([job.sources[p] for p in pieces])
+                tensors = [job.sources[piece] for piece in job.layout.direct[device]]
+                after[device] = fingerprint.rows(tensors)
         return after
 
     def _prove(self, job: Job, after: dict[str, torch.Tensor]) -> None:
         """Lazy copies count only if the state was the same before and after them."""
-        for device, (pieces, before) in job.before.items():
+        for device, (fingerprint, before) in job.before.items():
             with torch.cuda.device(device), torch.cuda.stream(self._streams.stream(device)):
-                same = (before == after[device]).all(dim=1).cpu()
-            changed = [job.names[p] for p, ok in zip(pieces, same.tolist(), strict=True) if not ok]
+                same = (before == after[device]).all(dim=1).cpu().tolist()
+            pieces = job.layout.direct[device]
+            owners = zip(fingerprint.owners, same, strict=True)
+            changed = dict.fromkeys(job.pieces[pieces[owner]].name for owner, ok in owners if not ok)
             if changed:
-                raise _torn(changed)
+                raise _torn(list(changed))
 
     def _prove_host(self, job: Job, group: Group, target: torch.Tensor) -> None:
         for span, copied in zip(group.spans, windows(target, group), strict=True):
             before = job.host_before.get((span.piece, span.first, span.last))
             if before is not None and _host_digest(copied) != before:
-                raise _torn([job.names[span.piece]])
+                raise _torn([job.pieces[span.piece].name])
 
     def _read_timers(self, job: Job) -> None:
         for device, began in job.staging_began.items():

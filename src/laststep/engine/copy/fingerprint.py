@@ -1,32 +1,64 @@
-"""A 128-bit fingerprint of device tensors, to prove that they did not change during a lazy copy.
+"""A fingerprint of device tensors, to prove that they did not change during a lazy copy.
 
-Every 32-bit word is mixed with its position by a non-linear finaliser before it is summed, so that
-sign flips, swaps and shifts cannot cancel, which they do under a plain multiply-and-sum. Made on the
-current stream of the tensors' device without synchronising. It detects accidents, not attackers.
+Every word is mixed with its position by a non-linear bijection before it is summed, so that sign
+flips, swaps and shifts cannot cancel, which they do under a plain multiply-and-sum. Two 64-bit sums
+per stretch; made on the current stream without synchronising. It detects accidents, not attackers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from laststep.engine.copy.kernel_check import kernels_work
+
+if TYPE_CHECKING:
+    from laststep.engine.copy.kernels import Tiles
+
 _STEP = 1 << 24
-"""Words at a time: bounds the temporary memory to a few hundred megabytes."""
+"""Words at a time without Triton: bounds the temporary memory to a few hundred megabytes."""
 
 
-def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One row of two 64-bit sums per tensor, on their device. Tensors MUST be contiguous."""
-    rows = [_fingerprint(tensor) for tensor in tensors]
-    return torch.stack(rows)
+class Fingerprint:
+    """How a set of contiguous, non-empty tensors is fingerprinted; holds on to none of them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+        """`stream` is a side stream for uploads; None for tensors of the host."""
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._tiles: Tiles | None = None
+        self._rest = list(range(len(tensors)))
+        self.owners: list[int] = []
+        if stream is not None and kernels_work():
+            from laststep.engine.copy.kernels import Tiles
+
+            fast = [n for n, t in enumerate(tensors) if t.nbytes % 4 == 0 and t.data_ptr() % 4 == 0]
+            if fast:
+                self._tiles = Tiles([tensors[n] for n in fast], stream)
+                self.owners = [fast[owner] for owner in self._tiles.owners]
+                self._rest = sorted(set(self._rest) - set(fast))
+        self.owners += self._rest
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are tensors at the same places."""
+        return [tensor.data_ptr() for tensor in tensors] == self._addresses
+
+    def rows(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One row of two sums per stretch, on the current stream; `owners` says whose."""
+        parts = [] if self._tiles is None else [self._tiles.sums()]
+        if self._rest:
+            parts.append(torch.stack([_plain(tensors[number]) for number in self._rest]))
+        return torch.cat(parts)
 
 
-def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same idea in plain operations: several passes, bounded temporaries."""
     raw = tensor.detach().view(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8
     total = torch.zeros(2, dtype=torch.int64, device=raw.device)
-    aligned = raw.data_ptr() % 8 == 0
-    words = (raw if aligned else raw.clone())[:whole].view(torch.int64)
+    aligned = raw if raw.data_ptr() % 8 == 0 else raw.clone()
+    words = aligned[:whole].view(torch.int64)
     for start in range(0, words.numel(), _STEP):
         total += _mix(words[start : start + _STEP], start)
     if whole < raw.numel():

@@ -8,11 +8,16 @@ kernels do not take are viewed as integers of their size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from laststep.engine.copy.layout import Group
+from laststep.engine.copy.kernel_check import kernels_work
 from laststep.state.tensors import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from laststep.engine.copy.kernels import Copies
 
 _AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
     dtype: {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[
@@ -31,7 +36,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """A flat tensor as a type that every copy kernel takes."""
     plain = _AS_INTEGERS.get(tensor.dtype)
-    return tensor if plain is None else tensor.view(plain)
+    if plain is None:
+        return tensor
+    if plain.itemsize != tensor.dtype.itemsize:  # and a lone element may have any stride
+        return torch.view_as_real(tensor).view(-1).view(plain)
+    return tensor.view(plain)
 
 
 def windows(buffer: torch.Tensor, group: Group) -> list[torch.Tensor]:
@@ -57,26 +66,64 @@ def gather(
 ) -> None:
     """Fill a buffer of bytes from the pieces that its groups name, on the current stream."""
     into: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for group in groups:
-        places = windows(buffer, group)
-        dsts, srcs = into.setdefault(places[0].dtype, ([], []))
-        dsts += places
-        srcs += [elements(sources[s.piece], group, i) for i, s in enumerate(group.spans)]
     with torch.no_grad():
+        for group in groups:
+            places = windows(buffer, group)
+            dsts, srcs = into.setdefault(places[0].dtype, ([], []))
+            dsts += places
+            srcs += [elements(sources[s.piece], group, i) for i, s in enumerate(group.spans)]
         for dsts, srcs in into.values():
             torch._foreach_copy_(dsts, srcs, non_blocking=True)
 
 
-def scatter(
-    buffer: torch.Tensor, groups: Sequence[Group], targets: Sequence[torch.Tensor]
-) -> None:
-    """The way back: fill pieces from a buffer of bytes; targets MUST be contiguous."""
-    into: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for group in groups:
-        places = windows(buffer, group)
-        dsts, srcs = into.setdefault(places[0].dtype, ([], []))
-        srcs += places
-        dsts += [elements(targets[s.piece], group, i) for i, s in enumerate(group.spans)]
-    with torch.no_grad():
-        for dsts, srcs in into.values():
-            torch._foreach_copy_(dsts, srcs, non_blocking=True)
+class Gatherer:
+    """Gathers the same pieces again and again; where Triton works, by one kernel over a table of
+    addresses, which costs the training thread no call per tensor."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self._pieces = [span.piece for group in groups for span in group.spans]
+        self._addresses: list[int] = []
+        self._copies: Copies | None = None
+        self._strided: list[Group] = []
+
+    def run(
+        self,
+        buffer: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Fill the buffer on the current stream; `stream` is a side stream for uploads."""
+        if stream is None or not kernels_work():
+            gather(buffer, self._groups, sources)
+            return
+        addresses = [sources[piece].data_ptr() for piece in self._pieces]
+        if self._copies is None or addresses != self._addresses:
+            self._prepare(addresses, sources, stream)
+        if self._copies is not None:
+            self._copies.run(buffer)
+        if self._strided:
+            gather(buffer, self._strided, sources)
+
+    def _prepare(
+        self, addresses: list[int], sources: Sequence[torch.Tensor], stream: torch.cuda.Stream
+    ) -> None:
+        from laststep.engine.copy.kernels import Copies
+
+        rows: list[tuple[int, int, int]] = []
+        self._strided = []
+        for group in self._groups:
+            size = TORCH_DTYPES[group.dtype].itemsize
+            at = group.start
+            for span in group.spans:
+                length = (span.last - span.first) * size
+                tensor = sources[span.piece]
+                if tensor.is_contiguous():
+                    rows.append((tensor.data_ptr() + span.first * size, at, length))
+                else:
+                    one = Group(dtype=group.dtype, device=group.device, start=at, stop=at + length,
+                                spans=(span,))  # fmt: skip
+                    self._strided.append(one)
+                at += length
+        self._copies = Copies(rows, stream) if rows else None
+        self._addresses = addresses

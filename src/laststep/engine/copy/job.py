@@ -7,13 +7,17 @@ events, which anybody may wait for. The first error wins and is final.
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from laststep.engine.copy.fingerprint import Fingerprint
 from laststep.engine.copy.layout import ChunkLayout, Layout
 from laststep.errors import LaststepError
+from laststep.state.pieces import Piece
 
 
 class Sink(Protocol):
@@ -50,8 +54,8 @@ class Job:
     """A capture; see the module for who owns what when."""
 
     layout: Layout
-    sources: list[torch.Tensor]
-    names: list[str]
+    sources: Sequence[torch.Tensor]
+    pieces: Sequence[Piece]
     sink: Sink
     began_s: float
     timing: CaptureTiming = field(default_factory=CaptureTiming)
@@ -64,21 +68,24 @@ class Job:
     """Per device: the state at save() is complete (and staged) once this event has passed."""
     staging_began: dict[str, torch.cuda.Event] = field(default_factory=dict)
     fence_began: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = field(default_factory=dict)
-    before: dict[str, tuple[list[int], torch.Tensor]] = field(default_factory=dict)
+    before: dict[str, tuple[Fingerprint, torch.Tensor]] = field(default_factory=dict)
     """Per device: fingerprints of what is copied lazily, taken at save()."""
     host_before: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
     """Digests at save() of host spans that are copied lazily."""
     copied: dict[str, torch.cuda.Event] = field(default_factory=dict)
+    host_held_s: float = 0.0
+    """For so long the training thread waited in the fence."""
     enqueued: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
     error: LaststepError | None = None
 
     def hold_back(self) -> None:
         """Called by the fence: nobody may change the state before its copy is ordered."""
+        began = time.perf_counter()
         self.enqueued.wait()
         if not self.copied:
             self.over.wait()  # host memory has no stream order: wait for the copy itself
-            return
+        self.host_held_s += time.perf_counter() - began
         for device, event in self.copied.items():
             stream = torch.cuda.current_stream(device)
             start = torch.cuda.Event(enable_timing=True)
@@ -89,23 +96,14 @@ class Job:
             self.fence_began.setdefault(device, []).append((start, end))
 
     def read_fence_timers(self) -> None:
-        """Add up how long the fence held streams back, as far as those waits have ended."""
-        total = 0.0
+        """Add up how long the fence held host and streams back, as far as those waits have ended."""
+        total = self.host_held_s
         for waits in list(self.fence_began.values()):
             total += sum(start.elapsed_time(end) for start, end in waits if end.query()) / 1e3
         self.timing.fence_s = total
 
     def is_over(self) -> bool:
         return self.over.is_set()
-
-    def direct_pieces(self, device: str) -> list[int]:
-        """The numbers of the pieces that are copied straight from a device, each once."""
-        seen: dict[int, None] = {}
-        for chunk in self.layout.chunks:
-            for group in chunk.direct:
-                if group.device == device:
-                    seen.update((span.piece, None) for span in group.spans)
-        return list(seen)
 
     def chunks(self) -> tuple[ChunkLayout, ...]:
         return self.layout.chunks

@@ -75,6 +75,8 @@ class Layout:
     gathers: dict[str, tuple[Group, ...]]
     """Per device: how its staging buffer is filled."""
     chunks: tuple[ChunkLayout, ...]
+    direct: dict[str, tuple[int, ...]]
+    """Per device: the pieces that are copied straight from it, each once."""
 
 
 class _Placed(NamedTuple):
@@ -107,7 +109,16 @@ def lower(plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
         staging_bytes=dict(staging),
         gathers={device: _gather_groups(ones) for device, ones in gathers.items()},
         chunks=tuple(chunks),
+        direct=_direct_pieces(chunks),
     )
+
+
+def _direct_pieces(chunks: list[ChunkLayout]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, dict[int, None]] = defaultdict(dict)
+    for chunk in chunks:
+        for group in chunk.direct:
+            found[group.device].update((span.piece, None) for span in group.spans)
+    return {device: tuple(pieces) for device, pieces in found.items()}
 
 
 def _stage(

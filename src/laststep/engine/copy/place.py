@@ -24,7 +24,7 @@ class Placer:
 
     def __init__(self, pool: Pool, targets: Sequence[torch.Tensor]) -> None:
         self._pool = pool
-        self._bytes = [target.detach().view(-1).view(torch.uint8) for target in targets]
+        self._bytes = [_bytes_of(target) for target in targets]
         self._devices = [target.device for target in targets]
         self._streams = SideStreams()
         for device in set(self._devices):
@@ -66,3 +66,8 @@ class Placer:
         source = [chunk[p.at : p.at + p.size_bytes] for p in parts]
         with torch.no_grad():
             torch._foreach_copy_(into, source, non_blocking=True)
+
+
+def _bytes_of(target: torch.Tensor) -> torch.Tensor:
+    # as_strided, not view: a contiguous tensor of one element may have any stride.
+    return target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,74 @@
+"""Memory on a device that staged copies land in: set aside early, never in training's way.
+
+A memory pool of its own keeps what is set aside from being split up by training's allocations, so
+that a save finds one block and does not wait for cudaMalloc, which waits for the device. The pool is
+one that the allocator falls back on when training runs out of memory: what is set aside and not in
+use is never the cause of an out-of-memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from laststep.engine.copy.device import spare_bytes
+
+log = logging.getLogger(__name__)
+
+
+class DeviceStaging:
+    """Staging memory of one device. Used on the training thread only."""
+
+    def __init__(self, device: str, margin_bytes: int) -> None:
+        self._device = device
+        self._margin = margin_bytes
+        self._set_aside = 0
+        self._out = 0
+        self._pool = _make_pool()
+
+    def set_aside(self, size_bytes: int) -> None:
+        """Take memory from the driver now, if it is spare, and keep it in the pool."""
+        missing = size_bytes - self._set_aside
+        if self._pool is None or missing <= 0 or spare_bytes(self._device, self._margin) < size_bytes:
+            return
+        try:
+            with self._from_pool():
+                torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            return
+        self._set_aside = size_bytes
+
+    def room(self) -> int:
+        """Bytes that may be taken now without training missing them."""
+        return spare_bytes(self._device, self._margin) + max(self._set_aside - self._out, 0)
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """A buffer of bytes, on the current stream; give it back with `give_back`."""
+        with self._from_pool():
+            buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        self._out += size_bytes
+        self._set_aside = max(self._set_aside, size_bytes)
+        return buffer
+
+    def give_back(self, size_bytes: int) -> None:
+        """The buffer has been let go of; it may be called from any thread."""
+        self._out -= size_bytes
+
+    @contextlib.contextmanager
+    def _from_pool(self) -> Iterator[None]:
+        if self._pool is None:
+            yield
+            return
+        with torch.cuda.use_mem_pool(self._pool, device=self._device):  # type: ignore[arg-type]
+            yield
+
+
+def _make_pool() -> torch.cuda.MemPool | None:
+    try:
+        return torch.cuda.MemPool(use_on_oom=True, no_split=True)
+    except TypeError:
+        log.debug("this torch has no memory pools that training can fall back on")
+        return None

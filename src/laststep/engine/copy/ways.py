@@ -1,0 +1,61 @@
+"""Choose how each piece is captured, from what there is to spare.
+
+Pure: pieces and room in, ways out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from laststep.config import Capture
+from laststep.engine.copy.layout import Way
+from laststep.errors import Usage
+from laststep.state.pieces import Piece
+
+HOST_STAGING_BYTES = 64 << 20
+"""Up to this much host state is copied aside at save(), outside the pool, rather than into slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The way of each piece, and what of each device's memory that takes."""
+
+    pieces: Sequence[Piece]
+    ways: tuple[Way, ...]
+    needs: dict[str, int]
+
+
+def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> Choice:
+    """Device pieces are staged as far as there is room; the host's too, if they are small.
+
+    Some have no choice: buffers change in forward, and strided tensors need gathering, so that
+    neither can wait.
+    """
+    host_bytes = sum(piece.size_bytes for piece in pieces if piece.device == "cpu")
+    small = host_bytes <= HOST_STAGING_BYTES
+    needs = dict.fromkeys(rooms, 0)
+    ways: list[Way] = []
+    for piece in pieces:
+        if piece.device == "cpu":
+            staged = piece.volatile if mode is Capture.LAZY else small
+        else:
+            fits = needs[piece.device] + piece.size_bytes <= rooms[piece.device]
+            wanted = fits and mode in (Capture.AUTO, Capture.DEVICE)
+            staged = piece.volatile or not piece.contiguous or wanted
+            if mode is Capture.DEVICE and not fits:
+                raise _too_little(pieces, piece.device, rooms[piece.device])
+            needs[piece.device] += piece.size_bytes if staged else 0
+        ways.append(Way.STAGED if staged else Way.DIRECT)
+    return Choice(pieces=pieces, ways=tuple(ways), needs=needs)
+
+
+def _too_little(pieces: Sequence[Piece], device: str, room: int) -> Usage:
+    needed = sum(piece.size_bytes for piece in pieces if piece.device == device)
+    return Usage(
+        "device memory is short for capture='device'",
+        where=device,
+        expected=f"{needed} spare bytes",
+        found=str(room),
+        remedy="use capture='auto', which captures lazily what does not fit",
+    )

@@ -1,0 +1,122 @@
+"""`import`: files of torch.save and safetensors become checkpoints, and nothing in them is run."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import laststep as library
+from laststep.cli.importing import items_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def test_a_training_state_becomes_one_item_for_each_part(
+    laststep: Callable, tmp_path: Path, run_folder: Path
+) -> None:
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(5)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 7}
+    torch.save(state, tmp_path / "old.pt")
+    ended = laststep("import", tmp_path / "old.pt", run_folder, "--step", 700)
+    assert (ended.status, ended.err) == (0, "")
+    assert "as step 700: model, optimizer, rest" in ended.out
+    loaded = library.load(run_folder)
+    assert loaded["rest"] == {"epoch": 7}
+    assert torch.equal(loaded["model"]["weight"], model.weight)
+    fresh = torch.nn.Linear(5, 3)
+    with library.Checkpointer(run_folder, model=fresh, flush="thread") as checkpointer:
+        assert checkpointer.restore(only=["model"]).next_step == 701
+    assert torch.equal(fresh.weight, model.weight)
+
+
+def test_a_safetensors_file_becomes_the_model(
+    laststep: Callable, tmp_path: Path, run_folder: Path
+) -> None:
+    tensors = {
+        "a.weight": torch.randn(4, 6),
+        "b": torch.arange(5),
+        "c": torch.randn(3).to(torch.bfloat16),
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(3.5),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    document = laststep("import", tmp_path / "model.safetensors", run_folder, "--json").json()
+    assert document["items"] == ["model"]
+    assert document["step"] == 0
+    loaded = library.load(run_folder)["model"]
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor), name
+        assert loaded[name].dtype == tensor.dtype
+        assert loaded[name].shape == tensor.shape
+    shown = laststep("show", run_folder, "--json").json()
+    assert shown["metadata"] == {"imported_from": "model.safetensors"}
+
+
+def test_a_second_import_continues_the_run(
+    laststep: Callable, tmp_path: Path, run_folder: Path
+) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    assert laststep("import", tmp_path / "a.pt", run_folder, "--step", 1).status == 0
+    assert laststep("import", tmp_path / "a.pt", run_folder, "--step", 2).status == 0
+    listed = laststep("ls", run_folder, "--json").json()["checkpoints"]
+    assert [(entry["step"], entry["lineage"]) for entry in listed] == [
+        (1, "current"),
+        (2, "current"),
+    ]
+    again = laststep("import", tmp_path / "a.pt", run_folder, "--step", 2)
+    assert again.status == 1
+    assert "step 2 has been saved already" in again.err
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (print, ("this must never be printed",))
+
+
+def test_code_in_a_file_is_refused_and_never_run(
+    laststep: Callable, tmp_path: Path, run_folder: Path
+) -> None:
+    torch.save({"model": Evil()}, tmp_path / "evil.pt")
+    (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Evil(), protocol=2))
+    for name in ("evil.pt", "evil.pkl"):
+        ended = laststep("import", tmp_path / name, run_folder)
+        assert ended.status in (1, 2)
+        assert "this must never be printed" not in ended.out
+        assert ended.err.startswith("laststep: ")
+    assert not run_folder.exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04 and then nothing", b"x" * 100])
+def test_a_file_that_is_neither_is_one_message(
+    data: bytes, laststep: Callable, tmp_path: Path, run_folder: Path
+) -> None:
+    (tmp_path / "odd.pt").write_bytes(data)
+    ended = laststep("import", tmp_path / "odd.pt", run_folder)
+    assert ended.status in (1, 2)
+    assert ended.err.startswith("laststep: ")
+    assert laststep("import", tmp_path / "absent.pt", run_folder).status == 1
+
+
+def test_which_parts_become_items() -> None:
+    plain = {"layer.weight": 1, "layer.bias": 2}
+    assert items_of(plain) == {"model": plain}
+    assert items_of({"model": plain}) == {"model": plain}
+    assert items_of({"model": plain, "rest": {}, "lr": 1}) == {
+        "model": plain,
+        "rest": {},
+        "rest_": {"lr": 1},
+    }
+    assert items_of({"a/b": plain}) == {"model": {"a/b": plain}}
+    assert items_of([1, 2]) == {"model": {"value": [1, 2]}}

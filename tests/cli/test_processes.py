@@ -1,0 +1,125 @@
+"""The command line as a shell starts it: its speed of start, its pipes, its long commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def start(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+    )
+
+
+def test_looking_and_pruning_never_import_torch(maker) -> None:
+    for step in range(4):
+        maker.save(step)
+    commands = [
+        ["ls", str(maker.path)],
+        ["show", str(maker.path)],
+        ["verify", str(maker.path)],
+        ["pin", str(maker.path), "1"],
+        ["unpin", str(maker.path), "1"],
+        ["prune", str(maker.path), "--last", "1", "--yes"],
+    ]
+    script = f"""
+import sys
+from laststep import cli
+for command in {commands!r}:
+    sys.argv = ["laststep", *command]
+    try:
+        cli.main()
+    except SystemExit as end:
+        assert not end.code, (command, end.code)
+    assert "torch" not in sys.modules, command
+"""
+    done = start("-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_traceback(maker) -> None:
+    maker.save(1)
+    with subprocess.Popen(
+        [sys.executable, "-m", "laststep.cli", "show", str(maker.path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_help_names_every_command_and_version_the_version() -> None:
+    done = start("-m", "laststep.cli", "--help")
+    assert done.returncode == 0
+    for command in ("ls", "show", "verify", "prune", "pin", "unpin", "import", "demo", "bench"):
+        assert command in done.stdout
+    assert start("-m", "laststep.cli", "--version").stdout.startswith("laststep 0.")
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_identical_losses(tmp_path: Path) -> None:
+    done = start("-m", "laststep.cli", "demo", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["identical"] is True
+    assert len(document["compared"]) == document["steps"] == 60
+    assert [kill["whom"] for kill in document["kills"]] == ["trainer", "machine"]
+    # The flusher of a dead trainer finishes what was captured; that of a dead machine cannot.
+    assert [resume["step"] for resume in document["resumes"]] == [20, 30]
+    listed = start("-m", "laststep.cli", "ls", "demo-run", "--json", cwd=tmp_path)
+    assert json.loads(listed.stdout)["checkpoints"][-1]["step"] == 59
+    assert json.loads(listed.stdout)["attempts"] == []
+
+
+def test_the_demo_deletes_nothing_but_its_own(tmp_path: Path) -> None:
+    mine = tmp_path / "demo-run"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    done = start("-m", "laststep.cli", "demo", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "refused to use a folder that is not of a demo" in done.stderr
+    assert (mine / "thesis.tex").exists()
+
+
+def test_bench_without_the_sources_says_where_to_get_them(tmp_path: Path, monkeypatch) -> None:
+    from laststep.cli import benching
+    from laststep.errors import NotFound
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(benching.laststep, "__path__", [str(tmp_path / "a" / "b" / "laststep")])
+    with pytest.raises(NotFound, match="get the sources of this version"):
+        benching.bench([])
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_runs_and_resumes(example: Path, run_folder: Path) -> None:
+    first = start(example, run_folder)
+    assert first.returncode == 0, first.stderr
+    second = start(example, run_folder)
+    assert second.returncode == 0, second.stderr
+    if example.name == "minimal.py":
+        assert "starting at step 0" in first.stdout
+        assert "starting at step 500" in second.stdout
+    if example.name == "custom_provider.py":
+        assert "starting at step 50 with 50 observations" in second.stdout
+    if example.name == "finetune_best_k.py":
+        assert "kept: [7, 8, 11]; best: 8" in first.stdout
+        assert first.stdout.splitlines()[-2:] == second.stdout.splitlines()[-2:]

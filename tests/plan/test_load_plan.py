@@ -1,0 +1,57 @@
+"""Which bytes are read for what is wanted: all of it, whole blocks, none twice."""
+
+from __future__ import annotations
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from laststep.plan.load import Want, plan_reads
+from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
+
+TOTAL = 3 * CHUNK_BYTES + 5 * BLOCK_BYTES + 777
+
+edges = st.one_of(
+    st.integers(0, TOTAL),
+    st.integers(0, TOTAL // BLOCK_BYTES).map(lambda n: n * BLOCK_BYTES),
+    st.integers(0, 3).map(lambda n: n * CHUNK_BYTES),
+)
+
+
+@given(st.lists(st.tuples(edges, edges), max_size=12))
+@example([(0, TOTAL)])
+@example([(0, TOTAL), (0, TOTAL)])
+@example([(5, 5)])
+@example([(BLOCK_BYTES - 1, BLOCK_BYTES), (BLOCK_BYTES, BLOCK_BYTES + 1)])
+def test_reads_cover_every_wanted_byte_exactly_in_whole_blocks_and_no_block_twice(
+    pairs: list[tuple[int, int]],
+) -> None:
+    wants = [Want(min(pair), max(pair), number) for number, pair in enumerate(pairs)]
+    reads = plan_reads(7, TOTAL, wants)
+    end = 0
+    for read in reads:
+        assert read.file == 7
+        assert read.start % BLOCK_BYTES == 0
+        assert read.stop % BLOCK_BYTES == 0 or read.stop == TOTAL
+        assert 0 < read.stop - read.start <= CHUNK_BYTES
+        assert read.start >= end
+        end = read.stop
+        blocks = range(read.start, read.stop, BLOCK_BYTES)
+        # Every block is there for somebody.
+        for block in blocks:
+            assert any(w.start < block + BLOCK_BYTES and block < w.stop for w in wants)
+    for want in wants:
+        got = sorted(
+            (part.target_at, part.size_bytes, read.start + part.at)
+            for read in reads
+            for part in read.parts
+            if part.target == want.target
+        )
+        at = 0
+        for target_at, size, offset in got:
+            assert target_at == at
+            assert offset == want.start + at
+            assert size > 0
+            at += size
+        assert at == want.stop - want.start
+    for read in reads:
+        assert all(0 <= p.at and p.at + p.size_bytes <= read.stop - read.start for p in read.parts)

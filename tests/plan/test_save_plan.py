@@ -1,0 +1,141 @@
+"""Where tensors of a save lie: packed, aligned, the same every time, headers within their bound."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laststep.format.header import Header, encode_header
+from laststep.plan import save as planning
+from laststep.plan.save import OWN_FILE_BYTES, ItemSpec, PlanCache, plan_save
+from laststep.state.pieces import Piece
+from laststep.terms import ALIGN_BYTES, DTYPES
+
+
+def piece(name: str, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Piece:
+    size = math.prod(shape) * DTYPES[dtype].size_bytes
+    return Piece(name, dtype, shape, size, device, True, False)
+
+
+@st.composite
+def items(draw: st.DrawFn) -> tuple[ItemSpec, ...]:
+    shapes = st.lists(st.integers(0, 90), max_size=3).map(tuple)
+    pieces = st.tuples(st.sampled_from(sorted(DTYPES)), shapes, st.sampled_from(["cpu", "cuda:0"]))
+    made = []
+    for number in range(draw(st.integers(1, 4))):
+        drawn = draw(st.lists(pieces, max_size=8))
+        made.append(
+            ItemSpec(
+                name=f"item{number}",
+                kind="value",
+                standalone=draw(st.booleans()),
+                pieces=tuple(piece(f"t{n}", *one) for n, one in enumerate(drawn)),
+            )
+        )
+    return tuple(made)
+
+
+@given(items())
+def test_every_piece_lies_in_one_place_packed_without_holes_and_aligned(
+    described: tuple[ItemSpec, ...],
+) -> None:
+    plan = plan_save(described)
+    placed = Counter((one.item, one.piece) for file in plan.files for one in file.placed)
+    every = {(i, p) for i, item in enumerate(described) for p in range(len(item.pieces))}
+    assert set(placed) == every
+    assert all(count == 1 for count in placed.values())
+    for file in plan.files:
+        offset = 0
+        for one, entry in zip(file.placed, file.entries, strict=True):
+            spec = described[one.item].pieces[one.piece]
+            assert one.start == offset
+            assert one.stop - one.start == spec.size_bytes
+            assert one.start % DTYPES[spec.dtype].size_bytes == 0
+            assert (entry.start, entry.stop) == (one.start, one.stop)
+            assert (entry.dtype, entry.shape) == (spec.dtype, spec.shape)
+            offset = one.stop
+        assert file.tensor_bytes == offset
+        assert file.region_bytes % ALIGN_BYTES == 0
+
+
+@given(items())
+def test_the_same_description_gives_the_same_plan(described: tuple[ItemSpec, ...]) -> None:
+    again = tuple(
+        ItemSpec(name=i.name, kind=i.kind, standalone=i.standalone, pieces=tuple(i.pieces))
+        for i in described
+    )
+    assert plan_save(described) == plan_save(again)
+    cache = PlanCache()
+    assert cache.plan(described) is cache.plan(again)
+
+
+@given(items())
+def test_the_header_of_every_file_fits_its_region(described: tuple[ItemSpec, ...]) -> None:
+    for file in plan_save(described).files:
+        header = Header(
+            item=file.item,
+            tensors=file.entries,
+            objects=(),
+            tensor_bytes=file.tensor_bytes,
+            blocks=bytes(-(-file.tensor_bytes // (1 << 20)) * 16),
+        )
+        assert len(encode_header(header, region_bytes=file.region_bytes)) == file.region_bytes
+
+
+def test_a_plan_is_not_reused_when_a_shape_a_dtype_or_a_device_changes() -> None:
+    cache = PlanCache()
+
+    def described(one: Piece) -> tuple[ItemSpec, ...]:
+        return (ItemSpec(name="m", kind="value", standalone=True, pieces=(one,)),)
+
+    first = cache.plan(described(piece("w", "float32", (4, 2))))
+    for other in (
+        piece("w", "float32", (2, 4)),
+        piece("w", "int32", (4, 2)),
+        piece("v", "float32", (4, 2)),
+    ):
+        assert cache.plan(described(other)) != first
+        assert cache.plan(described(other)).files[0].entries[0].name == other.name
+
+
+def test_small_items_share_a_file_large_and_standalone_ones_get_their_own() -> None:
+    described = (
+        ItemSpec(name="big", kind="v", standalone=False, pieces=(piece("x", "uint8", (OWN_FILE_BYTES,)),)),
+        ItemSpec(name="small", kind="v", standalone=False, pieces=(piece("x", "uint8", (9,)),)),
+        ItemSpec(name="alone", kind="v", standalone=True, pieces=(piece("x", "uint8", (9,)),)),
+        ItemSpec(name="empty", kind="v", standalone=True, pieces=()),
+    )  # fmt: skip
+    plan = plan_save(described)
+    assert {file.name for file in plan.files} == {
+        "big.safetensors", "alone.safetensors", "shared.safetensors",
+    }  # fmt: skip
+    assert plan.file_of["small"] == plan.file_of["empty"] == "shared.safetensors"
+    shared = next(file for file in plan.files if file.item is None)
+    assert [entry.name for entry in shared.entries] == ["small/x"]
+    assert len(shared.object_names) == 4
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_file_is_split_where_its_header_would_pass_the_bound(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "MAX_HEADER_BYTES", 8192)
+    pieces = tuple(piece(f"layer.{n}.weight", "float32", (8,)) for n in range(100))
+    item = ItemSpec(name="model", kind="v", standalone=own, pieces=pieces)
+    plan = plan_save((item,))
+    with_tensors = [file for file in plan.files if file.placed]
+    assert len(with_tensors) > 3
+    assert len({file.name for file in plan.files}) == len(plan.files)
+    names = [entry.name for file in with_tensors for entry in file.entries]
+    assert len(names) == 100
+    for file in with_tensors:
+        header = Header(
+            item=file.item, tensors=file.entries, objects=(), tensor_bytes=file.tensor_bytes,
+            blocks=bytes(-(-file.tensor_bytes // (1 << 20)) * 16),
+        )  # fmt: skip
+        text = encode_header(header, region_bytes=file.region_bytes).rstrip(b" ")
+        assert len(text) <= 8192

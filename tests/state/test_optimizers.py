@@ -1,0 +1,267 @@
+"""Optimizers: by the names of parameters, before and after the first step, of every kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import laststep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=1e-1, max_iter=3),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1e-2),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2)),
+}
+
+
+def network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    data = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(data).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_exactly_where_it_was(kind: str, carry: Callable[..., object]) -> None:
+    model = network(0)
+    optimizer = KINDS[kind](list(model.parameters()))
+    for number in range(3):
+        step(model, optimizer, number)
+    other = network(1)
+    fresh = KINDS[kind](list(other.parameters()))
+    carry({"model": model, "optimizer": optimizer}, {"model": other, "optimizer": fresh})
+    assert same(optimizer.state_dict(), fresh.state_dict())
+    for number in range(3, 6):
+        step(model, optimizer, number)
+        step(other, fresh, number)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_without_a_step_rolls_one_with_steps_back(
+    kind: str, carry: Callable[..., object]
+) -> None:
+    model, other = network(0), network(1)
+    optimizer, stepped = KINDS[kind](list(model.parameters())), KINDS[kind](list(other.parameters()))
+    for number in range(2):
+        step(other, stepped, number)
+    carry({"model": model, "optimizer": optimizer}, {"model": other, "optimizer": stepped})
+    for number in range(2):
+        step(model, optimizer, number)
+        step(other, stepped, number)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_state_follows_names_when_the_order_of_parameters_changes(
+    carry: Callable[..., object],
+) -> None:
+    model, other = network(0), network(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    # Shapes alone would not tell: both biases of the second order are as long as before.
+    reordered = torch.optim.AdamW(list(reversed(list(other.parameters()))))
+    carry({"model": model, "optimizer": optimizer}, {"model": other, "optimizer": reordered})
+    for (_, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert same(optimizer.state[a], reordered.state[b])
+    assert torch.equal(reordered.param_groups[0]["params"][0], other[1].bias)
+
+
+def test_fp32_moments_of_bf16_parameters_stay_fp32(carry: Callable[..., object]) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(4, 4).to(torch.bfloat16)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.randn(parameter.shape),
+            "exp_avg_sq": torch.rand(parameter.shape),
+        }
+    other, fresh = make()
+    carry({"model": model, "optimizer": optimizer}, {"model": other, "optimizer": fresh})
+    assert fresh.state[other.weight]["exp_avg"].dtype == torch.float32
+    assert torch.equal(
+        fresh.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
+    )
+
+
+def test_options_of_several_groups_come_back(carry: Callable[..., object]) -> None:
+    def make(seed: int, rates: tuple[float, float]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = network(seed)
+        groups = [
+            {"params": model[0].parameters(), "lr": rates[0]},
+            {"params": model[1].parameters(), "lr": rates[1], "weight_decay": rates[1]},
+        ]
+        return model, torch.optim.AdamW(groups)
+
+    model, optimizer = make(0, (0.5, 0.25))
+    step(model, optimizer, 0)
+    optimizer.param_groups[1]["betas"] = (0.1, 0.2)
+    other, fresh = make(1, (9.0, 9.0))
+    carry({"model": model, "optimizer": optimizer}, {"model": other, "optimizer": fresh})
+    assert [g["lr"] for g in fresh.param_groups] == [0.5, 0.25]
+    assert fresh.param_groups[1]["weight_decay"] == 0.25
+    assert fresh.param_groups[1]["betas"] == (0.1, 0.2)
+
+
+def test_a_tensor_learning_rate_stays_the_very_same_tensor(carry: Callable[..., object]) -> None:
+    model, other = network(0), network(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.125))
+    rate = torch.tensor(7.0)
+    fresh = torch.optim.AdamW(other.parameters(), lr=rate)
+    carry({"model": model, "optimizer": optimizer}, {"model": other, "optimizer": fresh})
+    assert fresh.param_groups[0]["lr"] is rate
+    assert rate == 0.125
+    plain = torch.optim.AdamW(model.parameters(), lr=0.0625)
+    carry({"model": model, "optimizer": plain}, {"model": other, "optimizer": fresh})
+    assert fresh.param_groups[0]["lr"] is rate
+    assert rate == 0.0625
+
+
+def test_how_a_step_is_computed_stays_the_choice_of_the_live_optimizer(
+    carry: Callable[..., object],
+) -> None:
+    model, other = network(0), network(1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step(model, optimizer, 0)
+    fresh = torch.optim.AdamW(other.parameters(), foreach=True, maximize=True)
+    carry({"model": model, "optimizer": optimizer}, {"model": other, "optimizer": fresh})
+    group = fresh.param_groups[0]
+    assert (group["fused"], group["foreach"], group["maximize"]) == (None, True, False)
+
+
+def test_the_counters_of_capturable_optimizers_come_back(carry: Callable[..., object]) -> None:
+    model, other = network(0), network(1)
+    optimizer = torch.optim.Adam(model.parameters(), capturable=True)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.tensor(5.0),
+            "exp_avg": torch.ones_like(parameter),
+            "exp_avg_sq": torch.ones_like(parameter),
+        }
+    fresh = torch.optim.Adam(other.parameters(), capturable=True)
+    carry({"model": model, "optimizer": optimizer}, {"model": other, "optimizer": fresh})
+    assert fresh.state[other[0].weight]["step"] == 5
+
+
+def test_names_given_to_the_optimizer_itself_are_used(carry: Callable[..., object]) -> None:
+    model, other = network(0), network(1)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    step(model, optimizer, 0)
+    fresh = torch.optim.AdamW(list(reversed(list(other.named_parameters()))))
+    carry({"optimizer": optimizer}, {"optimizer": fresh})
+    assert same(optimizer.state[model[0].weight], fresh.state[other[0].weight])
+
+
+def test_parameters_of_no_module_go_by_their_place(carry: Callable[..., object]) -> None:
+    def make() -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))], lr=1, momentum=0.5
+        )
+
+    optimizer, fresh = make(), make()
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.arange(len(parameter)).float()
+    optimizer.step()
+    carry({"optimizer": optimizer}, {"optimizer": fresh})
+    assert same(optimizer.state_dict(), fresh.state_dict())
+
+
+def test_names_do_not_depend_on_which_other_modules_are_saved(carry: Callable[..., object]) -> None:
+    model, other = network(0), network(1)
+    optimizer, fresh = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
+    step(model, optimizer, 0)
+    carry(
+        {"model": model, "optimizer": optimizer},
+        {"model": other, "optimizer": fresh, "average": network(2)},
+        strict=False,
+    )
+    assert same(optimizer.state[model[0].weight], fresh.state[other[0].weight])
+
+
+def test_one_optimizer_of_two_modules_tells_them_apart(carry: Callable[..., object]) -> None:
+    def make(seed: int) -> dict[str, object]:
+        left, right = network(seed), network(seed + 1)
+        optimizer = torch.optim.AdamW([*left.parameters(), *right.parameters()])
+        (left(torch.ones(1, 4)) * right(torch.ones(1, 4))).sum().backward()
+        optimizer.step()
+        return {"left": left, "right": right, "optimizer": optimizer}
+
+    source, target = make(0), make(10)
+    carry(source, target)
+    for side in ("left", "right"):
+        for a, b in zip(source[side].parameters(), target[side].parameters(), strict=True):
+            assert same(source["optimizer"].state[a], target["optimizer"].state[b])
+
+
+def test_other_parameters_or_groups_than_the_stored_are_listed(carry: Callable[..., object]) -> None:
+    model, other = network(0), network(1)
+    source = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    groups = [{"params": other[0].parameters()}, {"params": other[1].parameters()}]
+    with pytest.raises(laststep.Mismatch, match="2 parameter groups, stored are 1"):
+        carry(source, {"model": other, "optimizer": torch.optim.AdamW(groups)})
+    fewer = torch.optim.AdamW(other[0].parameters())
+    with pytest.raises(laststep.Mismatch, match=r"stored parameter 1\.bias is not in it"):
+        carry(source, {"model": other, "optimizer": fewer})
+
+
+def test_a_part_of_the_moments_does_not_make_half_an_optimizer(
+    carry: Callable[..., object],
+) -> None:
+    model, other = network(0), network(1)
+    optimizer, fresh = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
+    step(model, optimizer, 0)
+    source = {"model": model, "optimizer": optimizer}
+    target = {"model": other, "optimizer": fresh}
+    with pytest.raises(laststep.Mismatch, match="exp_avg"):
+        carry(source, target, only=["optimizer/*exp_avg"])
+    assert not fresh.state
+    step(other, fresh, 5)
+    carry(source, target, only=["optimizer/*exp_avg"])
+    assert torch.equal(
+        fresh.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"]
+    )
+    assert not torch.equal(
+        fresh.state[other[0].weight]["exp_avg_sq"], optimizer.state[model[0].weight]["exp_avg_sq"]
+    )
