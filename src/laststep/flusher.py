@@ -56,6 +56,8 @@ from laststep.version import VERSION
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.2
+_NOT_FOR_THE_HELPER = (signal.SIGINT, signal.SIGTERM)
+"""A person's Ctrl-C is for the trainer; the helper ends with it, after its work is done."""
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     pool_fd: int
     pool_bytes: int
     socket_fd: int
-    trainer_pid: int
+    trainer_pidfd: int
     writers: int
     keep: KeepRules | None
 
@@ -367,20 +369,29 @@ def start_process(
     end: socket.socket, *, run: str, pool_fd: int, pool_bytes: int, writers: int, keep: KeepRules | None
 ) -> Helper:
     """Start the helper process; it inherits the pool and its end of the connection, nothing else."""
+    # Opened here, where the number surely is the trainer's: it may be gone, and its number another's,
+    # before the helper runs. What was handed over until then is finished all the same.
+    pidfd = os.pidfd_open(os.getpid())
     setup = Setup(
         run=run, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
-        trainer_pid=os.getpid(), writers=writers, keep=keep,
+        trainer_pidfd=pidfd, writers=writers, keep=keep,
     )  # fmt: skip
     # The helper must find this very package, however the trainer found it.
     source = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(p for p in (source, os.environ.get("PYTHONPATH")) if p)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "laststep.flusher", msgspec.json.encode(setup).decode()],
-        pass_fds=(pool_fd, end.fileno()),
-        env={**os.environ, "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    # Blocked signals are inherited: the helper is deaf to them from its first instruction on.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_THE_HELPER)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "laststep.flusher", msgspec.json.encode(setup).decode()],
+            pass_fds=(pool_fd, end.fileno(), pidfd),
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(pidfd)
     end.close()
     return Helper(process, None)
 
@@ -404,15 +415,11 @@ def _trainer_lives(pidfd: int) -> bool:
 def main(arguments: list[str]) -> None:
     """The helper process: one argument, a `Setup` as JSON."""
     setup = msgspec.json.decode(arguments[0], type=Setup)
-    # A person's Ctrl-C is for the trainer; the helper ends with it, after its work is done.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        pidfd = os.pidfd_open(setup.trainer_pid)
-    except ProcessLookupError:
-        return
+    for number in _NOT_FOR_THE_HELPER:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_THE_HELPER)
     end = socket.socket(fileno=setup.socket_fd)
-    connection = Connection(end, peer_lives=lambda: _trainer_lives(pidfd))
+    connection = Connection(end, peer_lives=lambda: _trainer_lives(setup.trainer_pidfd))
     mapping = Mapping(setup.pool_fd, setup.pool_bytes)
     Flusher(
         connection, mapping.view, run_path=setup.run, writers=setup.writers, keep=setup.keep

@@ -173,6 +173,8 @@ def _train(folder: Path, flush: str, pipe: int) -> None:
         if step % 2:
             handle.wait()
             _say(pipe, "committed", step)
+        if step % 4 == 1:
+            time.sleep(0.03)  # so that some kills find a flusher that has nothing to do
 
 
 def _wait_for_cleanliness(folder: Path) -> None:

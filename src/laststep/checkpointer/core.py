@@ -9,6 +9,7 @@ handed over is finished or reported before the process ends.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+
+_REHEARSAL_STEP = 3
+"""The optimizer step at which the first save is rehearsed: by then the optimizer has its state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,8 @@ class Checkpointer:
             self._pool, mode=self._settings.capture, margin_bytes=device_margin_bytes
         )
         self._capturer.start(on_device)
+        if all(provider.cheap for provider in self._providers.values()):
+            self._capturer.at_optimizer_step(_REHEARSAL_STEP, self._rehearse)
         self._client = Client(self._launch, self._pool, self._bus)
         self._plans = PlanCache()
         self._memory = Memory()
@@ -123,7 +129,7 @@ class Checkpointer:
         self._taken: set[int] = set()
         self._mixed: str | None = None
         self._resumed = False
-        self._preflown = False
+        self._preflight: threading.Thread | None = None
         self._closed = False
         self._pid = os.getpid()
         _alive.add(self)
@@ -171,17 +177,23 @@ class Checkpointer:
     ) -> Job:
         """Take the state and hand it to the capture thread."""
         step = handle.step
-        taken = take_state(
-            self._providers, self._memory, metrics, metadata,
-            allow_pickle=self._settings.allow_pickle,
-        )  # fmt: skip
-        plan = self._plans.plan(taken.specs)
-        self._announce(handle, plan.tensor_bytes, len(taken.pieces))
-        link = self._client.begin(plan, handle, taken.sealing(plan), overwrite=overwrite)
+        early = self._capturer.start_early(streams)
+        try:
+            taken = take_state(
+                self._providers, self._memory, metrics, metadata,
+                allow_pickle=self._settings.allow_pickle,
+            )  # fmt: skip
+            plan = self._plans.plan(taken.specs)
+            self._announce(handle, plan.tensor_bytes, len(taken.pieces))
+            link = self._client.begin(plan, handle, taken.sealing(plan), overwrite=overwrite)
+        except BaseException:
+            if early is not None:
+                self._capturer.cancel(early)
+            raise
         self._handles.append(handle)
         self._taken.add(step)
         try:
-            job = self._capturer.take(plan, taken.pieces, taken.sources, link, streams)
+            job = self._capturer.take(plan, taken.pieces, taken.sources, link, early)
         except BaseException as error:
             # Ctrl-C included: a save that is never sealed would hold up all that follow it.
             link.failed(error if isinstance(error, LaststepError) else Aborted("save() was interrupted"))
@@ -211,6 +223,8 @@ class Checkpointer:
         _alive.discard(self)
         self._capturer.close()
         self._client.close()
+        if self._preflight is not None:
+            self._preflight.join()
         self._pool.close()
         self._raise_failed()
 
@@ -356,9 +370,24 @@ class Checkpointer:
         handle.report.size_bytes, handle.report.tensors = size_bytes, tensors
         self._pool.want(size_bytes + CHUNK_BYTES)
         self._bus.emit(SaveStarted(step=handle.step, size_bytes=size_bytes))
-        if not self._preflown:
-            self._preflown = True
-            sizing.start_preflight(self._store, size_bytes, self._pool.cap_bytes, self._keep, self._bus)
+        if self._preflight is None:
+            self._preflight = sizing.start_preflight(
+                self._store, size_bytes, self._pool.cap_bytes, self._keep, self._bus
+            )
+
+    def _rehearse(self) -> None:
+        """Find out where everything is before the first save asks, while the device has work: called
+        once, at an early optimizer step. Whatever goes wrong is the first save's to report."""
+        if self._closed or self._jobs or os.getpid() != self._pid:
+            return
+        with without_collection(), contextlib.suppress(Exception):
+            taken = take_state(
+                self._providers, self._memory, None, None,
+                allow_pickle=self._settings.allow_pickle,
+            )  # fmt: skip
+            plan = self._plans.plan(taken.specs)
+            self._pool.want(plan.tensor_bytes + CHUNK_BYTES)
+            self._capturer.prepare(plan, taken.pieces, taken.sources)
 
     def _abandon(self) -> None:
         """In a forked child: this object belongs to the parent."""

@@ -74,12 +74,12 @@ def load(
 
     With `into`, the state is written into it in place and returned.
     """
-    checkpoint = _find(path)
+    checkpoint, is_run = _find(path)
     pool = Pool(max(_LOAD_SLOTS, MIN_SLOTS) * CHUNK_BYTES, pinned=False)
     pool.want(pool.cap_bytes)
     try:
         content = checkpoint.content()
-        single = set(content.items) == {VALUE}
+        single = not is_run and set(content.items) == {VALUE}
         if into is None:
             matches = load_all(content, device)
             transfer(content, matches, pool, threads=4)
@@ -96,12 +96,13 @@ def load(
         pool.close()
 
 
-def _find(path: str | os.PathLike[str]) -> Checkpoint:
+def _find(path: str | os.PathLike[str]) -> tuple[Checkpoint, bool]:
+    """A folder's checkpoint, or the newest of a run, and whether it is of a run."""
     full = os.path.abspath(os.fspath(path))
     if os.path.exists(os.path.join(full, MANIFEST_NAME)):
-        return open_folder(full)
+        return open_folder(full), False
     try:
-        return Catalog(Run.open(DirectoryStore(full))).latest()
+        return Catalog(Run.open(DirectoryStore(full))).latest(), True
     except NotFound:
         raise NotFound("there is neither a checkpoint nor a run", where=full, remedy="check the path") from None
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from laststep.catalog.content import Content
+from laststep.catalog.content import Content, DataFile
 from laststep.catalog.listing import Listed
 from laststep.catalog.run import Run
 from laststep.catalog.verify import VerifyReport, verify_checkpoint
@@ -123,6 +124,8 @@ class Checkpoint:
     def _opened(self) -> Content:
         if self._content is None:
             self._content = Content(self._store, self.folder, self._commit)
+            # Tensors of it may outlive this object: its files stay open for as long as any does.
+            weakref.finalize(self._content, _close_files, self._content.files)
         return self._content
 
     def __repr__(self) -> str:
@@ -191,6 +194,11 @@ class StoredTensor:
 
     def __repr__(self) -> str:
         return f"<StoredTensor {self.name} {self.dtype}{list(self.shape)}>"
+
+
+def _close_files(files: list[DataFile]) -> None:
+    for file in files:
+        file.reader.close()
 
 
 def _wrong_block(buffer: bytearray, blocks: bytes, first: int) -> int | None:

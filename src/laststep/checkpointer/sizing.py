@@ -66,21 +66,28 @@ def describe_ways(pieces: Sequence[Piece], ways: Sequence[Way]) -> str:
 
 def start_preflight(
     store: Store, state_bytes: int, host_bytes: int, keep: Keep | None, bus: Bus
-) -> None:
-    """Say what every save will need; a thread of its own measures the disk with a small file."""
+) -> threading.Thread:
+    """Say what every save will need; the thread, which ends by itself, measures the disk with a
+    small file, unless the state is smaller than that or the room for it could be missed."""
+    kept = None if keep is None else keep.bound()
+    needed = state_bytes * ((kept or 1) + 1)
 
     def run() -> None:
-        kept = None if keep is None else keep.bound()
-        rate = _write_rate(store)
+        probe = min(state_bytes // CHUNK_BYTES * CHUNK_BYTES, _PROBE_BYTES)
+        free = _free(store)
+        roomy = free is None or free > needed + 2 * _PROBE_BYTES
+        rate = _write_rate(store, probe) if probe and roomy else None
         bus.emit(
             Preflight(
-                state_bytes=state_bytes, host_memory_bytes=host_bytes, free_disk_bytes=_free(store),
-                needed_disk_bytes=state_bytes * ((kept or 1) + 1), kept_checkpoints=kept,
+                state_bytes=state_bytes, host_memory_bytes=host_bytes, free_disk_bytes=free,
+                needed_disk_bytes=needed, kept_checkpoints=kept,
                 estimated_s=None if rate is None else state_bytes / rate,
             )
         )  # fmt: skip
 
-    threading.Thread(target=run, name="laststep-preflight", daemon=True).start()
+    thread = threading.Thread(target=run, name="laststep-preflight", daemon=True)
+    thread.start()
+    return thread
 
 
 def _free(store: Store) -> int | None:
@@ -90,18 +97,18 @@ def _free(store: Store) -> int | None:
         return None
 
 
-def _write_rate(store: Store) -> float | None:
+def _write_rate(store: Store, size_bytes: int) -> float | None:
     """Bytes a second to a new file in the run's folder, synced; None where it cannot be written."""
     name = f"probe.tmp-{secrets.token_hex(4)}"
     try:
-        writer = store.open_writer(name, expected_bytes=_PROBE_BYTES)
+        writer = store.open_writer(name, expected_bytes=size_bytes)
         try:
             began = time.perf_counter()
             with mmap.mmap(-1, CHUNK_BYTES) as buffer, memoryview(buffer) as view:
-                for offset in range(0, _PROBE_BYTES, CHUNK_BYTES):
+                for offset in range(0, size_bytes, CHUNK_BYTES):
                     writer.write_at(offset, view)
-            writer.finish(_PROBE_BYTES)
-            return _PROBE_BYTES / (time.perf_counter() - began)
+            writer.finish(size_bytes)
+            return size_bytes / (time.perf_counter() - began)
         finally:
             writer.close()
             with contextlib.suppress(LaststepError):

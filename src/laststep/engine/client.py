@@ -87,7 +87,7 @@ class SaveLink:
         self._begun = True
         files = tuple(
             FileBegin(name=f.name, item=f.item, region_bytes=f.region_bytes,
-                      tensor_bytes=f.tensor_bytes, entries=f.entries)
+                      tensor_bytes=f.tensor_bytes, has_objects=bool(f.object_names), entries=f.entries)
             for f in self._plan.files
         )  # fmt: skip
         self._client.send(

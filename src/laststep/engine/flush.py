@@ -28,6 +28,8 @@ class _File:
     writer: Writer
     digests: bytearray
     tail: bytes = b""
+    written_bytes: int = 0
+    record: FileRecord | None = None
 
 
 class SaveFlush:
@@ -79,6 +81,14 @@ class SaveFlush:
             self.fail(StorageFailed("a writer failed", where=target.plan.name, found=repr(error)))
         with self._lock:
             self.written_bytes += size_bytes
+            target.written_bytes += size_bytes
+            complete = target.written_bytes == target.plan.tensor_bytes
+        if complete and not target.plan.has_objects:
+            # Nothing more will come: its sync runs while the other files are still being written.
+            try:
+                target.record = self._finish_file(target, [])
+            except LaststepError as error:
+                self.fail(error)
 
     def finish(self, objects: tuple[tuple[int, str, bytes], ...]) -> tuple[FileRecord, ...]:
         """Append objects, write headers, make every file and the folder durable; all chunks MUST
@@ -86,7 +96,7 @@ class SaveFlush:
         records = []
         for number, file in enumerate(self._files):
             mine = [(name, data) for where, name, data in objects if where == number]
-            records.append(self._finish_file(file, mine))
+            records.append(file.record or self._finish_file(file, mine))
         if self.error is not None:
             raise self.error
         self._store.sync_folder(self.folder)

@@ -7,6 +7,7 @@ outside the GIL, so that the first save does not pay for page faults.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -43,6 +44,12 @@ class Mapping:
         if not self._advise(start, size_bytes, _MADV_POPULATE_WRITE):
             for offset in range(start, start + size_bytes, mmap.PAGESIZE):
                 self.view[offset] = 0
+
+    def close(self) -> None:
+        """Let go of the memory, unless somebody still looks at it: then it goes with the last."""
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
 
     def _advise(self, start: int, size_bytes: int, advice: int) -> bool:
         return bool(_libc.madvise(self.address + start, size_bytes, advice) == 0)

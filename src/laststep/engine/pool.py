@@ -97,6 +97,8 @@ class Pool:
         for address in self._registered:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
         self._registered.clear()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._mapping.close()
         os.close(self.fd)
 
     def _grow(self) -> None:

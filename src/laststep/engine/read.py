@@ -40,6 +40,9 @@ class Room(Protocol):
     def release(self, slot: int) -> None: ...
 
 
+_LOOK_S = 0.2
+"""How often a reader that waits for room looks whether another has failed."""
+
 Deliver = Callable[[Read, int], None]
 
 
@@ -48,65 +51,124 @@ def read_all(
 ) -> int:
     """Carry out all reads; `deliver(read, slot)` is called on the reading threads with verified
     bytes, which are gone when it returns. Returns the number of bytes read. Raises the first error."""
-    todo: queue.SimpleQueue[Read] = queue.SimpleQueue()
-    for read in reads:
-        todo.put(read)
-    errors: list[BaseException] = []
-    stop = threading.Event()
-
-    def work() -> None:
-        try:
-            while not stop.is_set():
-                try:
-                    read = todo.get_nowait()
-                except queue.Empty:
-                    return
-                _one(files[read.file], read, room, deliver)
-        except BaseException as error:
-            errors.append(error)
-            stop.set()
-
+    pipeline = _Pipeline(files, reads, room, deliver)
+    readers = min(threads, len(reads))
+    jobs = [pipeline.read] * readers + [pipeline.deliver] * readers
     workers = [
-        threading.Thread(target=work, name=f"laststep-read-{n}", daemon=True)
-        for n in range(min(threads, len(reads)))
+        threading.Thread(target=job, name=f"laststep-read-{n}", daemon=True)
+        for n, job in enumerate(jobs)
     ]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    if errors:
-        raise errors[0]
+    pipeline.release_rest()
+    if pipeline.errors:
+        raise pipeline.errors[0]
     return sum(read.stop - read.start for read in reads)
 
 
-def _one(file: ReadFile, read: Read, room: Room, deliver: Deliver) -> None:
-    slot = room.lease()
-    if slot is None:
-        return
-    try:
-        _verified(file, read, room.view(slot))
-        deliver(read, slot)
-    finally:
-        room.release(slot)
+class _Pipeline:
+    """Readers keep the disk busy; deliverers verify and copy behind them. Slots bound the queue."""
+
+    def __init__(
+        self, files: Sequence[ReadFile], reads: Sequence[Read], room: Room, deliver: Deliver
+    ) -> None:
+        self.errors: list[BaseException] = []
+        self._files = files
+        self._room = room
+        self._deliver = deliver
+        self._todo: queue.SimpleQueue[Read] = queue.SimpleQueue()
+        for read in reads:
+            self._todo.put(read)
+        self._left = len(reads)
+        self._landed: queue.SimpleQueue[tuple[Read, int] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    def read(self) -> None:
+        """Read one range after the other, each into a slot, until there are none left."""
+        while not self._stop.is_set():
+            try:
+                read = self._todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                slot = self._lease()
+                if slot is None:
+                    return
+                try:
+                    _fill(self._files[read.file], read, self._room.view(slot))
+                except BaseException:
+                    self._room.release(slot)
+                    raise
+                self._landed.put((read, slot))
+            except BaseException as error:
+                self._fail(error)
+
+    def deliver(self) -> None:
+        """Verify what has landed and deliver it, until everything was or something failed."""
+        while (landed := self._landed.get()) is not None:
+            read, slot = landed
+            try:
+                if not self._stop.is_set():
+                    _verify(self._files[read.file], read, self._room.view(slot))
+                    self._deliver(read, slot)
+            except BaseException as error:
+                self._fail(error)
+            finally:
+                self._room.release(slot)
+            with self._lock:
+                self._left -= 1
+                done = self._left == 0
+            if done:
+                break
+        self._landed.put(None)  # wakes the next deliverer, which does the same
+
+    def release_rest(self) -> None:
+        """After all threads have ended: slots of reads that nobody took, because one failed."""
+        while not self._landed.empty():
+            landed = self._landed.get()
+            if landed is not None:
+                self._room.release(landed[1])
+
+    def _lease(self) -> int | None:
+        while not self._stop.is_set():
+            slot = self._room.lease(_LOOK_S)
+            if slot is not None:
+                return slot
+        return None
+
+    def _fail(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self._stop.set()
+        self._landed.put(None)
 
 
-def _verified(file: ReadFile, read: Read, into: memoryview) -> None:
+def _fill(file: ReadFile, read: Read, into: memoryview) -> None:
+    size = read.stop - read.start
+    got = file.reader.read_into(file.data_at + read.start, into[: align_up(size, ALIGN_BYTES)])
+    if got < size:
+        raise Corrupt(
+            "a data file ends too early", where=file.where, expected=f"{read.stop} bytes of data"
+        )
+
+
+def _verify(file: ReadFile, read: Read, image: memoryview) -> None:
+    """Every block's digest; a wrong one is read a second time before it counts as damage."""
     size = read.stop - read.start
     expected = file.blocks[
         read.start // BLOCK_BYTES * DIGEST_BYTES : -(-read.stop // BLOCK_BYTES) * DIGEST_BYTES
     ]
-    found = b""
-    for _ in range(2):
-        got = file.reader.read_into(file.data_at + read.start, into[: align_up(size, ALIGN_BYTES)])
-        found = block_digests(into[:size]) if got >= size else b""
-        if found == expected:
-            return
-    raise _damage(file, read, expected, found)
+    if block_digests(image[:size]) == expected:
+        return
+    _fill(file, read, image)
+    found = block_digests(image[:size])
+    if found != expected:
+        raise _damage(file, read, expected, found)
 
 
 def _damage(file: ReadFile, read: Read, expected: bytes, found: bytes) -> Corrupt:
-    if not found:
-        return Corrupt("a data file ends too early", where=file.where, expected=f"{read.stop} bytes of data")
     for block in range(len(expected) // DIGEST_BYTES):
         part = slice(block * DIGEST_BYTES, (block + 1) * DIGEST_BYTES)
         if expected[part] != found[part]:

@@ -62,7 +62,7 @@ class Slots:
                     if left is not None and left <= 0:
                         return None
                     self._changed.wait(left)
-                slot = self._free.popleft()
+                slot = self._free.pop()  # the one freed last: its memory is still in the caches
                 self._leased.add(slot)
                 return slot
             finally:

@@ -39,6 +39,7 @@ class FileBegin(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     item: str | None
     region_bytes: int
     tensor_bytes: int
+    has_objects: bool
     entries: tuple[TensorEntry, ...]
 
 

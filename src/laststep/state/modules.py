@@ -63,6 +63,7 @@ class ModuleProvider(StateProvider):
     """Parameters, persistent buffers and extra state of a module."""
 
     kind = "module"
+    cheap = True
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module

@@ -30,6 +30,7 @@ class OptimizerProvider(StateProvider):
     """Per-parameter state by name, and the options of every parameter group."""
 
     kind = "optimizer"
+    cheap = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Names) -> None:
         """`names` tells item and name of parameters; others go by the optimizer's own or by place."""

@@ -62,6 +62,8 @@ class StateProvider(ABC):
 
     kind: str = "custom"
     """One word for the catalog."""
+    cheap: bool = False
+    """Whether `describe` may be called once more than there are saves, to prepare the first one."""
 
     @abstractmethod
     def describe(self) -> State:

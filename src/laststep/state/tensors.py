@@ -17,6 +17,7 @@ import torch
 
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import Corrupt, Usage
+from laststep.state.known import Known, walk_known
 from laststep.state.names import name_of
 from laststep.state.pieces import Collected, Piece, View
 from laststep.state.sharing import Extent, find_overlaps, find_ties
@@ -60,32 +61,11 @@ def register_tensor_type(
     _HANDLERS[kind] = TensorHandler(name, to_parts, from_parts)
 
 
-class _Known(NamedTuple):
-    """A tensor met at the last save: if it is still the same memory, nothing is asked again."""
-
-    tensor: weakref.ref[torch.Tensor]
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    ref: TensorRef
-    is_piece: bool
-
-    def fits(self, value: object) -> bool:
-        return (
-            self.tensor() is value
-            and value.data_ptr() == self.address  # type: ignore[attr-defined]
-            and value.shape == self.shape  # type: ignore[attr-defined]
-            and value.dtype is self.dtype  # type: ignore[attr-defined]
-            and value.stride() == self.stride  # type: ignore[attr-defined]
-        )
-
-
 class CollectCache:
     """What the last save of an item found; holds no tensor's memory."""
 
     def __init__(self) -> None:
-        self.known: dict[Path, _Known] = {}
+        self.known: list[Known] = []
         self.pieces: tuple[Piece, ...] = ()
         self.ties: dict[str, str] = {}
 
@@ -93,12 +73,8 @@ class CollectCache:
 class Collector:
     """The `Leaves` of a torch state: remembers every tensor under the name of its path."""
 
-    def __init__(
-        self, volatile: frozenset[Path], allow_pickle: bool, known: dict[Path, _Known] | None = None
-    ) -> None:
+    def __init__(self, volatile: frozenset[Path], allow_pickle: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.hits: list[tuple[_Known, torch.Tensor]] = []
-        self._known = known or {}
         self.volatile_names: set[str] = set()
         self.paths: dict[str, Path] = {}
         self.originals: dict[str, torch.Tensor] = {}
@@ -106,10 +82,6 @@ class Collector:
         self._allow_pickle = allow_pickle
 
     def take(self, path: Path, value: object) -> object:
-        known = self._known.get(path)
-        if known is not None and known.fits(value):
-            self.hits.append((known, value))  # type: ignore[arg-type]
-            return known.ref
         kind = type(value)
         if kind in _PLAIN_TENSORS or isinstance(value, torch.Tensor):
             return self._take_tensor(path, value)  # type: ignore[arg-type]
@@ -213,10 +185,9 @@ def collect(
     With a `cache`, a state whose tensors are all still the same memory as last time is only walked.
     """
     if cache is not None and cache.known:
-        collector = Collector(volatile, allow_pickle, cache.known)
-        tree = copy_tree(value, collector, (), allow_pickle)
-        if len(collector.hits) == len(cache.known) and not collector.tensors:
-            sources = tuple(tensor for known, tensor in collector.hits if known.is_piece)
+        met = walk_known(value, cache.known)
+        if met is not None:
+            tree, sources = met
             return Collected(tree=tree, pieces=cache.pieces, sources=sources, ties=cache.ties)
     collector = Collector(volatile, allow_pickle)
     tree = copy_tree(value, collector, (), allow_pickle)
@@ -228,15 +199,20 @@ def collect(
 
 def _remember(cache: CollectCache, collector: Collector, collected: Collected) -> None:
     """Only what is as simple as it is common: every leaf a plain tensor, no overlapping views."""
-    cache.known = {}
+    cache.known = []
     simple = not collected.views and len(collector.originals) == len(collector.tensors)
     if not simple or any(t.is_conj() or t.is_neg() for t in collector.originals.values()):
         return
     cache.pieces, cache.ties = collected.pieces, collected.ties
+    parent: Path = ()
     for name, tensor in collector.originals.items():
-        cache.known[collector.paths[name]] = _Known(
-            weakref.ref(tensor), tensor.data_ptr(), tensor.shape,
-            tensor.stride(), tensor.dtype, TensorRef(name), name not in collected.ties,
+        *above, key = collector.paths[name] or (None,)
+        parent = parent if list(parent) == above else tuple(above)
+        cache.known.append(
+            Known(
+                weakref.ref(tensor), parent, key, tensor.data_ptr(), tensor.shape, tensor.stride(),
+                tensor.dtype, TensorRef(name), name not in collected.ties,
+            )
         )  # fmt: skip
 
 
@@ -462,8 +438,9 @@ def copy_tensors(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def hold_scalar(name: str, value: object) -> object:
     """A metric as it is now: a tensor is copied on its device, without waiting for it."""
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise Usage(f"metric {name!r} is not one number", found=f"shape {list(value.shape)}")
+        if value.numel() != 1 or value.is_complex():
+            found = f"{value.dtype}{list(value.shape)}"
+            raise Usage(f"metric {name!r} is not one number", found=found)
         return value.detach().clone()
     if isinstance(value, np.generic):
         return value.item()

@@ -17,7 +17,7 @@ from laststep.errors import Usage
 Path = tuple[object, ...]
 
 MAX_DEPTH = 200
-_PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, range, slice})
+PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, range, slice})
 _SMALL_BYTES = 4096
 
 
@@ -38,14 +38,14 @@ class Leaves(Protocol):
 def copy_tree(value: object, leaves: Leaves, path: Path, allow_pickle: bool) -> object:
     """A copy of `value` made of plain values, with every leaf replaced by what `leaves` answers."""
     kind = type(value)
-    if kind in _PLAIN or (kind is bytes and len(value) <= _SMALL_BYTES):  # type: ignore[arg-type]
+    if kind in PLAIN or (kind is bytes and len(value) <= _SMALL_BYTES):  # type: ignore[arg-type]
         return value
     if kind is dict or kind is OrderedDict:
         _check_depth(path)
         # Spelled out rather than shared with the other containers: this loop runs once per tensor.
         copied = {} if kind is dict else OrderedDict()
         for key, inner in value.items():  # type: ignore[attr-defined]
-            plain = type(inner) in _PLAIN
+            plain = type(inner) in PLAIN
             copied[key] = inner if plain else copy_tree(inner, leaves, (*path, key), allow_pickle)
         return copied
     if kind is list or kind is tuple:

@@ -33,6 +33,8 @@ class StateDictProvider(StateProvider):
 
     def __init__(self, owner: HasStateDict) -> None:
         self._owner = owner
+        # A loader may have to ask its workers; a scheduler only copies a few numbers.
+        self.cheap = type(owner).__module__.startswith("torch.optim")
 
     def parts(self) -> tuple[object, ...]:
         return (self._owner,)
@@ -48,6 +50,7 @@ class ScalerProvider(StateProvider):
     """A torch.amp.GradScaler, without the device synchronisation of its own `state_dict`."""
 
     kind = "scaler"
+    cheap = True
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
@@ -78,6 +81,7 @@ class RNG(StateProvider):
     """The random number generators of Python, NumPy and torch (CPU and CUDA)."""
 
     kind = "rng"
+    cheap = True
 
     def describe(self) -> State:
         value = {"python": random.getstate(), "numpy": _numpy_state(), "torch": torch_rng_states()}
@@ -100,6 +104,7 @@ class ValueProvider(StateProvider):
     """Nested dicts, lists and tuples of tensors, arrays and plain values, restored in place."""
 
     kind = "value"
+    cheap = True
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -154,6 +159,7 @@ class EntryProvider(StateProvider):
     """A plain entry of a dict that is a group: looked up at each save, replaced on restore."""
 
     kind = "value"
+    cheap = True
 
     def __init__(self, owner: dict[str, Any], key: str) -> None:
         self._owner = owner
@@ -173,6 +179,7 @@ class GroupProvider(StateProvider):
 
     def __init__(self, members: dict[str, StateProvider]) -> None:
         self._members = members
+        self.cheap = all(member.cheap for member in members.values())
 
     def parts(self) -> tuple[object, ...]:
         return tuple(part for member in self._members.values() for part in member.parts())

@@ -14,13 +14,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from laststep.codecs.digests import digest
 from laststep.config import Capture
 from laststep.engine.copy.device import SideStreams, record
+from laststep.engine.copy.early import Early, Remembered
 from laststep.engine.copy.fence import Fence
 from laststep.engine.copy.fingerprint import Fingerprint
 from laststep.engine.copy.gather import Gatherer, elements, gather, windows
@@ -57,6 +58,7 @@ class Capturer:
         self._torn = False
         self._last: Job | None = None
         self._devices: tuple[str, ...] = ()
+        self._sources: Remembered | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="laststep-capture", daemon=True)
 
@@ -74,24 +76,30 @@ class Capturer:
         pieces: Sequence[Piece],
         sources: Sequence[torch.Tensor],
         sink: Sink,
-        streams: Sequence[torch.cuda.Stream] = (),
+        early: Early | None = None,
     ) -> Job:
         """Capture the state as it is now. On return training may go on; what the way that was
         chosen still needs is behind the fence. Raises what made the capture impossible."""
         began = time.perf_counter()
         lazy = self._lazy_is_safe()
-        layout = self._lower(plan, self._choose(pieces))
+        if early is not None and not self._guessed(early, plan, pieces, sources):
+            self.cancel(early)
+            early = None
+        layout = self._lower(plan, self._choose(pieces)) if early is None else early.layout
         job = Job(layout=layout, sources=sources, pieces=pieces, sink=sink, began_s=began)
-        for stream in streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
-        self._stage(job)
+        self._stage(job, early)
+        self._remember(job)
         lazily = [device for device in layout.direct if device != "cpu"]
         host_lazy = lazy and self._mode is Capture.LAZY and "cpu" in layout.direct
         self._mark(job, lazily, fingerprinted=lazy)
         if host_lazy:
             self._digest_host(job)
         else:
-            self._fill_from_host(job)
+            try:
+                self._fill_from_host(job)
+            except BaseException:
+                self._pool.slots.release(sorted(job.held))
+                raise
         self._last = job
         if lazy and (lazily or host_lazy):
             self._fence.add(job)
@@ -102,6 +110,24 @@ class Capturer:
                 raise job.error
         job.timing.stall_s = time.perf_counter() - began
         return job
+
+    def settle(self) -> None:
+        """Wait until everything that was taken is captured or has failed."""
+        if self._last is not None:
+            self._last.over.wait()
+
+    def at_optimizer_step(self, number: int, errand: Callable[[], None]) -> None:
+        """Have something done once, on the training thread, just before that optimizer step."""
+        self._fence.at_step(number, errand)
+
+    def prepare(
+        self, plan: SavePlan, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]
+    ) -> None:
+        """Work out ways, layout and tables ahead of the first save."""
+        layout = self._lower(plan, self._choose(pieces))
+        for device in layout.staging_bytes:
+            if device != "cpu":
+                self._gatherers[device].prepare(sources, self._streams.stream(device))
 
     def close(self) -> None:
         """Finish what was taken and stop."""
@@ -141,7 +167,7 @@ class Capturer:
             self._gatherers = {d: Gatherer(groups) for d, groups in known[1].gathers.items()}
         return known[1]
 
-    def _stage(self, job: Job) -> None:
+    def _stage(self, job: Job, early: Early | None) -> None:
         """Gather what is staged, on the stream that training uses, so that it stands in order."""
         for device, size in job.layout.staging_bytes.items():
             gatherer = self._gatherers[device]
@@ -149,12 +175,66 @@ class Capturer:
                 job.staging[device] = torch.empty(size, dtype=torch.uint8)
                 gatherer.run(job.staging[device], job.sources, None)
                 continue
+            if early is not None:
+                job.staging[device] = early.staging[device]
+                job.staging_began[device], job.ready[device] = early.events[device]
+                continue
             with torch.cuda.device(device):
                 buffer = self._staging_on(device).take(size)
                 job.staging_began[device] = record(torch.cuda.current_stream(), timing=True)
                 gatherer.run(buffer, job.sources, self._streams.stream(device))
                 job.staging[device] = buffer
                 job.ready[device] = record(torch.cuda.current_stream(), timing=True)
+
+    def _remember(self, job: Job) -> None:
+        """Keep what `start_early` needs to know of this capture, without holding its memory."""
+        devices = [device for device in job.layout.staging_bytes if device != "cpu"]
+        fit = devices and all(self._gatherers[device].can_run_again() for device in devices)
+        known = self._sources
+        if not fit:
+            self._sources = None
+        elif known is None or not known.same_as(job.layout, job.sources):
+            self._sources = Remembered(job.layout, job.sources)
+
+    def start_early(self, streams: Sequence[torch.cuda.Stream]) -> Early | None:
+        """Begin staging on the guess that the state is where it was at the last save.
+
+        The device then copies while the training thread finds out whether the guess was right;
+        `take` uses what was copied if it was, and copies again if not. Tensors whose memory moved or
+        was let go of are never read: every one is held, and its address compared, before the launch.
+        """
+        for stream in streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        known = self._sources
+        sources = None if known is None else known.sources_in_place()
+        if known is None or sources is None:
+            return None
+        sizes = {d: n for d, n in known.layout.staging_bytes.items() if d != "cpu"}
+        if any(self._staging_on(device).room() < size for device, size in sizes.items()):
+            return None
+        early = Early(known.layout, sources)
+        for device, size in sizes.items():
+            with torch.cuda.device(device):
+                buffer = self._staging_on(device).take(size)
+                began = record(torch.cuda.current_stream(), timing=True)
+                self._gatherers[device].run_again(buffer)
+                early.staging[device] = buffer
+                early.events[device] = began, record(torch.cuda.current_stream(), timing=True)
+        return early
+
+    def _guessed(
+        self, early: Early, plan: SavePlan, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether what was staged early is just what this save is to stage."""
+        layout, chosen = self._layout, self._chosen
+        same = layout is not None and layout[0] is plan and layout[1] is early.layout
+        return same and chosen is not None and chosen.pieces is pieces and all(
+            held is source for held, source in zip(early.sources, sources, strict=True)
+        )  # fmt: skip
+
+    def cancel(self, early: Early) -> None:
+        """Give up what was staged early."""
+        early.let_go(self._staging)
 
     def _mark(self, job: Job, devices: list[str], *, fingerprinted: bool) -> None:
         """Mark the state of pieces that are copied straight from a device, on training's stream."""
@@ -171,9 +251,9 @@ class Capturer:
 
     def _digest_host(self, job: Job) -> None:
         for group in (g for c in job.chunks() for g in c.direct if g.device == "cpu"):
-            for index, span in enumerate(group.spans):
+            for span in group.spans:
                 key = (span.piece, span.first, span.last)
-                job.host_before[key] = _host_digest(elements(job.sources[span.piece], group, index))
+                job.host_before[key] = _host_digest(elements(job.sources[span.piece], span))
 
     def _fill_from_host(self, job: Job) -> None:
         """Copy host state that is not staged straight into slots, and hand over whole chunks."""
@@ -264,7 +344,8 @@ class Capturer:
                     self._hand_over(job, *flying.popleft())
                 slot = self._lease(job)
             flying.append((chunk, slot, self._fill(job, chunk, slot, host_done)))
-            while len(flying) > _IN_FLIGHT:
+            # A lazy capture holds the optimizer back until all its copies are enqueued: no pause.
+            while len(flying) > _IN_FLIGHT and not job.before:
                 self._hand_over(job, *flying.popleft())
         after = self._after(job)
         for device in job.layout.direct:

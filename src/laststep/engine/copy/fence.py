@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -34,6 +35,8 @@ class Fence:
         self._lock = threading.Lock()
         self._fenced: list[Fenced] = []
         self._fired = False
+        self._count = 0
+        self._errand: tuple[int, Callable[[], None]] | None = None
         self.held_s = 0.0
         """Seconds for which the host was blocked in the hook, ever."""
         self._handle = register_optimizer_step_pre_hook(self._before_step)
@@ -41,6 +44,10 @@ class Fence:
     def add(self, capture: Fenced) -> None:
         with self._lock:
             self._fenced.append(capture)
+
+    def at_step(self, number: int, errand: Callable[[], None]) -> None:
+        """Run an errand, once, at that firing of the hook."""
+        self._errand = (number, errand)
 
     def take_evidence(self) -> bool:
         """Whether the hook fired since this was last asked."""
@@ -58,6 +65,10 @@ class Fence:
             self._fired = True
             self._fenced = [capture for capture in self._fenced if not capture.is_over()]
             fenced = tuple(self._fenced)
+        self._count += 1
+        if self._errand is not None and self._count >= self._errand[0]:
+            errand, self._errand = self._errand[1], None
+            errand()
         if fenced:
             began = time.perf_counter()
             for capture in fenced:

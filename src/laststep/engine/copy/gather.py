@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laststep.engine.copy.layout import Group
+from laststep.engine.copy.layout import Group, Span
 from laststep.engine.copy.kernel_check import kernels_work
 from laststep.state.tensors import TORCH_DTYPES
 
@@ -30,6 +30,8 @@ _AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """All elements in row-major order as one dimension; a copy only if they do not lie so."""
+    if tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
     return tensor.view(-1) if tensor.is_contiguous() else tensor.contiguous().view(-1)
 
 
@@ -54,9 +56,8 @@ def windows(buffer: torch.Tensor, group: Group) -> list[torch.Tensor]:
     return list(typed.split([(span.last - span.first) * scale for span in group.spans]))
 
 
-def elements(source: torch.Tensor, group: Group, index: int) -> torch.Tensor:
+def elements(source: torch.Tensor, span: Span) -> torch.Tensor:
     """The elements of one span, flat and as copied."""
-    span = group.spans[index]
     whole = flat(source)
     return bits(whole if span.whole else whole[span.first : span.last])
 
@@ -68,10 +69,16 @@ def gather(
     into: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     with torch.no_grad():
         for group in groups:
+            parts = [elements(sources[span.piece], span) for span in group.spans]
+            if group.device == "cpu" and len(parts) > 1:
+                # One call that knows nothing of the single places beats one view for each.
+                whole = buffer[group.start : group.stop].view(parts[0].dtype)
+                torch.cat(parts, out=whole)
+                continue
             places = windows(buffer, group)
             dsts, srcs = into.setdefault(places[0].dtype, ([], []))
             dsts += places
-            srcs += [elements(sources[s.piece], group, i) for i, s in enumerate(group.spans)]
+            srcs += parts
         for dsts, srcs in into.values():
             torch._foreach_copy_(dsts, srcs, non_blocking=True)
 
@@ -97,15 +104,30 @@ class Gatherer:
         if stream is None or not kernels_work():
             gather(buffer, self._groups, sources)
             return
-        addresses = [sources[piece].data_ptr() for piece in self._pieces]
-        if self._copies is None or addresses != self._addresses:
-            self._prepare(addresses, sources, stream)
+        self.prepare(sources, stream)
         if self._copies is not None:
             self._copies.run(buffer)
         if self._strided:
             gather(buffer, self._strided, sources)
 
-    def _prepare(
+    def prepare(self, sources: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
+        """Make the table of addresses, unless it is there already and right."""
+        if not kernels_work():
+            return
+        addresses = [sources[piece].data_ptr() for piece in self._pieces]
+        if self._copies is None or addresses != self._addresses:
+            self._tabulate(addresses, sources, stream)
+
+    def run_again(self, buffer: torch.Tensor) -> None:
+        """Gather once more from the addresses of the last time; their memory MUST still be held."""
+        if self._copies is not None:
+            self._copies.run(buffer)
+
+    def can_run_again(self) -> bool:
+        """Whether a table of addresses is all that is needed."""
+        return self._copies is not None and not self._strided
+
+    def _tabulate(
         self, addresses: list[int], sources: Sequence[torch.Tensor], stream: torch.cuda.Stream
     ) -> None:
         from laststep.engine.copy.kernels import Copies

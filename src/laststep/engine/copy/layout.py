@@ -135,8 +135,8 @@ def _stage(
         at = -1
         if ways[number] is Way.STAGED:
             if last_stop.get(spec.device) != one.start:
-                # A new stretch: same alignment as in the file, so that typed views are possible.
-                staging[spec.device] = align_up(staging[spec.device], 16) + one.start % 16
+                # A new stretch: aligned, so that copies can be wide whatever the file's offsets are.
+                staging[spec.device] = align_up(staging[spec.device], 16)
             at = staging[spec.device]
             staging[spec.device] += one.stop - one.start
             last_stop[spec.device] = one.stop

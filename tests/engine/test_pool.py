@@ -1,0 +1,131 @@
+"""The pool: shared memory, ready ahead of time in steps, never beyond its cap."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from laststep.engine import memory, pool
+from laststep.engine.memory import Mapping
+from laststep.engine.pool import Pool
+from laststep.errors import StorageFailed
+from laststep.terms import CHUNK_BYTES
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_STEP_SLOTS", 2)
+
+
+def make(slots: int) -> Pool:
+    return Pool(slots * CHUNK_BYTES, pinned=False)
+
+
+def test_memory_is_made_ready_as_asked_for_and_grows_by_steps_to_the_cap() -> None:
+    made = make(5)
+    try:
+        made.want(CHUNK_BYTES + 1)
+        made.wait_ready()
+        assert made.ready_bytes == 2 * CHUNK_BYTES
+        slots = [made.lease(20) for _ in range(5)]
+        assert sorted(slots) == [0, 1, 2, 3, 4]
+        assert made.ready_bytes == 5 * CHUNK_BYTES
+        assert made.lease(0.05) is None  # at the cap
+        made.want(100 * CHUNK_BYTES)
+        made.wait_ready()
+        assert made.ready_bytes == 5 * CHUNK_BYTES
+        threading.Timer(0.05, made.release, (3,)).start()
+        assert made.lease(20) == 3
+    finally:
+        made.close()
+
+
+def test_tensors_and_bytes_of_a_slot_are_the_same_shared_memory() -> None:
+    made = make(2)
+    try:
+        made.want(2 * CHUNK_BYTES)
+        slot = made.lease(20)
+        assert slot is not None
+        made.tensor(slot)[:4] = 7
+        other = Mapping(made.fd, made.cap_bytes)
+        assert bytes(other.view[slot * CHUNK_BYTES :][:4]) == b"\7" * 4
+        made.view(slot)[0] = 9
+        assert made.tensor(slot)[0] == 9
+        assert len(made.view(slot)) == CHUNK_BYTES
+    finally:
+        made.close()
+
+
+def test_a_pool_that_cannot_grow_goes_on_with_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    populate = Mapping.populate
+
+    def short(self: Mapping, start: int, size_bytes: int) -> None:
+        if start >= 2 * CHUNK_BYTES:
+            raise MemoryError("no more pages")
+        populate(self, start, size_bytes)
+
+    monkeypatch.setattr(Mapping, "populate", short)
+    made = make(6)
+    try:
+        made.want(6 * CHUNK_BYTES)
+        made.wait_ready()
+        assert made.ready_bytes == 2 * CHUNK_BYTES
+        assert "stays at" in caplog.text
+        assert made.lease(20) is not None
+        assert made.lease(20) is not None
+        assert made.lease(0.05) is None
+        made.want(6 * CHUNK_BYTES)
+        made.wait_ready()
+    finally:
+        made.close()
+
+
+def test_a_pool_without_any_memory_is_an_error_for_who_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: Mapping, start: int, size_bytes: int) -> None:
+        raise MemoryError("no pages at all")
+
+    monkeypatch.setattr(Mapping, "populate", fail)
+    made = make(2)
+    try:
+        made.want(CHUNK_BYTES)
+        with pytest.raises(StorageFailed, match="no pages at all"):
+            made.lease(20)
+    finally:
+        made.close()
+
+
+def test_pages_are_touched_where_the_kernel_cannot_populate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Mapping, "_advise", lambda *_: False)
+    made = make(1)
+    try:
+        made.want(CHUNK_BYTES)
+        made.wait_ready()
+        assert made.lease(20) == 0
+    finally:
+        made.close()
+
+
+def test_closing_a_pool_ends_its_thread_and_its_descriptor() -> None:
+    before = threading.active_count()
+    made = make(4)
+    made.want(4 * CHUNK_BYTES)
+    fd = made.fd
+    made.close()
+    made.close()
+    assert threading.active_count() == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_available_memory_is_that_of_the_machine_or_its_control_group() -> None:
+    available = memory.available_bytes()
+    total = memory._meminfo("MemTotal")
+    assert 0 < available <= total

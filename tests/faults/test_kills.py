@@ -1,0 +1,281 @@
+"""Trainers and flushers that die: what was handed over is kept, nothing hangs, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+PATIENCE_S = 60.0
+
+
+def numbers(run: Path) -> tuple[int, float]:
+    """What the newest checkpoint holds."""
+    state = laststep.load(run)["state"]
+    (value,) = state["t"].unique().tolist()
+    return state["n"], value
+
+
+def folders(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("step-*"))
+
+
+def test_a_save_that_was_handed_over_is_committed_though_the_trainer_is_killed(
+    start: Callable[..., object], run_folder: Path
+) -> None:
+    trainer = start()
+    trainer.do("save 1")
+    trainer.do("wait")
+    trainer.stop_helper()
+    trainer.do("capture 2")
+    trainer.kill()
+    assert laststep.open(run_folder).steps() == [1]
+    trainer.resume_helper()
+    trainer.wait_for_helper()
+    assert laststep.open(run_folder).steps() == [1, 2]
+    assert numbers(run_folder) == (2, 2.0)
+    assert laststep.open(run_folder).latest().verify().damage == ()
+
+
+def test_a_new_trainer_waits_for_the_flusher_of_the_one_that_was_killed(
+    start: Callable[..., object],
+) -> None:
+    first = start()
+    first.do("save 1")
+    first.do("wait")
+    first.stop_helper()
+    first.do("capture 2")
+    first.kill()
+    threading.Timer(0.5, first.resume_helper).start()  # before the second one has imported torch
+    second = start()
+    assert second.restored == 2
+    second.do("save 3")
+    second.do("close")
+
+
+@pytest.mark.parametrize("also_flusher", [False, True])
+def test_a_save_in_the_midst_of_its_capture_is_given_up_and_cleaned_up(
+    also_flusher: bool, start: Callable[..., object], run_folder: Path
+) -> None:
+    trainer = start("--capture", "lazy")
+    trainer.do("save 1")
+    trainer.do("wait")
+    trainer.do("hold")
+    trainer.tell("save 2")
+    assert {trainer.next_words()[0], trainer.next_words()[0]} == {"held", "done"}
+    if also_flusher:
+        wait_until(lambda: len(folders(run_folder)) == 2)
+        trainer.kill_helper()
+    trainer.kill()
+    trainer.wait_for_helper()
+    catalog = laststep.open(run_folder)
+    assert catalog.steps() == [1]
+    if not also_flusher:
+        assert len(folders(run_folder)) == 1
+    second = start()
+    assert second.restored == 1
+    second.do("save 2")
+    second.do("close")
+    assert laststep.open(run_folder).steps() == [1, 2]
+    assert len(folders(run_folder)) == 2
+    assert numbers(run_folder) == (2, 2.0)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def state_of(n: int) -> dict[str, object]:
+    return {"t": torch.full((1000,), float(n)), "n": n}
+
+
+@pytest.mark.parametrize("moment", ["idle", "saving", "with two saves"])
+def test_a_killed_flusher_is_an_error_at_the_next_call_and_the_next_save_works(
+    moment: str, run_folder: Path
+) -> None:
+    state = state_of(0)
+    checkpointer = laststep.Checkpointer(run_folder, state=state, host_memory_bytes=64 << 20)
+    checkpointer.save(0).wait(PATIENCE_S)
+    pid = checkpointer._client.helper_pid
+    if moment == "idle":
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: checkpointer._client.dead is not None)
+    else:
+        os.kill(pid, signal.SIGSTOP)
+        checkpointer.save(1)
+        if moment == "with two saves":
+            checkpointer.save(2)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(laststep.StorageFailed, match=r"flusher ended.*signal 9"):
+            checkpointer.wait(PATIENCE_S)
+    state["t"].fill_(5)
+    state["n"] = 5
+    checkpointer.save(5).wait(PATIENCE_S)
+    assert checkpointer._client.helper_pid != pid
+    checkpointer.close()
+    # The one from before the flusher's death is still an ancestor.
+    assert laststep.open(run_folder).steps() == [0, 5]
+    assert numbers(run_folder) == (5, 5.0)
+
+
+def test_a_flusher_killed_again_and_again_loses_nothing_that_was_committed(
+    run_folder: Path,
+) -> None:
+    state = state_of(0)
+    checkpointer = laststep.Checkpointer(run_folder, state=state, host_memory_bytes=64 << 20)
+    committed = []
+    for step in range(6):
+        state["t"].fill_(step)
+        state["n"] = step
+        handle = checkpointer.save(step)
+        time.sleep(0.01 * step)
+        os.kill(checkpointer._client.helper_pid, signal.SIGKILL)
+        try:
+            handle.wait(PATIENCE_S)
+            committed.append(step)
+        except laststep.StorageFailed:
+            pass
+        wait_until(lambda: checkpointer._client.dead is not None)
+        assert set(committed) <= set(laststep.open(run_folder).steps() if committed else [])
+    checkpointer.close()
+    if committed:
+        assert numbers(run_folder)[0] >= committed[-1]
+
+
+def test_a_save_in_the_moment_between_death_and_its_notice_does_not_hang(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from laststep.flusher import Helper
+
+    join = Helper.join
+
+    def slowly(self: Helper, timeout_s: float) -> bool:
+        if timeout_s == 1:  # while it finds out how the flusher ended
+            time.sleep(0.3)
+        return join(self, timeout_s)
+
+    monkeypatch.setattr(Helper, "join", slowly)
+    checkpointer = laststep.Checkpointer(run_folder, state=state_of(0), host_memory_bytes=64 << 20)
+    checkpointer.save(0).wait(PATIENCE_S)
+    os.kill(checkpointer._client.helper_pid, signal.SIGKILL)
+    time.sleep(0.1)
+    with pytest.raises(laststep.StorageFailed):
+        checkpointer.save(1).wait(PATIENCE_S)
+    wait_until(lambda: checkpointer._client.dead is not None)
+    checkpointer.save(2).wait(PATIENCE_S)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("flush", ["process", "thread"])
+@pytest.mark.parametrize(("way", "status"), [("return", 0), ("exit", 3), ("raise", 1)])
+def test_saves_are_finished_when_the_program_ends_without_close(
+    way: str, status: int, flush: str, start: Callable[..., object], run_folder: Path
+) -> None:
+    trainer = start("--flush", flush, "--size", str(10 << 20))
+    trainer.do("save 1")
+    trainer.do("save 2")
+    trainer.tell(way)
+    assert trainer.end() == status
+    assert laststep.open(run_folder).steps() == [1, 2]
+    assert numbers(run_folder) == (2, 2.0)
+
+
+def test_a_program_that_ends_the_hard_way_leaves_its_flusher_to_finish(
+    start: Callable[..., object], run_folder: Path
+) -> None:
+    trainer = start()
+    trainer.do("capture 1")
+    trainer.tell("_exit")
+    trainer.end()
+    trainer.wait_for_helper()
+    assert numbers(run_folder) == (1, 1.0)
+
+
+def test_a_terminated_trainer_leaves_its_flusher_to_finish(
+    start: Callable[..., object], run_folder: Path
+) -> None:
+    trainer = start()
+    trainer.stop_helper()
+    trainer.do("capture 1")
+    os.kill(trainer.process.pid, signal.SIGTERM)
+    os.kill(trainer.helper, signal.SIGTERM)  # as a scheduler signals all of a job
+    assert trainer.end() == -signal.SIGTERM
+    trainer.resume_helper()
+    trainer.wait_for_helper()
+    assert numbers(run_folder) == (1, 1.0)
+
+
+def test_forked_workers_that_outlive_a_killed_trainer_do_not_deceive_the_flusher(
+    start: Callable[..., object], run_folder: Path
+) -> None:
+    trainer = start()
+    trainer.do("save 1")
+    trainer.do("wait")
+    trainer.tell("workers")
+    trainer.children = [int(word) for word in trainer.hear("workers")[1:]]
+    assert len(trainer.children) == 2
+    for pid in trainer.children:
+        os.kill(pid, signal.SIGSTOP)  # so that they surely outlive it
+    trainer.stop_helper()
+    trainer.do("capture 2")
+    trainer.kill()
+    trainer.resume_helper()
+    trainer.wait_for_helper()  # no orphan
+    assert all(os.path.exists(f"/proc/{pid}") for pid in trainer.children)
+    assert numbers(run_folder) == (2, 2.0)
+
+
+def test_the_older_of_two_trainers_on_a_run_is_told_and_commits_nothing_more(
+    start: Callable[..., object], run_folder: Path
+) -> None:
+    older = start()
+    older.do("save 1")
+    older.do("wait")
+    newer = start()
+    assert newer.restored == 1
+    newer.do("save 2")
+    newer.do("wait")
+    for step in (3, 4):
+        older.tell(f"capture {step}")
+        older.hear("done")
+        older.tell("wait")
+        assert older.hear("failed")[1] == "Aborted"
+    newer.do("save 5")
+    newer.do("close")
+    assert laststep.open(run_folder).steps() == [1, 2, 5]
+    older.tell("close")
+    older.hear("done")
+
+
+def test_a_zombie_that_wakes_up_after_its_successor_changes_nothing_of_the_lineage(
+    start: Callable[..., object], run_folder: Path
+) -> None:
+    zombie = start()
+    zombie.do("save 1")
+    zombie.do("wait")
+    zombie.stop_helper()
+    zombie.do("capture 2")  # announced, but not begun: the flusher stands still
+    newer = start()
+    assert newer.restored == 1
+    newer.do("save 7")
+    newer.do("wait")
+    zombie.resume_helper()
+    zombie.tell("wait")
+    assert zombie.hear("failed")[1] == "Aborted"
+    assert laststep.open(run_folder).steps() == [1, 7]
+    newer.do("close")
+    assert numbers(run_folder) == (7, 7.0)

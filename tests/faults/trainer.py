@@ -1,0 +1,100 @@
+"""The trainer that the tests of this folder start, stop and kill.
+
+It prints one line per thing that happened and obeys one command per line on its standard input:
+`save N`, `capture N` (returns when captured), `wait`, `close`, `hold` (captures get no further),
+`workers` (forks a loader's workers and keeps them busy), and `return`, `exit`, `raise`, `_exit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+
+import torch
+
+import laststep
+from laststep.engine.copy import capture
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, os.getpid()])
+
+
+def hold() -> None:
+    """From now on the capture thread never ends a copy of host memory."""
+
+    def stand_still(*_: object) -> None:
+        say("held")
+        threading.Event().wait()
+
+    capture.gather = stand_still
+
+
+def say(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())  # whole, whichever thread speaks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run")
+    parser.add_argument("--flush", default="process")
+    parser.add_argument("--capture", default="auto")
+    parser.add_argument("--size", type=int, default=1000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    state = {"t": torch.zeros(options.size), "n": -1}
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    checkpointer = laststep.Checkpointer(
+        options.run, state=state, flush=options.flush, capture=options.capture,
+        host_memory_bytes=64 << 20, progress=False,
+    )  # fmt: skip
+    restored = checkpointer.restore()
+    optimizer.step()
+    say("ready", checkpointer._client.helper_pid, restored.step)
+    batches = None
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        try:
+            if command in ("save", "capture"):
+                state["t"].fill_(int(arguments[0]))
+                state["n"] = int(arguments[0])
+                optimizer.step()  # so that the fence is known to work
+                handle = checkpointer.save(int(arguments[0]))
+                if command == "capture":
+                    handle.captured.wait(60)
+            elif command == "wait":
+                checkpointer.wait()
+            elif command == "close":
+                checkpointer.close()
+            elif command == "hold":
+                hold()
+            elif command == "workers":
+                loader = torch.utils.data.DataLoader(
+                    Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork"
+                )
+                batches = iter(loader)
+                pids = {int(next(batches)[0, 1]) for _ in range(4)}
+                say("workers", *sorted(pids))
+                continue
+            elif command == "return":
+                return
+            elif command == "exit":
+                sys.exit(3)
+            elif command == "raise":
+                raise ZeroDivisionError("as asked")
+            elif command == "_exit":
+                os._exit(0)
+            say("done", command)
+        except laststep.LaststepError as error:
+            say("failed", type(error).__name__, error)
+
+
+if __name__ == "__main__":
+    main()
