@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from laststep.version import VERSION as __version__
+from laststep.version import VERSION as __version__  # noqa: N811 (every package has this name)
 
 if TYPE_CHECKING:
     from laststep.checkpointer.core import Checkpointer, Restored

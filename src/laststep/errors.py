@@ -41,8 +41,11 @@ class LaststepError(Exception):
 
     def to_wire(self) -> tuple[str, dict[str, str | None]]:
         """The error as plain values that another process can turn back into the same error."""
-        fields = ("what", "where", "expected", "found", "remedy")
-        return type(self).__name__, {name: getattr(self, name) for name in fields}
+        names = ("what", "where", "expected", "found", "remedy")
+        fields: dict[str, str | None] = {name: getattr(self, name) for name in names}
+        if getattr(self, "transient", False):
+            fields["transient"] = "yes"
+        return type(self).__name__, fields
 
 
 class NotFound(LaststepError):
@@ -92,10 +95,13 @@ _KINDS: dict[str, type[LaststepError]] = {
 def from_wire(kind: str, fields: dict[str, str | None]) -> LaststepError:
     """The error that `to_wire` described; an unknown kind becomes a plain LaststepError."""
     what = fields.get("what") or "an error without a description"
-    return _KINDS.get(kind, LaststepError)(
+    error = _KINDS.get(kind, LaststepError)(
         what,
         where=fields.get("where"),
         expected=fields.get("expected"),
         found=fields.get("found"),
         remedy=fields.get("remedy"),
     )
+    if isinstance(error, StorageFailed):
+        error.transient = fields.get("transient") == "yes"
+    return error

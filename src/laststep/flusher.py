@@ -2,12 +2,14 @@
 
 Runs as a helper process (`python -m laststep.flusher`, without torch) or, by the same code, on a
 thread of the trainer. It owns everything that changes a run: epochs, attempts, files, commits. One
-thread receives, several write, one finishes saves in the order in which they began. When the trainer
-dies, saves that were handed over whole are finished and committed, others are aborted, and it ends.
+thread receives, several write, one finishes saves in the order in which they began. When the
+trainer dies, saves that were handed over whole are finished and committed, others are aborted, and
+it ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -20,6 +22,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -49,9 +52,11 @@ from laststep.engine.wire import (
 from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.format.manifest import Abort, Commit, FileRecord
 from laststep.storage.directory import DirectoryStore
-from laststep.storage.store import Lock
 from laststep.terms import CHUNK_BYTES
 from laststep.version import VERSION
+
+if TYPE_CHECKING:
+    from laststep.storage.store import Lock
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +125,9 @@ class Flusher:
             threading.Thread(target=self._write, name=f"laststep-write-{n}", daemon=True)
             for n in range(writers)
         ]
-        self._finisher = threading.Thread(target=self._finish_all, name="laststep-finish", daemon=True)
+        self._finisher = threading.Thread(
+            target=self._finish_all, name="laststep-finish", daemon=True
+        )
 
     def serve(self) -> None:
         """Receive until the trainer is gone, then finish what is whole."""
@@ -162,18 +169,22 @@ class Flusher:
         self._saves[begin.save] = save
         try:
             run = self._open_epoch()
-            if not begin.overwrite:
-                run.check_step_free(begin.step)
             self._attempts += 1
             assert self._epoch is not None  # noqa: S101 (set by _open_epoch)
             save.epoch, save.attempt = self._epoch, self._attempts
             folder = run.begin(step=begin.step, epoch=save.epoch, attempt=save.attempt)
             save.flush = SaveFlush(self._store, folder, begin.files)
+            if not begin.overwrite:
+                # After `begin`: a writer that was taken over hears that, not that its step is
+                # taken.
+                run.check_step_free(begin.step)
             save.opened_s = time.monotonic() - save.began_s
         except LaststepError as error:
             save.error = error
         except OSError as error:
-            save.error = StorageFailed("cannot begin a save", where=self._store.url, found=str(error))
+            save.error = StorageFailed(
+                "cannot begin a save", where=self._store.url, found=str(error)
+            )
         self._order.put(save)
 
     def _open_epoch(self) -> Run:
@@ -234,7 +245,7 @@ class Flusher:
                     save.changed.wait()
             try:
                 self._finish(save)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (told to the trainer, and logged)
                 self._give_up(save, error)
             finally:
                 if save.flush is not None:
@@ -247,7 +258,9 @@ class Flusher:
             raise Aborted(save.dropped)
         if save.error is not None:
             raise save.error
-        assert save.flush is not None and save.seal is not None and self._run is not None  # noqa: S101
+        assert save.flush is not None  # noqa: S101 (set by _begin where there is no error)
+        assert save.seal is not None  # noqa: S101 (waited for)
+        assert self._run is not None  # noqa: S101 (opened by _begin)
         written_s = time.monotonic() - save.began_s
         records = save.flush.finish(save.seal.objects)
         number, size = save.begin.save, sum(record.size_bytes for record in records)
@@ -287,23 +300,31 @@ class Flusher:
 
     def _give_up(self, save: _Save, error: Exception) -> None:
         if not isinstance(error, LaststepError):
-            log.exception("the flush of step %d failed", save.begin.step)
+            log.error("the flush of step %d failed", save.begin.step, exc_info=error)
             error = StorageFailed(f"the flush of step {save.begin.step} failed", found=repr(error))
         if save.flush is not None and self._run is not None:
             try:
                 save.flush.close()
-                if isinstance(self._run.abort(save.flush.folder, str(error)), Abort):
-                    self._run.discard(save.flush.folder)
+                self._abort(self._run, save.flush.folder, str(error))
             except (LaststepError, OSError) as second:
                 log.warning("cannot clean up after a failed save: %s", second)
         kind, fields = error.to_wire()
         self._send(Failed(save=save.begin.save, kind=kind, fields=fields))
 
-    def _send(self, message: ToTrainer) -> None:
+    def _abort(self, run: Run, folder: str, reason: str) -> None:
+        """Decide against an attempt of our own and remove it."""
         try:
+            if isinstance(run.abort(folder, reason), Abort):
+                run.discard(folder)
+        except StorageFailed:
+            # A full disk has no room for a decision either; without its folder nobody can commit.
+            if run.decision(folder) is not None:
+                raise
+            self._store.delete_folder(folder)
+
+    def _send(self, message: ToTrainer) -> None:
+        with contextlib.suppress(OSError):  # the trainer is gone; there is nobody to tell
             self._connection.send(message)
-        except OSError:
-            pass  # the trainer is gone; there is nobody to tell
 
     def _end(self) -> None:
         """Give up what is not whole, finish what is, and stop the threads."""
@@ -335,7 +356,9 @@ def _policy(keep: KeepRules | None) -> Policy | None:
 class Helper:
     """The running flusher, as its trainer sees it."""
 
-    def __init__(self, process: subprocess.Popen[bytes] | None, thread: threading.Thread | None) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes] | None, thread: threading.Thread | None
+    ) -> None:
         self._process = process
         self._thread = thread
 
@@ -366,11 +389,17 @@ class Helper:
 
 
 def start_process(
-    end: socket.socket, *, run: str, pool_fd: int, pool_bytes: int, writers: int, keep: KeepRules | None
+    end: socket.socket,
+    *,
+    run: str,
+    pool_fd: int,
+    pool_bytes: int,
+    writers: int,
+    keep: KeepRules | None,
 ) -> Helper:
-    """Start the helper process; it inherits the pool and its end of the connection, nothing else."""
-    # Opened here, where the number surely is the trainer's: it may be gone, and its number another's,
-    # before the helper runs. What was handed over until then is finished all the same.
+    """Start the helper process; it inherits the pool and its end of the connection only."""
+    # Opened here, where the number surely is the trainer's: it may be gone, and its number
+    # another's, before the helper runs. What was handed over until then is finished all the same.
     pidfd = os.pidfd_open(os.getpid())
     setup = Setup(
         run=run, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
@@ -387,6 +416,7 @@ def start_process(
             pass_fds=(pool_fd, end.fileno(), pidfd),
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
     finally:

@@ -97,17 +97,3 @@ def saved(opened: Callable[..., laststep.Checkpointer], run_folder: Path) -> Cal
         return run_folder
 
     return make
-
-
-def folder_of(run: Path, step: int) -> Path:
-    """The newest folder of a step."""
-    return sorted(run.glob(f"step-{step:08d}.*"))[-1]
-
-
-def flip(path: Path, offset: int, bit: int = 0) -> None:
-    """Change one bit of a file."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ (1 << bit)]))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    return sorted(run.glob(f"step-{step:08d}.*"))[-1]
+    return max(run.glob(f"step-{step:08d}.*"))
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
@@ -414,7 +414,8 @@ def test_metrics_and_metadata_come_back_with_the_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "metrics", [{"loss": torch.ones(2)}, {"loss": None}, {"loss": [1]}, {3: 1.0}, {"z": torch.tensor(1j)}]
+    "metrics",
+    [{"loss": torch.ones(2)}, {"loss": None}, {"loss": [1]}, {3: 1.0}, {"z": torch.tensor(1j)}],
 )
 def test_a_metric_that_is_no_number_is_refused_at_once(
     metrics: dict[object, object], opened: object, training: object

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -127,7 +128,11 @@ def test_the_same_step_twice_exists(
 
 
 def test_overwriting_keeps_the_old_until_the_new_is_committed(
-    opened: object, training: object, fresh: object, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    opened: object,
+    training: object,
+    fresh: object,
+    run_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with opened(training) as checkpointer:
         training.become(1)
@@ -152,7 +157,9 @@ def _no_space(*_: object) -> object:
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None, True, 1 << 62])
-def test_a_step_that_is_no_number_is_refused(step: object, opened: object, training: object) -> None:
+def test_a_step_that_is_no_number_is_refused(
+    step: object, opened: object, training: object
+) -> None:
     with opened(training) as checkpointer, pytest.raises(laststep.Usage, match="step"):
         checkpointer.save(step)
 
@@ -166,9 +173,11 @@ def test_a_failed_save_is_told_once_at_the_next_call_and_training_goes_on(
         patch.setattr(flusher.SaveFlush, "finish", _no_space)
         checkpointer.save(0).committed.over_within(PATIENCE_S)
     with pytest.raises(laststep.StorageFailed, match="disk is full"):
-        {"save": lambda: checkpointer.save(1), "wait": checkpointer.wait, "close": checkpointer.close}[
-            call
-        ]()
+        {
+            "save": lambda: checkpointer.save(1),
+            "wait": checkpointer.wait,
+            "close": checkpointer.close,
+        }[call]()
     if call != "close":
         checkpointer.wait()
         checkpointer.save(0).wait()
@@ -258,7 +267,9 @@ def test_retention_is_applied_after_each_commit(
     assert {e.step for e in removed if type(e).__name__ == "Pruned"} == {0, 3, 8}
 
 
-def test_the_best_are_kept_by_their_metric(opened: object, training: object, run_folder: Path) -> None:
+def test_the_best_are_kept_by_their_metric(
+    opened: object, training: object, run_folder: Path
+) -> None:
     keep = laststep.Keep(best=2, metric="loss")
     with opened(training, keep=keep) as checkpointer:
         for step, loss in enumerate([5.0, 1.0, 4.0, 2.0, 3.0]):
@@ -271,8 +282,10 @@ def test_a_failing_retention_costs_no_checkpoint(
 ) -> None:
     with_disk(
         monkeypatch,
-        lambda: FailingDisk(1, errno.EIO, lasting=True, kinds=frozenset({Kind.REMOVE_FOLDER, Kind.RENAME})),
-    )  # fmt: skip
+        lambda: FailingDisk(
+            1, errno.EIO, lasting=True, kinds=frozenset({Kind.REMOVE_FOLDER, Kind.RENAME})
+        ),
+    )
     with opened(training, keep=laststep.Keep(last=1)) as checkpointer:
         for step in range(3):
             checkpointer.save(step)
@@ -296,24 +309,23 @@ def test_an_interrupted_save_does_not_hold_up_the_next(
 def test_an_interrupt_while_memory_is_filled_gives_the_memory_back(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from laststep.engine.copy import capture
-
     state = {"t": torch.zeros(80 << 20, dtype=torch.uint8)}
-    gather = capture.gather
     with laststep.Checkpointer(
         run_folder, state=state, flush="thread", host_memory_bytes=POOL_BYTES
     ) as checkpointer:
+        capturer = checkpointer._capturer
+        lease = capturer._lease
         for step in range(3):
-            left = [2]
+            left = iter(range(2))
 
-            def count(*arguments: object, left: list[int] = left) -> None:
-                left[0] -= 1
-                if left[0] < 0:
+            def third_is_interrupted(job: object, left: object = left) -> int:
+                slot = lease(job)
+                if next(left, None) is None:
                     raise KeyboardInterrupt
-                gather(*arguments)
+                return slot
 
             with monkeypatch.context() as patch:
-                patch.setattr(capture, "gather", count)
+                patch.setattr(capturer, "_lease", third_is_interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     checkpointer.save(step)
         assert checkpointer.save(5).wait(PATIENCE_S)
@@ -325,7 +337,10 @@ def _interrupt(*_: object) -> None:
 
 
 def test_an_error_in_the_body_is_not_hidden_by_a_failed_save(
-    opened: object, training: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opened: object,
+    training: object,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def body() -> None:
         with opened(training) as checkpointer:
@@ -381,11 +396,9 @@ def leftovers() -> set[str]:
     """Threads, descriptors and children of this process."""
     threads = {f"thread {thread.name}" for thread in threading.enumerate()}
     fds = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            fds.add(f"fd {fd} {os.readlink(f'/proc/self/fd/{fd}')}")
-        except FileNotFoundError:
-            continue
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            fds.add(f"fd {path.name} {path.readlink()}")
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return threads | fds | {f"child {pid}" for pid in children}
 

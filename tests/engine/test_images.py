@@ -49,7 +49,8 @@ def write(flush: SaveFlush, number: int, data: bytes, start: int, size: int) -> 
 
 @given(
     size=st.one_of(
-        st.integers(0, 3 * BLOCK_BYTES), st.sampled_from([0, 1, 4095, 4096, BLOCK_BYTES, BLOCK_BYTES + 1])
+        st.integers(0, 3 * BLOCK_BYTES),
+        st.sampled_from([0, 1, 4095, 4096, BLOCK_BYTES, BLOCK_BYTES + 1]),
     ),
     with_objects=st.booleans(),
     chance=st.randoms(use_true_random=False),

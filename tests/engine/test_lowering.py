@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from laststep.plan.save import ItemSpec, SavePlan, plan_save
 from laststep.state.pieces import Piece
 from laststep.state.tensors import TORCH_DTYPES
 from laststep.terms import DTYPES
+
+if TYPE_CHECKING:
+    import random
 
 SMALL_CHUNK = 4096
 
@@ -98,17 +101,25 @@ def test_carried_out_the_copies_give_the_bytes_of_the_file(
     plan, ways = drawn
     made = lower(plan, ways)
     pieces = [piece for item in plan.items for piece in item.pieces]
-    raws = [bytes(chance.getrandbits(1 if p.dtype == "bool" else 8) for _ in range(p.size_bytes)) for p in pieces]  # fmt: skip
-    sources = [
-        torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(TORCH_DTYPES[p.dtype]).view(p.shape)
-        if raw else torch.empty(p.shape, dtype=TORCH_DTYPES[p.dtype])
-        for raw, p in zip(raws, pieces, strict=True)
-    ]  # fmt: skip
+    raws = [random_bytes(chance, piece) for piece in pieces]
+    sources = [tensor_of(raw, piece) for raw, piece in zip(raws, pieces, strict=True)]
     firsts = [sum(len(item.pieces) for item in plan.items[:n]) for n in range(len(plan.items))]
     expected = [
         b"".join(raws[firsts[one.item] + one.piece] for one in file.placed) for file in plan.files
     ]
     assert carry_out(plan, made, sources) == expected
+
+
+def random_bytes(chance: random.Random, piece: Piece) -> bytes:
+    bits = 1 if piece.dtype == "bool" else 8
+    return bytes(chance.getrandbits(bits) for _ in range(piece.size_bytes))
+
+
+def tensor_of(raw: bytes, piece: Piece) -> torch.Tensor:
+    dtype = TORCH_DTYPES[piece.dtype]
+    if not raw:
+        return torch.empty(piece.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).view(piece.shape)
 
 
 def carry_out(plan: SavePlan, made: Layout, sources: list[torch.Tensor]) -> list[bytes]:

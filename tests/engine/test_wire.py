@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 ENTRY = TensorEntry(name="a/b", dtype="float32", shape=(2, 3), start=0, stop=24)
 TO_FLUSHER = [
     Begin(save=1, step=7, overwrite=True, files=(
-        FileBegin(name="m.safetensors", item=None, region_bytes=4096, tensor_bytes=24, has_objects=True,
-              entries=(ENTRY,)),
+        FileBegin(name="m.safetensors", item=None, region_bytes=4096, tensor_bytes=24,
+                  has_objects=True, entries=(ENTRY,)),
     )),
     Chunk(save=1, file=0, start=0, size_bytes=24, slot=3),
     Seal(save=1, objects=((0, "x/~6tree", b"\0\xff"),), metrics=b"{}", metadata=b"null", items=(
@@ -89,7 +89,9 @@ def test_a_message_far_beyond_the_sockets_buffer_arrives_whole_among_others(
         TensorEntry(name=f"layers.{n}.weight", dtype="float32", shape=(1,), start=n, stop=n + 1)
         for n in range(100_000)
     )
-    file = FileBegin(name="m", item="m", region_bytes=0, tensor_bytes=0, has_objects=False, entries=entries)
+    file = FileBegin(
+        name="m", item="m", region_bytes=0, tensor_bytes=0, has_objects=False, entries=entries
+    )
     big = Begin(save=1, step=1, overwrite=False, files=(file,))
     small = [Drop(save=n, reason="x" * n) for n in range(50)]
 
@@ -97,7 +99,10 @@ def test_a_message_far_beyond_the_sockets_buffer_arrives_whole_among_others(
         for message in small:
             trainer.send(message)
 
-    threads = [threading.Thread(target=send_small), threading.Thread(target=trainer.send, args=(big,))]
+    threads = [
+        threading.Thread(target=send_small),
+        threading.Thread(target=trainer.send, args=(big,)),
+    ]
     for thread in threads:
         thread.start()
     got = [flusher.receive_in_flusher() for _ in range(51)]

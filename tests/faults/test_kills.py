@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +16,6 @@ import laststep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 PATIENCE_S = 60.0
 
@@ -68,14 +68,14 @@ def test_a_new_trainer_waits_for_the_flusher_of_the_one_that_was_killed(
 def test_a_save_in_the_midst_of_its_capture_is_given_up_and_cleaned_up(
     also_flusher: bool, start: Callable[..., object], run_folder: Path
 ) -> None:
-    trainer = start("--capture", "lazy")
+    trainer = start("--capture", "lazy", "--size", str(24 << 20))  # six chunks, four slots
     trainer.do("save 1")
     trainer.do("wait")
-    trainer.do("hold")
+    trainer.do("hold 5")
     trainer.tell("save 2")
     assert {trainer.next_words()[0], trainer.next_words()[0]} == {"held", "done"}
+    wait_until(lambda: len(folders(run_folder)) == 2)
     if also_flusher:
-        wait_until(lambda: len(folders(run_folder)) == 2)
         trainer.kill_helper()
     trainer.kill()
     trainer.wait_for_helper()
@@ -83,7 +83,7 @@ def test_a_save_in_the_midst_of_its_capture_is_given_up_and_cleaned_up(
     assert catalog.steps() == [1]
     if not also_flusher:
         assert len(folders(run_folder)) == 1
-    second = start()
+    second = start("--size", str(24 << 20))
     assert second.restored == 1
     second.do("save 2")
     second.do("close")
@@ -180,10 +180,17 @@ def test_a_save_in_the_moment_between_death_and_its_notice_does_not_hang(
     checkpointer.close()
 
 
-@pytest.mark.parametrize("flush", ["process", "thread"])
-@pytest.mark.parametrize(("way", "status"), [("return", 0), ("exit", 3), ("raise", 1)])
+@pytest.mark.parametrize(
+    ("flush", "way", "status"),
+    [
+        ("process", "return", 0),
+        ("process", "exit", 3),
+        ("process", "raise", 1),
+        ("thread", "exit", 3),
+    ],
+)
 def test_saves_are_finished_when_the_program_ends_without_close(
-    way: str, status: int, flush: str, start: Callable[..., object], run_folder: Path
+    flush: str, way: str, status: int, start: Callable[..., object], run_folder: Path
 ) -> None:
     trainer = start("--flush", flush, "--size", str(10 << 20))
     trainer.do("save 1")
@@ -235,7 +242,7 @@ def test_forked_workers_that_outlive_a_killed_trainer_do_not_deceive_the_flusher
     trainer.kill()
     trainer.resume_helper()
     trainer.wait_for_helper()  # no orphan
-    assert all(os.path.exists(f"/proc/{pid}") for pid in trainer.children)
+    assert all(Path(f"/proc/{pid}").exists() for pid in trainer.children)
     assert numbers(run_folder) == (2, 2.0)
 
 

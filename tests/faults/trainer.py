@@ -1,8 +1,9 @@
 """The trainer that the tests of this folder start, stop and kill.
 
 It prints one line per thing that happened and obeys one command per line on its standard input:
-`save N`, `capture N` (returns when captured), `wait`, `close`, `hold` (captures get no further),
-`workers` (forks a loader's workers and keeps them busy), and `return`, `exit`, `raise`, `_exit`.
+`save N`, `capture N` (returns when captured), `wait`, `close`, `hold N` (captures stand still after
+N copies), `workers` (forks a loader's workers and keeps them busy), `return`, `exit`, `raise` and
+`_exit`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ class Numbers(torch.utils.data.Dataset):
         return torch.tensor([index, os.getpid()])
 
 
-def hold() -> None:
-    """From now on the capture thread never ends a copy of host memory."""
+def hold(copies: int) -> None:
+    """After so many more copies of host memory the capture thread stands still."""
+    gather = capture.gather
+    left = iter(range(copies))
 
-    def stand_still(*_: object) -> None:
-        say("held")
-        threading.Event().wait()
+    def stand_still(*arguments: object) -> None:
+        if next(left, None) is None:
+            say("held")
+            threading.Event().wait()
+        gather(*arguments)
 
     capture.gather = stand_still
 
@@ -74,7 +79,7 @@ def main() -> None:
             elif command == "close":
                 checkpointer.close()
             elif command == "hold":
-                hold()
+                hold(int(arguments[0]))
             elif command == "workers":
                 loader = torch.utils.data.DataLoader(
                     Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork"

@@ -1,10 +1,9 @@
-"""Capture and restore on a CUDA device: what is stored is the state at save(), whatever comes after."""
+"""Capture and restore on a CUDA device: the state at save() is stored, whatever comes after."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,6 +11,10 @@ import torch
 import laststep
 from laststep.engine.copy.fingerprint import Fingerprint
 from laststep.engine.copy.kernel_check import check_kernels, kernels_work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.gpu
 
@@ -305,7 +308,7 @@ def test_fingerprints_notice_sign_flips_and_swaps(
 
 
 def test_enqueueing_a_thousand_tensors_makes_few_launches(tmp_path: Path) -> None:
-    """Time is a benchmark's business; what makes it small is that launches do not grow with tensors."""
+    """Time is a benchmark's business; launches that do not grow with tensors keep it small."""
     state = {f"t{i}": torch.randn(64, device="cuda") for i in range(1000)}
     with laststep.Checkpointer(tmp_path, state=state, capture="device") as ckpt:
         deadline = time.monotonic() + 60

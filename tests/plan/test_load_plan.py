@@ -54,4 +54,4 @@ def test_reads_cover_every_wanted_byte_exactly_in_whole_blocks_and_no_block_twic
             at += size
         assert at == want.stop - want.start
     for read in reads:
-        assert all(0 <= p.at and p.at + p.size_bytes <= read.stop - read.start for p in read.parts)
+        assert all(p.at >= 0 and p.at + p.size_bytes <= read.stop - read.start for p in read.parts)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from laststep.format.header import Header, encode_header
 from laststep.plan import save as planning
-from laststep.plan.save import OWN_FILE_BYTES, ItemSpec, PlanCache, plan_save
+from laststep.plan.save import ItemSpec, PlanCache, plan_save
 from laststep.state.pieces import Piece
 from laststep.terms import ALIGN_BYTES, DTYPES
 
@@ -104,7 +104,7 @@ def test_a_plan_is_not_reused_when_a_shape_a_dtype_or_a_device_changes() -> None
 
 def test_small_items_share_a_file_large_and_standalone_ones_get_their_own() -> None:
     described = (
-        ItemSpec(name="big", kind="v", standalone=False, pieces=(piece("x", "uint8", (OWN_FILE_BYTES,)),)),
+        ItemSpec(name="big", kind="v", standalone=False, pieces=(piece("x", "uint8", (1 << 20,)),)),
         ItemSpec(name="small", kind="v", standalone=False, pieces=(piece("x", "uint8", (9,)),)),
         ItemSpec(name="alone", kind="v", standalone=True, pieces=(piece("x", "uint8", (9,)),)),
         ItemSpec(name="empty", kind="v", standalone=True, pieces=()),

@@ -74,7 +74,9 @@ def test_training_goes_on_exactly_where_it_was(kind: str, carry: Callable[..., o
     for number in range(3, 6):
         step(model, optimizer, number)
         step(other, fresh, number)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,14 +84,19 @@ def test_an_optimizer_without_a_step_rolls_one_with_steps_back(
     kind: str, carry: Callable[..., object]
 ) -> None:
     model, other = network(0), network(1)
-    optimizer, stepped = KINDS[kind](list(model.parameters())), KINDS[kind](list(other.parameters()))
+    optimizer, stepped = (
+        KINDS[kind](list(model.parameters())),
+        KINDS[kind](list(other.parameters())),
+    )
     for number in range(2):
         step(other, stepped, number)
     carry({"model": model, "optimizer": optimizer}, {"model": other, "optimizer": stepped})
     for number in range(2):
         step(model, optimizer, number)
         step(other, stepped, number)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_state_follows_names_when_the_order_of_parameters_changes(
@@ -235,7 +242,9 @@ def test_one_optimizer_of_two_modules_tells_them_apart(carry: Callable[..., obje
             assert same(source["optimizer"].state[a], target["optimizer"].state[b])
 
 
-def test_other_parameters_or_groups_than_the_stored_are_listed(carry: Callable[..., object]) -> None:
+def test_other_parameters_or_groups_than_the_stored_are_listed(
+    carry: Callable[..., object],
+) -> None:
     model, other = network(0), network(1)
     source = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     groups = [{"params": other[0].parameters()}, {"params": other[1].parameters()}]

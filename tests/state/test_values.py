@@ -1,10 +1,10 @@
-"""Schedulers, scalers, loaders, random numbers, nested values, groups and providers of one's own."""
+"""Schedulers, scalers, loaders, random numbers, nested values, groups, providers of one's own."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict, deque, namedtuple
-from typing import TYPE_CHECKING
+from collections import Counter, OrderedDict, deque
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-Point = namedtuple("Point", ["x", "y"])
+
+class Point(NamedTuple):
+    x: object
+    y: object
+
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], object]] = {
     "step": lambda o: lr_scheduler.StepLR(o, 2),
     "multistep": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4]),
     "constant": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
-    "linear": lambda o: lr_scheduler.LinearLR(o),
+    "linear": lr_scheduler.LinearLR,
     "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
     "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 6),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
@@ -459,7 +463,7 @@ def test_pickles_are_made_and_opened_only_when_both_sides_allow_it(
     import fractions
 
     source, target = {"f": fractions.Fraction(1, 3)}, {"f": None}
-    with pytest.raises(laststep.Usage, match="cannot save a fractions.Fraction"):
+    with pytest.raises(laststep.Usage, match=r"cannot save a fractions\.Fraction"):
         carry({"s": source}, {"s": target})
     carry({"s": source}, {"s": target}, allow_pickle=True)
     assert target["f"] == fractions.Fraction(1, 3)

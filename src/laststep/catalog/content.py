@@ -7,15 +7,19 @@ after a second look past every cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from laststep.codecs.digests import digest, digest_text
 from laststep.errors import Corrupt, NotFound
 from laststep.format.header import Header, TensorEntry, decode_header
-from laststep.format.manifest import Commit, FileRecord
 from laststep.state.stored import StoredItem, TensorSpec, decode_item
-from laststep.storage.store import Reader, Store
 from laststep.terms import MAX_HEADER_BYTES
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from laststep.format.manifest import Commit, FileRecord
+    from laststep.storage.store import Reader, Store
 
 TREE_SUFFIX = "/~6tree"
 
@@ -50,16 +54,21 @@ class Content:
             for record in commit.files:
                 self.files.append(_open_file(store, folder, record))
             self._index()
-            self.items = {record.name: self._item(record.name, record.kind) for record in commit.items}
+            self.items = {
+                record.name: self._item(record.name, record.kind) for record in commit.items
+            }
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> Content:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -85,7 +94,9 @@ class Content:
                 else:
                     item, _, name = entry.name.partition("/")
                 if item not in names:
-                    raise Corrupt("a tensor of an unknown item", where=file.where, found=repr(entry.name))
+                    raise Corrupt(
+                        "a tensor of an unknown item", where=file.where, found=repr(entry.name)
+                    )
                 self.places[item, name] = Place(file=number, entry=entry)
 
     def _item(self, name: str, kind: str) -> StoredItem:
@@ -115,15 +126,11 @@ def _open_file(store: Store, folder: str, record: FileRecord) -> DataFile:
     try:
         reader = store.open_reader(path)
     except NotFound as error:
-        raise Corrupt("a data file is missing", where=where, expected=f"{record.size_bytes} bytes") from error
+        raise Corrupt(
+            "a data file is missing", where=where, expected=f"{record.size_bytes} bytes"
+        ) from error
     try:
-        if reader.size_bytes != record.size_bytes:
-            raise Corrupt(
-                "a data file has the wrong size", where=where,
-                expected=f"{record.size_bytes} bytes", found=f"{reader.size_bytes}",
-            )  # fmt: skip
-        if record.header_bytes > 2 * MAX_HEADER_BYTES:
-            raise Corrupt("a header is too large", where=where, found=f"{record.header_bytes} bytes")
+        _check_sizes(reader, record, where)
         expected = bytes.fromhex(record.header_digest.rpartition(":")[2])
         region = read_verified(reader, 0, record.header_bytes, expected, f"{where}, header")
         header = decode_header(
@@ -133,6 +140,16 @@ def _open_file(store: Store, folder: str, record: FileRecord) -> DataFile:
         reader.close()
         raise
     return DataFile(record=record, header=header, reader=reader, where=where)
+
+
+def _check_sizes(reader: Reader, record: FileRecord, where: str) -> None:
+    if reader.size_bytes != record.size_bytes:
+        raise Corrupt(
+            "a data file has the wrong size", where=where,
+            expected=f"{record.size_bytes} bytes", found=f"{reader.size_bytes}",
+        )  # fmt: skip
+    if record.header_bytes > 2 * MAX_HEADER_BYTES:
+        raise Corrupt("a header is too large", where=where, found=f"{record.header_bytes} bytes")
 
 
 def read_verified(reader: Reader, start: int, size: int, expected: bytes, where: str) -> bytes:

@@ -1,9 +1,9 @@
 """The Checkpointer: save, restore, wait, close.
 
 Lives on the training thread and owns everything else: the pool, the capture thread, the flusher and
-its client. It decides nothing about bytes; it keeps the order of things and the promises about errors:
-a failed save raises at the next call, a state restored only in part is not saved, and whatever was
-handed over is finished or reported before the process ends.
+its client. It decides nothing about bytes; it keeps the order of things and the promises about
+errors: a failed save raises at the next call, a state restored only in part is not saved, and
+whatever was handed over is finished or reported before the process ends.
 """
 
 from __future__ import annotations
@@ -11,29 +11,25 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import operator
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from laststep import flusher
 from laststep.catalog.run import Run
 from laststep.checkpointer import sizing
-from laststep.checkpointer.keep import Keep
 from laststep.checkpointer.loading import Problems
 from laststep.checkpointer.parts import Memory, take_state
 from laststep.checkpointer.pausing import without_collection
-from laststep.checkpointer.restoring import Skipped, restore_into
+from laststep.checkpointer.restoring import Skipped, Wanted, restore_into
 from laststep.checkpointer.watching import ProgressBar, log_event, somebody_watches
 from laststep.config import Capture, FlushIn, OnBusy, Settings
 from laststep.dist.ranks import require_single_rank
 from laststep.engine.client import Client
 from laststep.engine.copy.capture import Capturer
-from laststep.engine.copy.job import Job
 from laststep.engine.handle import SaveHandle, SaveReport
 from laststep.engine.pool import Pool
 from laststep.engine.wire import Continue
@@ -45,7 +41,15 @@ from laststep.storage.directory import DirectoryStore
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
+    import socket
+    import threading
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
     import torch
+
+    from laststep.checkpointer.keep import Keep
+    from laststep.engine.copy.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +80,7 @@ _alive: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 class Checkpointer:
     """Saves and restores the state of a run: `Checkpointer("runs/gpt", model=model, …)`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each setting is a keyword of its own)
         self,
         run: str | os.PathLike[str],
         /,
@@ -102,8 +106,8 @@ class Checkpointer:
             progress=progress,
         )  # fmt: skip
         require_single_rank()
-        self.path = os.path.abspath(os.fspath(run))
-        self._store = DirectoryStore(self.path)
+        self._store = DirectoryStore(run)
+        self.path = self._store.url
         self._providers = providers_for({**(items or {}), **more_items})
         self._keep = keep
         self._bus = Bus()
@@ -132,13 +136,14 @@ class Checkpointer:
         self._preflight: threading.Thread | None = None
         self._closed = False
         self._pid = os.getpid()
+        self._abandons = self._newest_step()
         _alive.add(self)
 
     # -- saving -----------------------------------------------------------------------------------
 
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         *,
         metrics: Mapping[str, object] | None = None,
         metadata: object = None,
@@ -156,13 +161,15 @@ class Checkpointer:
         if self._client.dead is not None:
             self._capturer.settle()
             self._client.restart()
-        self._check_step(step, overwrite)
+        step = _plain_step(step)
+        self._warn_of_branch()
+        self._check_step(step, overwrite=overwrite)
         handle = SaveHandle(step)
         waited = self._make_room(handle)
         if handle.report.skipped is not None:
             return handle
         with without_collection():
-            job = self._capture(handle, metrics, metadata, overwrite, streams)
+            job = self._capture(handle, metrics, metadata, streams, overwrite=overwrite)
         job.timing.stall_s = time.perf_counter() - began
         job.timing.waited_s += waited
         return handle
@@ -172,8 +179,9 @@ class Checkpointer:
         handle: SaveHandle,
         metrics: Mapping[str, object] | None,
         metadata: object,
-        overwrite: bool,
         streams: Sequence[torch.cuda.Stream],
+        *,
+        overwrite: bool,
     ) -> Job:
         """Take the state and hand it to the capture thread."""
         step = handle.step
@@ -196,7 +204,9 @@ class Checkpointer:
             job = self._capturer.take(plan, taken.pieces, taken.sources, link, early)
         except BaseException as error:
             # Ctrl-C included: a save that is never sealed would hold up all that follow it.
-            link.failed(error if isinstance(error, LaststepError) else Aborted("save() was interrupted"))
+            link.failed(
+                error if isinstance(error, LaststepError) else Aborted("save() was interrupted")
+            )
             self._handles.remove(handle)
             self._taken.discard(step)
             raise
@@ -232,7 +242,10 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             self.close()
@@ -241,7 +254,7 @@ class Checkpointer:
             self.close()
         except LaststepError as failed:
             # The body's own error is the news; what a save died of is in the log.
-            log.error("a save failed as well: %s", failed)
+            log.error("a save failed as well: %s", failed)  # noqa: TRY400 (no second traceback)
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """Be told of every event; returns the function that ends it."""
@@ -259,11 +272,14 @@ class Checkpointer:
         self._check_usable("restore", mixed_is_fine=True)
         self.wait()
         mixed = self._mixed
-        with without_collection():
+        wanted = Wanted(
+            step=step, only=only, strict=strict, allow_pickle=self._settings.allow_pickle,
+            threads=2 * self._settings.writers,
+        )  # fmt: skip
+        with without_collection(), self._pool.at_rest():
             outcome = restore_into(
-                self._store, self._providers, self._pool, self._bus, step=step, only=only,
-                strict=strict, allow_pickle=self._settings.allow_pickle,
-                threads=2 * self._settings.writers, touched=self._mark_mixed,
+                self._store, self._providers, self._pool, self._bus, wanted,
+                touched=self._mark_mixed, flusher_pid=self._client.helper_pid or os.getpid(),
             )  # fmt: skip
         if outcome is None:
             self._taken = set()
@@ -274,7 +290,7 @@ class Checkpointer:
         self._client.continue_from(
             Continue(epoch=found.epoch, attempt=found.attempt, folder=found.folder)
         )
-        self._taken = {s for s in outcome.lineage_steps if s is not None}
+        self._taken = set(outcome.lineage_steps)
         self._resumed = True
         commit = outcome.commit
         return Restored(
@@ -296,13 +312,15 @@ class Checkpointer:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _launch(self, end: object) -> flusher.Helper:
+    def _launch(self, end: socket.socket) -> flusher.Helper:
         keep = None if self._keep is None else self._keep.rules()
         writers = self._settings.writers
         if self._settings.flush is FlushIn.THREAD:
-            return flusher.start_thread(end, self._pool.memory(), run=self.path, writers=writers, keep=keep)  # type: ignore[arg-type]
+            return flusher.start_thread(
+                end, self._pool.memory(), run=self.path, writers=writers, keep=keep
+            )
         return flusher.start_process(
-            end, run=self.path, pool_fd=self._pool.fd, pool_bytes=self._pool.cap_bytes,  # type: ignore[arg-type]
+            end, run=self.path, pool_fd=self._pool.fd, pool_bytes=self._pool.cap_bytes,
             writers=writers, keep=keep,
         )  # fmt: skip
 
@@ -341,8 +359,25 @@ class Checkpointer:
                 unseen[0].add_note(f"another save failed too: {error}")
             raise unseen[0]
 
-    def _check_step(self, step: int, overwrite: bool) -> None:
-        if type(step) is not int or not 0 <= step < 1 << 62:
+    def _newest_step(self) -> int | None:
+        """The newest step that the run has before anything is restored or saved."""
+        try:
+            newest = Run.open(self._store).newest()
+        except LaststepError:
+            return None  # there is no run yet, or restore() will say what is wrong with it
+        return None if newest is None else newest.step
+
+    def _warn_of_branch(self) -> None:
+        """Say once that saving without restoring leaves what is there behind."""
+        if self._abandons is not None and not self._resumed:
+            log.warning(
+                "%s holds step %d, which was not restored: this save begins a new line beside it",
+                self.path, self._abandons,
+            )  # fmt: skip
+        self._abandons = None
+
+    def _check_step(self, step: int, *, overwrite: bool) -> None:
+        if not 0 <= step < 1 << 62:
             raise Usage("a step is a number", expected="an int of 0 or more", found=repr(step))
         if step in self._taken and not overwrite:
             raise Exists(
@@ -352,18 +387,25 @@ class Checkpointer:
 
     def _make_room(self, handle: SaveHandle) -> float:
         """Wait for, or give way to, an earlier capture that still needs the memory."""
-        running = [job for h in self._handles if (job := self._jobs.get(h)) and not job.over.is_set()]
-        if not running:
+        running = [
+            job for h in self._handles if (job := self._jobs.get(h)) and not job.over.is_set()
+        ]
+        reason = "an earlier save is still being captured" if running else None
+        flushing = any(not h.committed.over() for h in self._handles)
+        if reason is None and flushing and self._pool.room_bytes < self._plans.last_bytes:
+            reason = "an earlier save still holds the host memory that this one needs"
+        if reason is None:
             return 0.0
         if self._settings.on_busy is OnBusy.SKIP:
-            reason = "an earlier save is still being captured"
             handle.report.skipped = reason
             for stage in (handle.captured, handle.durable, handle.committed):
-                stage.reach()
+                stage.skip()
             self._bus.emit(SaveSkipped(step=handle.step, reason=reason))
             return 0.0
+        # Room in the pool is waited for slot by slot, while the capture runs.
         began = time.perf_counter()
-        running[-1].over.wait()
+        for job in running[-1:]:
+            job.over.wait()
         return time.perf_counter() - began
 
     def _announce(self, handle: SaveHandle, size_bytes: int, tensors: int) -> None:
@@ -376,7 +418,7 @@ class Checkpointer:
             )
 
     def _rehearse(self) -> None:
-        """Find out where everything is before the first save asks, while the device has work: called
+        """Find out where everything is before the first save asks, while the device has work:
         once, at an early optimizer step. Whatever goes wrong is the first save's to report."""
         if self._closed or self._jobs or os.getpid() != self._pid:
             return
@@ -389,10 +431,31 @@ class Checkpointer:
             self._pool.want(plan.tensor_bytes + CHUNK_BYTES)
             self._capturer.prepare(plan, taken.pieces, taken.sources)
 
+    def _finish_at_exit(self) -> None:
+        """The program ends without close(): finish what was handed over, and say so."""
+        if self._pid != os.getpid():
+            return
+        pending = [handle.step for handle in self._handles if not handle.committed.over()]
+        if pending:
+            log.warning(
+                "the program ends without close(); finishing the saves of steps %s", pending
+            )
+        try:
+            self.close()
+        except LaststepError as error:
+            log.error("a save failed and nobody was there to see it: %s", error)  # noqa: TRY400
+
     def _abandon(self) -> None:
         """In a forked child: this object belongs to the parent."""
         self._client.abandon()
         self._closed = True
+
+
+def _plain_step(step: SupportsIndex) -> int:
+    """A step as an int; NumPy's integers are welcome, booleans and floats are not."""
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise Usage("a step is a number", expected="an int of 0 or more", found=repr(step))
+    return operator.index(step)
 
 
 def _timing_of(job: Job) -> Callable[[SaveReport], None]:
@@ -408,20 +471,12 @@ def _timing_of(job: Job) -> Callable[[SaveReport], None]:
 
 def _at_exit() -> None:
     for checkpointer in list(_alive):
-        if checkpointer._pid != os.getpid():
-            continue
-        pending = [handle.step for handle in checkpointer._handles if not handle.committed.over()]
-        if pending:
-            log.warning("the program ends without close(); finishing the saves of steps %s", pending)
-        try:
-            checkpointer.close()
-        except LaststepError as error:
-            log.error("a save failed and nobody was there to see it: %s", error)
+        checkpointer._finish_at_exit()  # noqa: SLF001 (of this module's own class)
 
 
 def _after_fork() -> None:
     for checkpointer in list(_alive):
-        checkpointer._abandon()
+        checkpointer._abandon()  # noqa: SLF001
     _alive.clear()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from laststep.catalog.retention import Policy
 from laststep.engine.wire import KeepRules
+from laststep.errors import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,16 @@ class Keep:
     """Whether the best metric is the smallest (`min`) or the largest (`max`)."""
 
     def __post_init__(self) -> None:
-        self.policy()
+        for name in ("last", "every", "best"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise Usage(
+                    f"Keep({name}=…) is not a count", expected="1 or more", found=repr(value)
+                )
+        if (self.best is None) != (self.metric is None):
+            raise Usage("Keep needs best and metric together", found=repr(self))
+        if self.mode not in ("min", "max"):
+            raise Usage("Keep(mode=…) is unknown", expected="'min' or 'max'", found=repr(self.mode))
 
     def policy(self) -> Policy:
         """The same for the catalog, which checks it."""

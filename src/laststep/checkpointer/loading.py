@@ -7,18 +7,24 @@ is touched.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from laststep.catalog.content import Content
 from laststep.engine.copy.place import Placer
-from laststep.engine.pool import Pool
 from laststep.engine.read import ReadFile, read_all
 from laststep.errors import Mismatch, NotFound
 from laststep.plan.load import Read, Want, plan_reads
 from laststep.state.matching import Match, load_item, match_item
-from laststep.state.provider import StateProvider
 from laststep.state.tensors import collect, copy_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from laststep.catalog.content import Content
+    from laststep.engine.pool import Pool
+    from laststep.state.provider import StateProvider
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +65,11 @@ def _matches(pattern: str, item: str, name: str) -> bool:
 
 
 def fit(
-    content: Content, providers: Mapping[str, StateProvider], only: Sequence[str] | None, *, strict: bool
+    content: Content,
+    providers: Mapping[str, StateProvider],
+    only: Sequence[str] | None,
+    *,
+    strict: bool,
 ) -> tuple[list[Match], Problems]:
     """Fit all wanted items; raises one `Mismatch` that lists everything when `strict`."""
     matches: list[Match] = []
@@ -80,12 +90,17 @@ def fit(
         matches.append(match)
         missing += [f"{name}/{n}" for n in match.missing]
         unexpected += [f"{name}/{n}" for n in match.unexpected]
-        mismatched += [f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}" for text in match.mismatched]
+        mismatched += [
+            f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}"
+            for text in match.mismatched
+        ]
     if only is None:
         unexpected += [name for name in content.items if name not in providers]
     else:
         _check_all_used(only, content, providers)
-    problems = Problems(missing=tuple(missing), unexpected=tuple(unexpected), mismatched=tuple(mismatched))
+    problems = Problems(
+        missing=tuple(missing), unexpected=tuple(unexpected), mismatched=tuple(mismatched)
+    )
     if problems and strict:
         raise mismatch(content.folder, problems)
     return matches, problems
@@ -131,18 +146,22 @@ def load_all(content: Content, device: str) -> list[Match]:
 
 def transfer(content: Content, matches: Sequence[Match], pool: Pool, *, threads: int) -> int:
     """Read what the matches want, each block once, into place; returns the bytes read."""
-    targets = []
+    targets: list[torch.Tensor] = []
     wants: dict[int, list[Want]] = {}
     for match in matches:
         for source, tensor in match.reads.items():
             place = content.places[match.item.name, source]
-            wants.setdefault(place.file, []).append(Want(place.entry.start, place.entry.stop, len(targets)))
+            wants.setdefault(place.file, []).append(
+                Want(place.entry.start, place.entry.stop, len(targets))
+            )
             targets.append(tensor)
     reads: list[Read] = []
     for number, wanted in wants.items():
         reads += plan_reads(number, content.files[number].header.tensor_bytes, wanted)
     files = [
-        ReadFile(reader=f.reader, data_at=f.record.header_bytes, blocks=f.header.blocks, where=f.where)
+        ReadFile(
+            reader=f.reader, data_at=f.record.header_bytes, blocks=f.header.blocks, where=f.where
+        )
         for f in content.files
     ]
     placer = Placer(pool, targets)

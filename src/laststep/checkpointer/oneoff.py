@@ -1,25 +1,29 @@
 """Save a state to a folder and load it again, without a run.
 
-The folder is a checkpoint like any other: verified, committed atomically, readable by the same tools.
+The folder is a checkpoint like any other: verified, committed atomically, read by the same tools.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from laststep.catalog.run import Run
 from laststep.checkpointer.core import Checkpointer
 from laststep.checkpointer.loading import fit, load_all, transfer
-from laststep.checkpointer.opening import Checkpoint, Catalog, open_folder
+from laststep.checkpointer.opening import Catalog, Checkpoint, open_folder
 from laststep.config import MIN_SLOTS
 from laststep.dist.ranks import require_single_rank
 from laststep.engine.pool import Pool
 from laststep.errors import Exists, NotFound
 from laststep.state.items import providers_for
-from laststep.storage.directory import DirectoryStore
+from laststep.storage.directory import DirectoryStore, absolute
 from laststep.terms import CHUNK_BYTES, MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 VALUE = "state"
 """The item that holds a one-off state."""
@@ -29,33 +33,34 @@ _LOAD_SLOTS = 16
 def save(state: object, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
     """Save a nested state (or a module, an optimizer, …) as one new folder, durably."""
     require_single_rank()
-    full = os.path.abspath(os.fspath(path))
+    full = absolute(path)
     if os.path.lexists(full):
-        raise Exists("there is something already", where=full, remedy="choose another path or remove it")
+        raise Exists(
+            "there is something already", where=full, remedy="choose another path or remove it"
+        )
     write_folder({VALUE: state}, full, allow_pickle=allow_pickle)
 
 
 def write_folder(items: Mapping[str, object], full: str, *, allow_pickle: bool) -> None:
     """Save items to a folder of their own: into a run beside it, whose only checkpoint is moved."""
-    parent, name = os.path.split(full)
-    os.makedirs(parent, exist_ok=True)
-    staging = os.path.join(parent, f".{name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
+    target = Path(full)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.parent / f".{target.name}.tmp-{os.getpid()}-{time.monotonic_ns()}"
     try:
         with Checkpointer(
             staging, items=items, flush="thread", allow_pickle=allow_pickle, progress=False
         ) as ckpt:
             handle = ckpt.save(0)
             handle.wait()
-        os.rename(os.path.join(staging, str(handle.report.folder)), full)
+        (staging / str(handle.report.folder)).rename(target)
     finally:
         _remove(staging)
 
 
-def _remove(staging: str) -> None:
-    parent, name = os.path.split(staging)
-    if os.path.isdir(staging):
-        DirectoryStore(parent).delete_folder(name)
-    fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+def _remove(staging: Path) -> None:
+    if staging.is_dir():
+        DirectoryStore(staging.parent).delete_folder(staging.name)
+    fd = os.open(staging.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     finally:
@@ -98,13 +103,16 @@ def load(
 
 def _find(path: str | os.PathLike[str]) -> tuple[Checkpoint, bool]:
     """A folder's checkpoint, or the newest of a run, and whether it is of a run."""
-    full = os.path.abspath(os.fspath(path))
-    if os.path.exists(os.path.join(full, MANIFEST_NAME)):
+    full = absolute(path)
+    # Unlike Path.exists this is False, and no error, where one may not look.
+    if os.path.exists(f"{full}/{MANIFEST_NAME}"):  # noqa: PTH110
         return open_folder(full), False
     try:
         return Catalog(Run.open(DirectoryStore(full))).latest(), True
     except NotFound:
-        raise NotFound("there is neither a checkpoint nor a run", where=full, remedy="check the path") from None
+        raise NotFound(
+            "there is neither a checkpoint nor a run", where=full, remedy="check the path"
+        ) from None
 
 
 def import_state(

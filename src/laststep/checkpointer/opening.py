@@ -9,30 +9,32 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from laststep.catalog.content import Content, DataFile
-from laststep.catalog.listing import Listed
 from laststep.catalog.run import Run
 from laststep.catalog.verify import VerifyReport, verify_checkpoint
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Corrupt, NotFound, Usage
-from laststep.format.header import TensorEntry
 from laststep.format.manifest import Commit, decode
-from laststep.storage.directory import DirectoryStore
-from laststep.storage.store import Store
+from laststep.storage.directory import DirectoryStore, absolute
 from laststep.terms import BLOCK_BYTES, DTYPES, MANIFEST_NAME
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
+
+    from laststep.catalog.listing import Listed
+    from laststep.format.header import TensorEntry
+    from laststep.storage.store import Store
 
 _MANIFEST_LIMIT = 64 << 20
 
 
 def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users expect)
     """The catalog of a run; `NotFound` where there is none."""
-    return Catalog(Run.open(DirectoryStore(os.path.abspath(os.fspath(path)))))
+    return Catalog(Run.open(DirectoryStore(path)))
 
 
 class Catalog:
@@ -44,6 +46,10 @@ class Catalog:
     def __iter__(self) -> Iterator[Checkpoint]:
         """The checkpoints of the lineage, oldest first."""
         return iter([self._open(one) for one in self._run.lineage() if one.commit is not None])
+
+    def __contains__(self, step: object) -> bool:
+        """Whether a step is on the lineage."""
+        return step in self.steps()
 
     def __len__(self) -> int:
         return len([one for one in self._run.lineage() if one.commit is not None])
@@ -101,7 +107,9 @@ class Checkpoint:
         item_name, _, name = full_name.partition("/")
         item = content.item(item_name)
         if item.view_of(name) is not None:
-            raise Usage(f"{full_name} shares bytes with other tensors", remedy="load its item whole")
+            raise Usage(
+                f"{full_name} shares bytes with other tensors", remedy="load its item whole"
+            )
         place = content.places.get((item_name, item.ties.get(name, name)))
         if place is None:
             raise NotFound(f"there is no tensor {full_name!r}", where=self.folder,
@@ -112,7 +120,14 @@ class Checkpoint:
         """Read and check every byte."""
         return verify_checkpoint(self._store, self.folder)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
+        """Close its files; they are opened again when they are needed."""
         if self._content is not None:
             self._content.close()
             self._content = None
@@ -148,20 +163,22 @@ class StoredTensor:
         from laststep.state.tensors import from_bytes
 
         lead = index[0] if isinstance(index, tuple) and index else index
-        rows, rest = self._rows(lead)
+        found = self._rows(lead)
         row_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].size_bytes
-        if rows is None:
-            return from_bytes(self._read(0, self._entry.stop - self._entry.start), self.dtype, self.shape)[index]  # type: ignore[index]
+        if found is None:
+            data = self._read(0, self._entry.stop - self._entry.start)
+            return from_bytes(data, self.dtype, self.shape)[index]  # type: ignore[index]
+        rows, rest = found
         data = self._read(rows.start * row_bytes, max(rows.stop - rows.start, 0) * row_bytes)
         part = from_bytes(data, self.dtype, (max(rows.stop - rows.start, 0), *self.shape[1:]))
         if isinstance(index, tuple):
             return part[(rest, *index[1:])]
         return part[rest]
 
-    def _rows(self, lead: object) -> tuple[range | None, object]:
+    def _rows(self, lead: object) -> tuple[range, int | slice] | None:
         """Which rows a leading index needs, and what to apply to these; None: all of the tensor."""
         if not self.shape:
-            return None, lead
+            return None
         if isinstance(lead, int) and not isinstance(lead, bool):
             row = lead + self.shape[0] if lead < 0 else lead
             if not 0 <= row < self.shape[0]:
@@ -171,7 +188,7 @@ class StoredTensor:
             start, stop, step = lead.indices(self.shape[0])
             if step > 0:
                 return range(start, max(start, stop)), slice(None, None, step)
-        return None, lead
+        return None
 
     def _read(self, start: int, size: int) -> bytearray:
         """Bytes of the tensor, out of whole verified blocks."""
@@ -189,8 +206,11 @@ class StoredTensor:
             bad = _wrong_block(buffer, file.header.blocks, first)
             if bad is None:
                 return buffer[first_byte - base : first_byte - base + size]
-        raise Corrupt(f"cannot read {self.name}: stored bytes have changed", where=f"{file.where}, block {bad}",
-                      remedy="`laststep verify` lists all damage")  # fmt: skip
+        raise Corrupt(
+            f"cannot read {self.name}: stored bytes have changed",
+            where=f"{file.where}, block {bad}",
+            remedy="`laststep verify` lists all damage",
+        )
 
     def __repr__(self) -> str:
         return f"<StoredTensor {self.name} {self.dtype}{list(self.shape)}>"
@@ -213,9 +233,9 @@ def _wrong_block(buffer: bytearray, blocks: bytes, first: int) -> int | None:
 
 def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
     """A checkpoint's folder on its own, wherever it was copied to."""
-    full = os.path.abspath(os.fspath(path))
-    store = DirectoryStore(os.path.dirname(full))
-    folder = os.path.basename(full)
+    full = absolute(path)
+    parent, folder = os.path.split(full)
+    store = DirectoryStore(parent)
     try:
         data = store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=_MANIFEST_LIMIT)
     except NotFound:

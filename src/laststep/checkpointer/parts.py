@@ -7,18 +7,24 @@ left to the capture thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from laststep.codecs import objects
-from laststep.engine.client import SealParts
 from laststep.errors import Usage
 from laststep.format.manifest import ItemRecord
 from laststep.plan.save import TREE_NAME, ItemSpec, SavePlan
-from laststep.state.pieces import Collected, Piece
-from laststep.state.provider import StateProvider
 from laststep.state.stored import encode_item
 from laststep.state.tensors import CollectCache, collect, hold_scalar, plain_scalar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from laststep.engine.client import SealParts
+    from laststep.state.pieces import Collected, Piece
+    from laststep.state.provider import StateProvider
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +33,17 @@ class Taken:
 
     specs: tuple[ItemSpec, ...]
     pieces: tuple[Piece, ...]
-    sources: tuple[object, ...]
+    sources: tuple[torch.Tensor, ...]
     collected: dict[str, Collected]
     metrics: dict[str, object]
     metadata: object
 
     def sealing(self, plan: SavePlan) -> SealParts:
-        """What the capture thread calls to serialise the rest, once all tensors are on their way."""
+        """What the capture thread calls to serialise the rest, once all tensors are under way."""
 
-        def seal() -> tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes]:
+        def seal() -> tuple[
+            tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes
+        ]:
             shared = next(i for i, file in enumerate(plan.files) if file.object_names)
             trees = tuple(
                 (shared, f"{name}/{TREE_NAME}", encode_item(collected))
@@ -60,7 +68,9 @@ class Memory:
         self.specs: dict[str, ItemSpec] = {}
         self.pieces: tuple[Piece, ...] = ()
 
-    def spec(self, name: str, kind: str, standalone: bool, pieces: tuple[Piece, ...]) -> ItemSpec:
+    def spec(
+        self, name: str, kind: str, pieces: tuple[Piece, ...], *, standalone: bool
+    ) -> ItemSpec:
         """The item's spec: the very same value while its pieces are."""
         known = self.specs.get(name)
         if known is None or known.pieces is not pieces or known.standalone != standalone:
@@ -80,17 +90,15 @@ def take_state(
 ) -> Taken:
     """Describe every item now."""
     specs: list[ItemSpec] = []
-    sources: list[object] = []
+    sources: list[torch.Tensor] = []
     collected: dict[str, Collected] = {}
     for name, provider in providers.items():
         state = provider.describe()
         cache = memory.caches.setdefault(name, CollectCache())
-        one = collect(
-            state.value, volatile=state.volatile, allow_pickle=allow_pickle, cache=cache
-        )
+        one = collect(state.value, volatile=state.volatile, allow_pickle=allow_pickle, cache=cache)
         collected[name] = one
         sources += one.sources
-        specs.append(memory.spec(name, provider.kind, state.standalone, one.pieces))
+        specs.append(memory.spec(name, provider.kind, one.pieces, standalone=state.standalone))
     if not memory.pieces:
         memory.pieces = tuple(piece for spec in specs for piece in spec.pieces)
     held = {name: _metric(name, value) for name, value in (metrics or {}).items()}

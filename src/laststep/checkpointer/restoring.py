@@ -1,27 +1,31 @@
-"""Find the checkpoint to restore and restore it: the newest that verifies, or the one that was named.
+"""Find the checkpoint to restore and restore it: the newest that verifies, or the one named.
 
-Only `Corrupt`, which readers raise after a second look, makes an older checkpoint count; storage that
-cannot be reached and state that does not fit raise. Everything passed over is reported.
+Only `Corrupt`, which readers raise after a second look, makes an older checkpoint count; storage
+that cannot be reached and state that does not fit raise. Everything passed over is reported.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from laststep.catalog.content import Content
-from laststep.catalog.listing import Listed
 from laststep.catalog.run import Run
 from laststep.checkpointer.loading import Problems, fit, transfer
-from laststep.engine.pool import Pool
 from laststep.errors import Corrupt, LaststepError, NotFound
 from laststep.events import Bus, PassedOver
 from laststep.events import Restored as RestoredEvent
-from laststep.format.manifest import Commit
-from laststep.state.provider import StateProvider
-from laststep.storage.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from laststep.catalog.listing import Listed
+    from laststep.engine.pool import Pool
+    from laststep.format.manifest import Commit
+    from laststep.state.provider import StateProvider
+    from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -49,65 +53,86 @@ class Outcome:
     lineage_steps: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What to restore, and how."""
+
+    step: int | None
+    """Exactly this step; None: the newest that verifies."""
+    only: Sequence[str] | None
+    strict: bool
+    allow_pickle: bool
+    threads: int
+
+
 def restore_into(
     store: Store,
     providers: Mapping[str, StateProvider],
     pool: Pool,
     bus: Bus,
+    wanted: Wanted,
     *,
-    step: int | None,
-    only: Sequence[str] | None,
-    strict: bool,
-    allow_pickle: bool,
-    threads: int,
     touched: Callable[[str], None],
+    flusher_pid: int,
 ) -> Outcome | None:
     """Restore; None where there is nothing yet and no step was asked for. `touched` is called with
-    the folder's name before the first live byte changes."""
+    the folder's name before the first live byte changes. Saves of `flusher_pid`, this trainer's
+    own, are over."""
     try:
         run = Run.open(store)
     except NotFound:
-        if step is not None:
+        if wanted.step is not None:
             raise
         return None
-    wait_for_flusher(run)
+    wait_for_flusher(run, own_pid=flusher_pid)
     lineage = run.lineage()
-    candidates = list(reversed(lineage)) if step is None else [_named(run, step)]
+    candidates = list(reversed(lineage)) if wanted.step is None else [_named(run, wanted.step)]
     skipped: list[Skipped] = []
     last: Corrupt | None = None
     for listed in candidates:
         began = time.perf_counter()
         try:
-            if listed.commit is None:
-                raise listed.error or Corrupt("the manifest cannot be read", where=listed.folder)
-            with Content(store, listed.folder, listed.commit) as content:
-                matches, problems = fit(content, providers, only, strict=strict)
+            with _open(store, listed) as content:
+                matches, problems = fit(content, providers, wanted.only, strict=wanted.strict)
                 touched(listed.folder)
-                size = transfer(content, matches, pool, threads=threads)
+                size = transfer(content, matches, pool, threads=wanted.threads)
             for match in matches:
-                providers[match.item.name].restore(match.tree(allow_pickle=allow_pickle))
+                tree = match.tree(allow_pickle=wanted.allow_pickle)
+                providers[match.item.name].restore(tree)
         except Corrupt as error:
-            if step is not None:
+            if wanted.step is not None:
                 raise
             last = error
             skipped.append(Skipped(step=listed.step, folder=listed.folder, reason=str(error)))
             bus.emit(PassedOver(step=listed.step, folder=listed.folder, reason=str(error)))
             continue
         seconds = time.perf_counter() - began
-        bus.emit(RestoredEvent(step=listed.step, folder=listed.folder, size_bytes=size, seconds=seconds))
+        bus.emit(
+            RestoredEvent(step=listed.step, folder=listed.folder, size_bytes=size, seconds=seconds)
+        )
         position = lineage.index(listed) if listed in lineage else -1
         return Outcome(
-            listed=listed, commit=listed.commit, skipped=tuple(skipped), problems=problems,
+            listed=listed, commit=content.commit, skipped=tuple(skipped), problems=problems,
             lineage_steps=tuple(one.step for one in lineage[: position + 1]) or (listed.step,),
         )  # fmt: skip
     if last is not None:
-        raise Corrupt(
-            f"none of the {len(skipped)} checkpoints of this run can be restored",
-            where=store.url,
-            found="; ".join(f"step {s.step}: {s.reason}" for s in skipped[:3]),
-            remedy="`laststep verify` lists all damage; a copy of the run may still be good",
-        ) from last
+        raise _none_left(store, skipped) from last
     return None
+
+
+def _open(store: Store, listed: Listed) -> Content:
+    if listed.commit is None:
+        raise listed.error or Corrupt("the manifest cannot be read", where=listed.folder)
+    return Content(store, listed.folder, listed.commit)
+
+
+def _none_left(store: Store, skipped: list[Skipped]) -> Corrupt:
+    return Corrupt(
+        f"none of the {len(skipped)} checkpoints of this run can be restored",
+        where=store.url,
+        found="; ".join(f"step {s.step}: {s.reason}" for s in skipped[:3]),
+        remedy="`laststep verify` lists all damage; a copy of the run may still be good",
+    )
 
 
 def _named(run: Run, step: int) -> Listed:
@@ -121,22 +146,29 @@ def _named(run: Run, step: int) -> Listed:
         return found[-1]
     steps = [one.step for one in run.lineage()]
     shown = ", ".join(map(str, steps[-8:])) or "none"
-    raise NotFound(f"there is no checkpoint of step {step}", where=run.store.url, found=f"steps {shown}")
+    raise NotFound(
+        f"there is no checkpoint of step {step}", where=run.store.url, found=f"steps {shown}"
+    )
 
 
-def wait_for_flusher(run: Run) -> None:
-    """A trainer that died may have left a flusher that is finishing its last save: let it."""
+def wait_for_flusher(run: Run, *, own_pid: int) -> None:
+    """A trainer that died may have left a flusher that is finishing its last save: let it. What a
+    failed disk kept our own from deciding is not waited for."""
     try:
         writer = run.live_writer()
     except LaststepError:
         return
-    if writer is None or not writer.attempts:
+    if writer is None or not writer.attempts or writer.pid == own_pid:
         return
-    log.info("waiting for process %d, which is finishing %s", writer.pid, ", ".join(writer.attempts))
+    log.info(
+        "waiting for process %d, which is finishing %s", writer.pid, ", ".join(writer.attempts)
+    )
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         undecided = {attempt.folder for attempt in run.attempts() if attempt.alive}
         if not undecided.intersection(writer.attempts):
             return
         time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
-    log.warning("process %d is still at it after %.0f s; going on without it", writer.pid, _PATIENCE_S)
+    log.warning(
+        "process %d is still at it after %.0f s; going on without it", writer.pid, _PATIENCE_S
+    )

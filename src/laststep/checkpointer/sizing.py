@@ -1,4 +1,4 @@
-"""How much memory and disk saves will need: estimated at construction, said before the first save."""
+"""How much memory and disk saves need: estimated at construction, said before the first save."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ import mmap
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from laststep.checkpointer.keep import Keep
 from laststep.checkpointer.watching import human
 from laststep.config import MIN_SLOTS, Settings
-from laststep.engine.copy.layout import Way
 from laststep.engine.memory import available_bytes
 from laststep.errors import LaststepError
 from laststep.events import Bus, Preflight
-from laststep.state.pieces import Piece
-from laststep.state.provider import StateProvider
 from laststep.state.tensors import dense_bytes, is_module, is_optimizer
-from laststep.storage.store import Store
 from laststep.terms import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from laststep.checkpointer.keep import Keep
+    from laststep.engine.copy.layout import Way
+    from laststep.state.pieces import Piece
+    from laststep.state.provider import StateProvider
+    from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)
 
-_PROBE_BYTES = 64 << 20
+_PROBE_BYTES = 32 << 20
 
 
 def memory_for(

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TYPE_CHECKING
 
 from laststep import events
-from laststep.events import Event
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from laststep.events import Event
 
 log = logging.getLogger("laststep")
 
@@ -22,13 +27,18 @@ def log_event(event: Event) -> None:
         case events.SaveStarted():
             log.info("step %d: saving %s", event.step, human(event.size_bytes))
         case events.Captured():
+            size = human(event.size_bytes)
             log.info("step %d: captured %s in %.3f s, training was held for %.4f s",
-                     event.step, human(event.size_bytes), event.seconds, event.blocked_s)  # fmt: skip
+                     event.step, size, event.seconds, event.blocked_s)  # fmt: skip
         case events.Durable():
             rate = event.size_bytes / max(event.seconds, 1e-9)
-            log.info("step %d: durable after %.3f s (%s/s)", event.step, event.seconds, human(int(rate)))
+            log.info(
+                "step %d: durable after %.3f s (%s/s)", event.step, event.seconds, human(int(rate))
+            )
         case events.Committed():
-            log.info("step %d: committed as %s after %.3f s", event.step, event.folder, event.seconds)
+            log.info(
+                "step %d: committed as %s after %.3f s", event.step, event.folder, event.seconds
+            )
         case events.SaveFailed():
             log.error("step %d: the save failed: %s", event.step, event.reason)
         case events.SaveSkipped():
@@ -48,12 +58,16 @@ def _log_preflight(event: events.Preflight) -> None:
     kept = "all" if event.kept_checkpoints is None else str(event.kept_checkpoints)
     free = "unknown" if event.free_disk_bytes is None else human(event.free_disk_bytes)
     seconds = "unknown" if event.estimated_s is None else f"{event.estimated_s:.1f}"
-    log.info("every save: %s; host memory up to %s; disk: %s free, %s needed to keep %s; about %s s",
-             human(event.state_bytes), human(event.host_memory_bytes), free,
-             human(event.needed_disk_bytes), kept, seconds)  # fmt: skip
+    needed = human(event.needed_disk_bytes)
+    log.info(
+        "every save: %s; host memory up to %s; disk: %s free, %s needed to keep %s; about %s s",
+        human(event.state_bytes), human(event.host_memory_bytes), free, needed, kept, seconds,
+    )  # fmt: skip
     if event.free_disk_bytes is not None and event.free_disk_bytes < event.needed_disk_bytes:
-        log.warning("the disk is short: %s free, %s needed for %s kept checkpoints and one on its way",
-                    free, human(event.needed_disk_bytes), kept)  # fmt: skip
+        log.warning(
+            "the disk is short: %s free, %s needed for %s kept checkpoints and one on its way",
+            free, needed, kept,
+        )  # fmt: skip
 
 
 class ProgressBar:
@@ -61,14 +75,20 @@ class ProgressBar:
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TransferSpeedColumn,
+        )
 
         self._progress = Progress(
             TextColumn("step {task.fields[step]}"), BarColumn(), DownloadColumn(),
             TransferSpeedColumn(), TextColumn("{task.fields[state]}"),
             console=Console(stderr=True), transient=True,
         )  # fmt: skip
-        self._tasks: dict[int, object] = {}
+        self._tasks: dict[int, TaskID] = {}
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -80,11 +100,13 @@ class ProgressBar:
                 )
             case events.Written():
                 if event.step in self._tasks:
-                    self._progress.update(self._tasks[event.step], completed=event.done_bytes, state="writing")  # type: ignore[arg-type]
+                    self._progress.update(
+                        self._tasks[event.step], completed=event.done_bytes, state="writing"
+                    )
             case events.Committed() | events.SaveFailed():
                 task = self._tasks.pop(event.step, None)
                 if task is not None:
-                    self._progress.remove_task(task)  # type: ignore[arg-type]
+                    self._progress.remove_task(task)
                 if not self._tasks:
                     self._progress.stop()
             case _:

@@ -142,7 +142,7 @@ class Training:
         guessed = self.model(inputs)
         loss = nn.functional.cross_entropy(guessed.flatten(0, 1), wanted.flatten())
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         self.scheduler.step()
         return loss.item()

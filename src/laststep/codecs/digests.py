@@ -14,12 +14,12 @@ DIGEST_NAME = "xxh3-128"
 DIGEST_BYTES = 16
 
 
-def digest(data: bytes | memoryview) -> bytes:
+def digest(data: bytes | bytearray | memoryview) -> bytes:
     """The 16 bytes of the digest of `data`, which MUST be contiguous."""
     return xxhash.xxh3_128_digest(data)
 
 
-def digest_text(data: bytes | memoryview) -> str:
+def digest_text(data: bytes | bytearray | memoryview) -> str:
     """The digest as manifests write it: its name, a colon and 32 lower-case hex digits."""
     return f"{DIGEST_NAME}:{digest(data).hex()}"
 

@@ -11,11 +11,8 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from laststep.engine.copy.job import CaptureTiming
-from laststep.engine.handle import SaveHandle
-from laststep.engine.pool import Pool
 from laststep.engine.wire import (
     Begin,
     Bye,
@@ -37,7 +34,12 @@ from laststep.engine.wire import (
 from laststep.errors import LaststepError, StorageFailed, from_wire
 from laststep.events import Bus, Captured, Committed, Durable, Pruned, SaveFailed, Written
 from laststep.format.manifest import ItemRecord
-from laststep.plan.save import SavePlan
+
+if TYPE_CHECKING:
+    from laststep.engine.copy.job import CaptureTiming
+    from laststep.engine.handle import SaveHandle
+    from laststep.engine.pool import Pool
+    from laststep.plan.save import SavePlan
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,9 @@ class Helper(Protocol):
 
 
 Launch = Callable[[socket.socket], Helper]
-SealParts = Callable[[], tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes]]
+SealParts = Callable[
+    [], tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes]
+]
 
 
 class SaveLink:
@@ -77,22 +81,27 @@ class SaveLink:
         self._parts = parts
         self._overwrite = overwrite
         self._begun = False
+        self._beginning = threading.Lock()
         self.size_bytes = plan.tensor_bytes
+        self.telling = threading.Lock()
 
     def begin(self) -> None:
         """Announce the save to the flusher, once; by whichever thread has something to hand over
         first, which is the capture thread unless host state is copied at once."""
-        if self._begun:
-            return
-        self._begun = True
-        files = tuple(
-            FileBegin(name=f.name, item=f.item, region_bytes=f.region_bytes,
-                      tensor_bytes=f.tensor_bytes, has_objects=bool(f.object_names), entries=f.entries)
-            for f in self._plan.files
-        )  # fmt: skip
-        self._client.send(
-            Begin(save=self._number, step=self.handle.step, overwrite=self._overwrite, files=files)
-        )
+        with self._beginning:  # several threads copy host state: no chunk may overtake this
+            if self._begun:
+                return
+            files = tuple(
+                FileBegin(name=f.name, item=f.item, region_bytes=f.region_bytes, entries=f.entries,
+                          tensor_bytes=f.tensor_bytes, has_objects=bool(f.object_names))
+                for f in self._plan.files
+            )  # fmt: skip
+            self._client.send(
+                Begin(
+                    save=self._number, step=self.handle.step, overwrite=self._overwrite, files=files
+                )
+            )  # fmt: skip
+            self._begun = True
 
     def chunk(self, file: int, start: int, size_bytes: int, slot: int) -> None:
         self.begin()
@@ -112,11 +121,14 @@ class SaveLink:
             self.failed(StorageFailed("a capture failed", found=repr(error)))
             return
         self.begin()
-        # Told before the flusher can answer: stages are reached in their order.
-        self._client.note_captured(self, timing)
-        self._client.send(
-            Seal(save=self._number, objects=objects, items=items, metrics=metrics, metadata=metadata)
+        seal = Seal(
+            save=self._number, objects=objects, items=items, metrics=metrics, metadata=metadata
         )
+        # Sealed first: once somebody is told "captured", the death of the trainer loses nothing.
+        # The lock keeps the flusher's answer from overtaking that.
+        with self.telling:
+            self._client.send(seal)
+            self._client.note_captured(self, timing)
 
     def failed(self, error: LaststepError) -> None:
         self._client.drop(self._number, error, begun=self._begun)
@@ -221,7 +233,9 @@ class Client:
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours)
         self._helper = self._launch(theirs)
-        self._receiver = threading.Thread(target=self._receive, name="laststep-receive", daemon=True)
+        self._receiver = threading.Thread(
+            target=self._receive, name="laststep-receive", daemon=True
+        )
         self._receiver.start()
 
     def _receive(self) -> None:
@@ -260,7 +274,8 @@ class Client:
         link = self._links.get(message.save)
         if link is None:
             return
-        report = link.handle.report
+        with link.telling:
+            report = link.handle.report
         report.durable_s, report.size_bytes = link.handle.since_began_s(), message.size_bytes
         report.opened_s, report.written_s = message.opened_s, message.written_s
         link.handle.durable.reach()

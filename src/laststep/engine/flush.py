@@ -10,14 +10,17 @@ from __future__ import annotations
 import mmap
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import DIGEST_BYTES, block_digests, digest, digest_text
-from laststep.engine.wire import FileBegin
 from laststep.errors import LaststepError, StorageFailed
 from laststep.format.header import Header, ObjectEntry, encode_header
 from laststep.format.manifest import FileRecord
-from laststep.storage.store import Store, Writer
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
+
+if TYPE_CHECKING:
+    from laststep.engine.wire import FileBegin
+    from laststep.storage.store import Store, Writer
 
 
 @dataclass(slots=True)
@@ -77,7 +80,7 @@ class SaveFlush:
                 target.tail = bytes(image[size_bytes // ALIGN_BYTES * ALIGN_BYTES : size_bytes])
         except LaststepError as error:
             self.fail(error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (kept, and raised by `finish`)
             self.fail(StorageFailed("a writer failed", where=target.plan.name, found=repr(error)))
         with self._lock:
             self.written_bytes += size_bytes
@@ -114,7 +117,9 @@ class SaveFlush:
         plan = file.plan
         entries, end = [], plan.tensor_bytes
         for name, data in objects:
-            entries.append(ObjectEntry(name=name, start=end, stop=end + len(data), digest=digest(data)))
+            entries.append(
+                ObjectEntry(name=name, start=end, stop=end + len(data), digest=digest(data))
+            )
             end += len(data)
         if objects:
             at = plan.tensor_bytes // ALIGN_BYTES * ALIGN_BYTES

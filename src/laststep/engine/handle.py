@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from laststep.errors import LaststepError
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from laststep.errors import LaststepError
 
 
 class Stage:
@@ -19,21 +22,23 @@ class Stage:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._skipped = False
         self.error: LaststepError | None = None
         self.seen = False
         """Whether somebody was told of the error."""
 
     def done(self) -> bool:
         """Whether it was reached; False while it is under way and when the save failed."""
-        return self._event.is_set() and self.error is None
+        return self._event.is_set() and self.error is None and not self._skipped
 
     def over(self) -> bool:
         """Whether it was reached or never will be."""
         return self._event.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is reached; False when the time is up. Raises what made the save fail."""
-        if not self._event.wait(timeout_s):
+        """Wait until it is reached; False when the time is up or the save was skipped. Raises what
+        made the save fail."""
+        if not self._event.wait(timeout_s) or self._skipped:
             return False
         if self.error is not None:
             self.seen = True
@@ -43,6 +48,11 @@ class Stage:
     def over_within(self, timeout_s: float | None) -> bool:
         """Wait until it was reached or never will be; False when the time is up."""
         return self._event.wait(timeout_s)
+
+    def skip(self) -> None:
+        """It will not be reached, and that is no error."""
+        self._skipped = True
+        self._event.set()
 
     def reach(self) -> None:
         self._event.set()
@@ -61,7 +71,8 @@ class SaveReport:
     size_bytes: int = 0
     tensors: int = 0
     capture: str = ""
-    """How bytes were captured, e.g. `device 7.3 GB, host 1.3 kB`."""
+    """How bytes were captured, e.g. `device staged 7.26 GB, host staged 1.28 kB`: staged is copied
+    aside on its own device in save(), direct is copied straight to the pool."""
     stall_s: float = 0.0
     """The training thread was inside save() for so long."""
     waited_s: float = 0.0
@@ -73,7 +84,7 @@ class SaveReport:
     captured_s: float | None = None
     """All times from here on count from the call of save()."""
     opened_s: float | None = None
-    """Within the flusher: files made, and all bytes handed to the disk, since it heard of the save."""
+    """In the flusher: files made, and all bytes handed to the disk, since it heard of the save."""
     written_s: float | None = None
     durable_s: float | None = None
     committed_s: float | None = None

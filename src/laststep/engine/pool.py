@@ -3,14 +3,17 @@
 Owns the memory file, its mapping and its registration with CUDA. A thread of its own makes memory
 ready (populated, and pinned where a GPU is used) in steps of at most 256 MiB, because pinning holds
 driver-wide locks. Slots are leased by whoever fills them and released when the flusher has written
-them; memory beyond what was asked for is made ready only when somebody waits, and never past the cap.
+them; memory beyond what was asked for is made ready only when somebody waits, and never past the
+cap.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +22,14 @@ from laststep.engine.slots import Slots
 from laststep.errors import LaststepError, StorageFailed
 from laststep.terms import CHUNK_BYTES
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 log = logging.getLogger(__name__)
 
 _STEP_SLOTS = (256 << 20) // CHUNK_BYTES
+_FIRST_SLOTS = 4
+"""The first steps are small, so that a restore right after construction can begin."""
 
 
 class Pool:
@@ -38,6 +46,7 @@ class Pool:
         self._registered: list[int] = []
         self._wanted = 0
         self._ready = 0
+        self._resting_at: int | None = None
         self._closed = False
         self._changed = threading.Condition()
         self._grower = threading.Thread(target=self._grow, name="laststep-pool", daemon=True)
@@ -49,11 +58,30 @@ class Pool:
         with self._changed:
             return self._ready * CHUNK_BYTES
 
+    @property
+    def room_bytes(self) -> int:
+        """What could be leased now: free slots, and memory that the cap still allows."""
+        with self._changed:
+            growth = self.cap_slots - self._ready
+        return (self.slots.free + growth) * CHUNK_BYTES
+
     def want(self, size_bytes: int) -> None:
         """Have at least this much memory made ready in the background, within the cap."""
         with self._changed:
             self._wanted = min(max(self._wanted, -(-size_bytes // CHUNK_BYTES)), self.cap_slots)
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def at_rest(self, enough_slots: int = 16) -> Iterator[None]:
+        """Make no more memory ready than a restore needs, which would rather have the cores."""
+        with self._changed:
+            self._resting_at = enough_slots
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._resting_at = None
+                self._changed.notify_all()
 
     def wait_ready(self) -> None:
         """Wait until all memory that was asked for is ready."""
@@ -95,7 +123,7 @@ class Pool:
             self._changed.notify_all()
         self._grower.join()
         for address in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[attr-defined]
+            torch.cuda.cudart().cudaHostUnregister(address)
         self._registered.clear()
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._mapping.close()
@@ -104,14 +132,16 @@ class Pool:
     def _grow(self) -> None:
         while True:
             with self._changed:
-                while self._ready >= self._wanted and not self._closed:
+                while self._ready >= self._goal() and not self._closed:
                     self._changed.wait()
                 if self._closed:
                     return
-                first, count = self._ready, min(_STEP_SLOTS, self._wanted - self._ready)
+                first, left = self._ready, self._goal() - self._ready
+                step = _STEP_SLOTS if first >= _STEP_SLOTS else min(_FIRST_SLOTS, _STEP_SLOTS)
+                count = min(step, left)
             try:
                 self._make_ready(first, count)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (whatever it is, saves must hear of it)
                 self._give_up(error)
                 return
             self.slots.add(range(first, first + count))
@@ -119,12 +149,16 @@ class Pool:
                 self._ready += count
                 self._changed.notify_all()
 
+    def _goal(self) -> int:
+        """How many slots are to be ready now; with the lock held."""
+        return self._wanted if self._resting_at is None else min(self._wanted, self._resting_at)
+
     def _make_ready(self, first: int, count: int) -> None:
         start, size = first * CHUNK_BYTES, count * CHUNK_BYTES
         self._mapping.populate(start, size)
         if self._pinned:
             address = self._mapping.address + start
-            code = torch.cuda.cudart().cudaHostRegister(address, size, 0)  # type: ignore[attr-defined]
+            code = torch.cuda.cudart().cudaHostRegister(address, size, 0)
             if int(code) != 0:
                 raise StorageFailed(
                     "cannot pin host memory for the device",
@@ -141,5 +175,6 @@ class Pool:
             self._changed.notify_all()
         log.warning("the pool stays at %d bytes: %s", self._ready * CHUNK_BYTES, error)
         if self._ready == 0:
-            known = isinstance(error, LaststepError)
-            self.slots.fail(error if known else StorageFailed("no host memory", found=str(error)))  # type: ignore[arg-type]
+            if not isinstance(error, LaststepError):
+                error = StorageFailed("no host memory", found=str(error))
+            self.slots.fail(error)

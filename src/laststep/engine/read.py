@@ -1,8 +1,8 @@
 """Read planned ranges of stored files through the pool, verify every block, deliver the bytes.
 
-Knows nothing of what the bytes mean, nor of torch. Several threads read, each into a slot of its own;
-a block whose digest is wrong is read a second time before it counts as damage. The first error stops
-all of them.
+Knows nothing of what the bytes mean, nor of torch. Several threads read, each into a slot of its
+own; a block whose digest is wrong is read a second time before it counts as damage. The first error
+stops all of them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from laststep.codecs.digests import DIGEST_BYTES, block_digests
 from laststep.errors import Corrupt
 from laststep.plan.load import Read
-from laststep.storage.store import Reader
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
+
+if TYPE_CHECKING:
+    from laststep.storage.store import Reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,8 @@ def read_all(
     files: Sequence[ReadFile], reads: Sequence[Read], room: Room, deliver: Deliver, *, threads: int
 ) -> int:
     """Carry out all reads; `deliver(read, slot)` is called on the reading threads with verified
-    bytes, which are gone when it returns. Returns the number of bytes read. Raises the first error."""
+    bytes, which are gone when it returns. Returns the number of bytes read. Raises the first
+    error."""
     pipeline = _Pipeline(files, reads, room, deliver)
     readers = min(threads, len(reads))
     jobs = [pipeline.read] * readers + [pipeline.deliver] * readers
@@ -103,7 +106,7 @@ class _Pipeline:
                     self._room.release(slot)
                     raise
                 self._landed.put((read, slot))
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 (raised again by read_all)
                 self._fail(error)
 
     def deliver(self) -> None:
@@ -114,7 +117,7 @@ class _Pipeline:
                 if not self._stop.is_set():
                     _verify(self._files[read.file], read, self._room.view(slot))
                     self._deliver(read, slot)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 (raised again by read_all)
                 self._fail(error)
             finally:
                 self._room.release(slot)

@@ -1,8 +1,8 @@
 """Hand out the slots of the pool: who holds which, in which order they are waited for.
 
-Knows nothing of memory. A slot is free or leased, never both; the set of free slots is kept as such,
-so that a full pool cannot be mistaken for an empty one. Waiters are served in order of arrival.
-Thread-safe; `fail` wakes every waiter with the error that made waiting pointless.
+Knows nothing of memory. A slot is free or leased, never both; the set of free slots is kept as
+such, so that a full pool cannot be mistaken for an empty one. Waiters are served in order of
+arrival. Thread-safe; `fail` wakes every waiter with the error that made waiting pointless.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Slots:
             self._changed.notify_all()
 
     def fail(self, error: LaststepError) -> None:
-        """Nothing will be released any more: everybody who waits, or comes to wait, gets `error`."""
+        """Nothing will be released any more: everybody who waits, or will, gets `error`."""
         with self._changed:
             self._error = error
             self._changed.notify_all()

@@ -6,16 +6,20 @@ Messages are validated while they are parsed. One thread may receive; any thread
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from laststep.format.header import TensorEntry
 from laststep.format.manifest import ItemRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -153,9 +157,7 @@ _encode = msgspec.msgpack.Encoder().encode
 class Connection:
     """One end of the socket pair."""
 
-    def __init__(
-        self, end: socket.socket, *, peer_lives: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, end: socket.socket, *, peer_lives: Callable[[], bool] | None = None) -> None:
         """`peer_lives` is asked while nothing arrives: forked children of a dead peer may hold its
         end open, so that the socket alone would never tell."""
         self._socket = end
@@ -195,10 +197,8 @@ class Connection:
         self._socket.close()
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the other side closed first
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side closed first
         self._socket.close()
 
     def _exactly(self, size: int) -> bytes | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
 

@@ -1,7 +1,7 @@
 """Decide which bytes to read for what is wanted, and where they go.
 
-Pure. Every byte that is used is verified, so a read covers whole blocks; neighbouring blocks are read
-together, up to a chunk at a time; each block is read once however many tensors it holds.
+Pure. Every byte that is used is verified, so a read covers whole blocks; neighbouring blocks are
+read together, up to a chunk at a time; each block is read once however many tensors it holds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Read:
 
 def plan_reads(file: int, tensor_bytes: int, wants: list[Want]) -> list[Read]:
     """Reads that cover every want, in order of offset, none above a chunk, no block twice."""
-    wants = sorted((want for want in wants if want.start < want.stop), key=lambda w: (w.start, w.stop))
+    wants = sorted(
+        (want for want in wants if want.start < want.stop), key=lambda w: (w.start, w.stop)
+    )
     reads: list[Read] = []
     for start, stop in _ranges(wants, tensor_bytes):
         reads.append(Read(file=file, start=start, stop=stop, parts=()))

@@ -1,18 +1,21 @@
 """Decide where every tensor of a save lies: in which file, at which offset.
 
-Pure. The image is the file: offsets are fixed before anything moves, tensors are packed without holes
-in order of descending element size (so each is aligned to its element), and inside that by device and
-dtype, so that copies run over long stretches. The same description always gives the same plan.
+Pure. The image is the file: offsets are fixed before anything moves, tensors are packed without
+holes in order of descending element size (so each is aligned to its element), and inside that by
+device and dtype, so that copies run over long stretches. The same description always gives the same
+plan.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.format.header import TensorEntry, reserve_bytes
-from laststep.state.pieces import Piece
 from laststep.terms import DTYPES, MAX_HEADER_BYTES
+
+if TYPE_CHECKING:
+    from laststep.state.pieces import Piece
 
 SHARED_FILE = "shared"
 OWN_FILE_BYTES = 1 << 20
@@ -132,7 +135,9 @@ def _place(
         stop = offset + spec.size_bytes
         full = spec.name if item is not None else f"{items[ref[0]].name}/{spec.name}"
         placed.append(Placed(ref[0], ref[1], offset, stop))
-        entries.append(TensorEntry(name=full, dtype=spec.dtype, shape=spec.shape, start=offset, stop=stop))
+        entries.append(
+            TensorEntry(name=full, dtype=spec.dtype, shape=spec.shape, start=offset, stop=stop)
+        )
         offset = stop
     fixed = tuple(entries)
     region = reserve_bytes(item=item, tensors=fixed, object_names=object_names, tensor_bytes=offset)
@@ -147,6 +152,11 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._plan: SavePlan | None = None
+
+    @property
+    def last_bytes(self) -> int:
+        """The size of the last plan; 0 before the first."""
+        return 0 if self._plan is None else self._plan.tensor_bytes
 
     def plan(self, items: tuple[ItemSpec, ...]) -> SavePlan:
         if self._plan is None or self._plan.items != items:

@@ -7,8 +7,7 @@ way of their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laststep.errors import Usage
 from laststep.state.modules import ModuleProvider, parameter_names
@@ -26,13 +25,18 @@ from laststep.state.values import (
     refuse_immutable,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
     """A provider for each item; optimizers learn the names of parameters from the modules."""
     if not items:
-        raise Usage("there is nothing to save", remedy="pass items, e.g. model=model, optimizer=optimizer")
+        raise Usage(
+            "there is nothing to save", remedy="pass items, e.g. model=model, optimizer=optimizer"
+        )
     for name in items:
         if not _NAME.fullmatch(name) or name == "shared":
             raise Usage(
@@ -62,7 +66,7 @@ def _find(items: Mapping[str, object]) -> list[tuple[str, Any]]:
 
 
 def _names_of_parameters(modules: dict[str, Any]) -> dict[int, tuple[str, str]]:
-    """id of a parameter → (item, name); asked for at each save, since parameters can be replaced."""
+    """id of a parameter → (item, name); asked at each save: parameters can be replaced."""
     names: dict[int, tuple[str, str]] = {}
     for item, module in modules.items():
         for key, name in parameter_names(module).items():

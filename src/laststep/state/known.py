@@ -1,23 +1,25 @@
 """Walk a state whose tensors are probably the ones of the last save, and notice if they are not.
 
 Between two saves a training run keeps its tensors and changes its numbers. So the second walk only
-checks, tensor by tensor and in order, that each is the same object with the same memory under the same
-path, and copies the plain values around them. At the first difference it gives up, and the state is
-taken apart anew. Holds no tensor's memory; imports no torch.
+checks, tensor by tensor and in order, that each is the same object with the same memory under the
+same path, and copies the plain values around them. At the first difference it gives up, and the
+state is taken apart anew. Holds no tensor's memory; imports no torch.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.codecs.objects import TensorRef
 from laststep.state.tree import PLAIN, Path
 
 if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Sequence
+
     import torch
+
+    from laststep.codecs.objects import TensorRef
 
 
 class Known(NamedTuple):
@@ -36,8 +38,8 @@ class Known(NamedTuple):
     """False for a tensor that is tied to an earlier one."""
 
 
-class _Different(Exception):  # noqa: N818 (not an error: it never leaves this module)
-    """The state is not the known one."""
+class _Different(Exception):
+    """The state is not the known one; it never leaves this module."""
 
 
 class _Walk:
@@ -70,18 +72,20 @@ class _Walk:
                         if one.parent != path:
                             raise _Different
                         parent = one.parent
+                    tensor = one.tensor()
                     if (
-                        one.tensor() is not inner
+                        tensor is None
+                        or tensor is not inner
                         or one.key != key
-                        or one.address != inner.data_ptr()
-                        or one.shape != inner.shape
-                        or one.stride != inner.stride()
-                        or one.dtype is not inner.dtype
+                        or one.address != tensor.data_ptr()
+                        or one.shape != tensor.shape
+                        or one.stride != tensor.stride()
+                        or one.dtype is not tensor.dtype
                     ):
                         raise _Different
                     self._next += 1
                     if one.is_piece:
-                        self.sources.append(inner)
+                        self.sources.append(tensor)
                     copied[key] = one.ref
             return copied
         pairs = dict(enumerate(node))  # type: ignore[arg-type, var-annotated]

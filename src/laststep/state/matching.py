@@ -7,14 +7,12 @@ read into which memory and what is copied from there afterwards.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import Usage
 from laststep.state.names import path_of
-from laststep.state.pieces import Collected, View
 from laststep.state.provider import ABSENT, State, StateProvider, lies_under
 from laststep.state.stored import StoredItem, TensorSpec
 from laststep.state.tensors import (
@@ -27,7 +25,11 @@ from laststep.state.tensors import (
 from laststep.state.tree import Path, rebuild, tensor_names
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+
+    from laststep.state.pieces import Collected
 
 
 @dataclass(slots=True)
@@ -65,7 +67,7 @@ def match_item(
     live: Collected,
     selected: Callable[[str], bool] | None,
 ) -> Match:
-    """Fit one item. `selected` picks tensors by name for a partial restore; None takes everything."""
+    """Fit one item. `selected` picks tensors by name for a partial restore; None takes all."""
     match = Match(item=item, whole=selected is None, fresh=state.fresh)
     if selected is None:
         match.mismatched += provider.check(_outline(item))
@@ -87,7 +89,7 @@ def load_item(item: StoredItem, device: str) -> Match:
     """Take an item as it is, into new memory."""
     match = Match(item=item, whole=True)
     match.values = dict.fromkeys(item.names(), ABSENT)
-    _place_fresh(match, {name: device for name in item.names()})
+    _place_fresh(match, dict.fromkeys(item.names(), device))
     return match
 
 
@@ -98,7 +100,7 @@ def _pair(match: Match, names: list[str], state: State, live: Collected) -> list
     in_place: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for name in names:
         path = path_of(name)
-        target: torch.Tensor | None = live.tensors.get(name)  # type: ignore[assignment]
+        target = live.tensors.get(name)
         if name in replaced or lies_under(path, state.fresh):
             fresh.append(name)
         elif target is None:
@@ -165,7 +167,7 @@ def _allocate_fresh(
     devices = provider.devices([path_of(name) for name in names])
     chosen = dict(zip(names, devices, strict=True))
     for name in _replaced(live.tree).intersection(names):
-        chosen[name] = str(live.tensors[name].device)  # type: ignore[attr-defined]
+        chosen[name] = str(live.tensors[name].device)
     _place_fresh(match, chosen)
 
 

@@ -7,13 +7,14 @@ loads from a wrapped module into a plain one and back. Imports no torch: a modul
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from laststep.state.provider import ABSENT, State, StateProvider
 from laststep.state.tensors import is_tensor, same_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
 _WRAPPED_AS_MODULE = frozenset({"DistributedDataParallel", "DataParallel"})
@@ -35,7 +36,9 @@ def walk_modules(module: torch.nn.Module) -> Iterator[tuple[str, str, torch.nn.M
     """(own prefix, plain prefix, module) of every submodule, wrappers looked through, each once."""
     seen: set[int] = set()
 
-    def visit(node: torch.nn.Module, own: str, plain: str) -> Iterator[tuple[str, str, torch.nn.Module]]:
+    def visit(
+        node: torch.nn.Module, own: str, plain: str
+    ) -> Iterator[tuple[str, str, torch.nn.Module]]:
         if id(node) in seen and not own:
             return
         seen.add(id(node))
@@ -90,7 +93,7 @@ class ModuleProvider(StateProvider):
                 value[_plain(name, plain_of)] = entry
             for _own, plain, node in nodes:
                 volatile.update((plain + name,) for name in node._buffers)
-        # Extra state is what get_extra_state gives: it need not have the shape that it was stored in.
+        # Extra state is what get_extra_state gives: it need not have the shape it was stored in.
         fresh = tuple((name,) for name in value if name.rpartition(".")[2] == _EXTRA)
         return State(value=value, fresh=fresh, volatile=frozenset(volatile), standalone=True)
 
@@ -119,7 +122,9 @@ def _is_standard(node: torch.nn.Module) -> bool:
     """Whether state_dict() of this module is just its parameters and persistent buffers."""
     if node._state_dict_hooks or node._state_dict_pre_hooks:
         return False
-    return _inner_name(node) is not None or _is_standard_class(type(node))
+    if _inner_name(node) is not None:
+        return True
+    return _is_standard_class(type(node))  # type: ignore[arg-type]  # mypy: Module's own __hash__
 
 
 @functools.cache

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from laststep.errors import Usage
 from laststep.state.provider import ABSENT, State, StateProvider, has_absent
 from laststep.state.tensors import is_tensor, put_tensor
-from laststep.state.tree import Path
 
 if TYPE_CHECKING:
     import torch
+
+    from laststep.state.tree import Path
 
 
 Names = Callable[[], dict[int, tuple[str, str]]]
@@ -33,7 +34,7 @@ class OptimizerProvider(StateProvider):
     cheap = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Names) -> None:
-        """`names` tells item and name of parameters; others go by the optimizer's own or by place."""
+        """`names` tells item and name of parameters; others go by the optimizer's or by place."""
         self._optimizer = optimizer
         self._names = names
 
@@ -43,7 +44,12 @@ class OptimizerProvider(StateProvider):
     def describe(self) -> State:
         names = self._named()
         state = self._optimizer.state
-        by_name = {names[id(p)]: state[p] for g in self._optimizer.param_groups for p in g["params"] if p in state}
+        by_name = {
+            names[id(p)]: state[p]
+            for g in self._optimizer.param_groups
+            for p in g["params"]
+            if p in state
+        }
         groups = []
         for group in self._optimizer.param_groups:
             options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
@@ -55,7 +61,9 @@ class OptimizerProvider(StateProvider):
                 found=", ".join(str(type(key).__name__) for key in list(others)[:3]),
                 remedy="write a provider for this optimizer (docs/guides/providers.md)",
             )
-        return State(value={"state": {n: dict(s) for n, s in by_name.items()}, "groups": groups}, loose=((),))
+        return State(
+            value={"state": {n: dict(s) for n, s in by_name.items()}, "groups": groups}, loose=((),)
+        )
 
     def check(self, stored: object) -> list[str]:
         if not isinstance(stored, dict) or set(stored) != {"state", "groups"}:
@@ -68,8 +76,14 @@ class OptimizerProvider(StateProvider):
             problems.append(f"has {len(ours)} parameter groups, stored are {len(theirs)}")
         flat_ours = {name for group in ours for name in group}
         flat_theirs = {name for group in theirs for name in group}
-        problems += [f"missing: no state is stored for parameter {n}" for n in sorted(flat_ours - flat_theirs)]
-        problems += [f"unexpected: stored parameter {n} is not in it" for n in sorted(flat_theirs - flat_ours)]
+        problems += [
+            f"missing: no state is stored for parameter {n}"
+            for n in sorted(flat_ours - flat_theirs)
+        ]
+        problems += [
+            f"unexpected: stored parameter {n} is not in it"
+            for n in sorted(flat_theirs - flat_ours)
+        ]
         if not problems and [set(g) for g in ours] != [set(g) for g in theirs]:
             problems.append("has its parameters in other groups than the stored one")
         return problems
@@ -136,8 +150,10 @@ class OptimizerProvider(StateProvider):
                     name = f"{item}:{name}"
                 names[id(parameter)] = name
         if len(set(names.values())) != len(names):
-            raise Usage("two parameters of the optimizer have the same name",
-                        remedy="pass their modules as items too, under different names")  # fmt: skip
+            raise Usage(
+                "two parameters of the optimizer have the same name",
+                remedy="pass their modules as items too, under different names",
+            )
         return names
 
 

@@ -1,13 +1,16 @@
 """The values that describe state on its way to and from a checkpoint.
 
-Knows nothing of torch: live tensors are opaque here. Pieces are named tuples, not dataclasses, because
-a save of 100,000 tensors makes as many of them while training waits.
+Knows nothing of torch: live tensors are opaque here. Pieces are named tuples, not dataclasses,
+because a save of 100,000 tensors makes as many of them while training waits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
 
@@ -42,10 +45,10 @@ class Collected:
 
     tree: object
     pieces: tuple[Piece, ...]
-    sources: tuple[object, ...]
+    sources: tuple[torch.Tensor, ...]
     """The live tensor of each piece (detached; possibly strided), opaque outside the engine."""
     ties: dict[str, str] = field(default_factory=dict)
     """A name whose tensor is the same memory as the piece named by the value."""
     views: dict[str, View] = field(default_factory=dict)
-    tensors: dict[str, object] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Every tensor by its name, those that share bytes included; opaque like `sources`."""

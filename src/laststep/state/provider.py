@@ -10,9 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from laststep.state.tree import Path
+if TYPE_CHECKING:
+    from laststep.state.tree import Path
 
 
 class Absent:
@@ -67,7 +68,8 @@ class StateProvider(ABC):
 
     @abstractmethod
     def describe(self) -> State:
-        """The state now. Called on the training thread in `save()`: MUST be quick."""
+        """The state now. Called on the training thread in `save()`: MUST be quick, and MUST NOT
+        change the tensors that it describes, which may be being copied already."""
 
     @abstractmethod
     def restore(self, value: object) -> None:

@@ -1,8 +1,9 @@
 """Find tensors that share memory, from numbers alone.
 
 Pure. Tensors that are the same window of the same storage are *tied*: one is stored, the others
-named. Tensors whose bytes overlap otherwise are *views*: the union of their bytes is stored once as a
-base. Tensors that merely lie in one storage without touching (views of a flat buffer) are independent.
+named. Tensors whose bytes overlap otherwise are *views*: the union of their bytes is stored once as
+a base. Tensors that merely lie in one storage without touching (views of a flat buffer) are
+independent.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 
 class Extent(NamedTuple):
-    """Where a tensor's bytes lie: its storage's address, first and last byte, and its exact window."""
+    """Where a tensor's bytes lie: its storage's address, first and last byte, exact window."""
 
     name: str
     storage: int

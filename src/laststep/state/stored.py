@@ -1,4 +1,4 @@
-"""An item as it is stored: its tree, its tensors' specs, and what shares bytes; as an object, and back.
+"""An item as it is stored: its tree, its tensors' specs, what shares bytes; as an object and back.
 
 Knows nothing of files or torch. The object is the item's tree in `shared.safetensors`.
 """
@@ -69,14 +69,20 @@ def decode_item(
     """The item again; `Corrupt` where it refers to tensors that are not there."""
     plain = objects.decode(data, where=where)
     if not isinstance(plain, dict) or set(plain) != {"tree", "ties", "views"}:
-        raise Corrupt("the tree of an item is malformed", where=where, expected="tree, ties and views")
+        raise Corrupt(
+            "the tree of an item is malformed", where=where, expected="tree, ties and views"
+        )
     ties = _ties(plain["ties"], where)
     views = {key: _view(entry, where) for key, entry in _dict(plain["views"], where).items()}
-    item = StoredItem(name=name, kind=kind, tree=plain["tree"], ties=ties, views=views, tensors=tensors)
+    item = StoredItem(
+        name=name, kind=kind, tree=plain["tree"], ties=ties, views=views, tensors=tensors
+    )
     for leaf in item.names():
         source = item.source_of(leaf)
         if source not in tensors:
-            raise Corrupt("a tensor that the tree names is not stored", where=where, found=repr(source))
+            raise Corrupt(
+                "a tensor that the tree names is not stored", where=where, found=repr(source)
+            )
         view = item.view_of(leaf)
         if view is not None and not _lies_in(view, tensors[source]):
             raise Corrupt("a view lies outside of its base", where=where, found=repr(view)[:200])
@@ -108,6 +114,8 @@ def _ties(value: object, where: str) -> dict[str, str]:
 def _view(entry: object, where: str) -> View:
     match entry:
         case (str(base), str(dtype), tuple(shape), tuple(stride), int(offset)):
-            if len(shape) == len(stride) and all(type(n) is int and n >= 0 for n in (*shape, *stride, offset)):
+            if len(shape) == len(stride) and all(
+                type(n) is int and n >= 0 for n in (*shape, *stride, offset)
+            ):
                 return View(base=base, dtype=dtype, shape=shape, stride=stride, offset_bytes=offset)
     raise Corrupt("a view of an item is malformed", where=where, found=repr(entry)[:80])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 Path = tuple[object, ...]
 
@@ -35,7 +37,7 @@ class Leaves(Protocol):
         """The marker that stands for `value` in the tree (a TensorRef or Tagged), or NOT_MINE."""
 
 
-def copy_tree(value: object, leaves: Leaves, path: Path, allow_pickle: bool) -> object:
+def copy_tree(value: object, leaves: Leaves, path: Path, *, allow_pickle: bool) -> object:
     """A copy of `value` made of plain values, with every leaf replaced by what `leaves` answers."""
     kind = type(value)
     if kind in PLAIN or (kind is bytes and len(value) <= _SMALL_BYTES):  # type: ignore[arg-type]
@@ -45,12 +47,18 @@ def copy_tree(value: object, leaves: Leaves, path: Path, allow_pickle: bool) -> 
         # Spelled out rather than shared with the other containers: this loop runs once per tensor.
         copied = {} if kind is dict else OrderedDict()
         for key, inner in value.items():  # type: ignore[attr-defined]
-            plain = type(inner) in PLAIN
-            copied[key] = inner if plain else copy_tree(inner, leaves, (*path, key), allow_pickle)
+            if type(inner) in PLAIN:
+                copied[key] = inner
+            else:
+                copied[key] = copy_tree(inner, leaves, (*path, key), allow_pickle=allow_pickle)
         return copied
     if kind is list or kind is tuple:
         _check_depth(path)
-        entries = [copy_tree(v, leaves, (*path, i), allow_pickle) for i, v in enumerate(value)]  # type: ignore[arg-type, var-annotated]
+        inners: Iterable[object] = value  # type: ignore[assignment]
+        entries = [
+            copy_tree(inner, leaves, (*path, i), allow_pickle=allow_pickle)
+            for i, inner in enumerate(inners)
+        ]
         return entries if kind is list else tuple(entries)
     taken = leaves.take(path, value)
     if taken is not NOT_MINE:
@@ -58,9 +66,9 @@ def copy_tree(value: object, leaves: Leaves, path: Path, allow_pickle: bool) -> 
     _check_depth(path)
 
     def down(key: object, inner: object) -> object:
-        return copy_tree(inner, leaves, (*path, key), allow_pickle)
+        return copy_tree(inner, leaves, (*path, key), allow_pickle=allow_pickle)
 
-    return _uncommon(value, down, path, allow_pickle)
+    return _uncommon(value, down, path, allow_pickle=allow_pickle)
 
 
 def _check_depth(path: Path) -> None:
@@ -73,14 +81,16 @@ def _check_depth(path: Path) -> None:
 
 
 def _uncommon(
-    value: object, down: Callable[[object, object], object], path: Path, allow_pickle: bool
+    value: object, down: Callable[[object, object], object], path: Path, *, allow_pickle: bool
 ) -> object:
     if isinstance(value, deque) and type(value) is deque:
         return deque((down(i, inner) for i, inner in enumerate(value)), value.maxlen)
     if type(value) in (set, frozenset):
         return type(value)(value)  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make"):
-        return value._make(down(name, inner) for name, inner in zip(value._fields, value, strict=True))
+        return value._make(
+            down(name, inner) for name, inner in zip(value._fields, value, strict=True)
+        )
     if type(value) is bytearray:
         return bytearray(value)
     if allow_pickle:
@@ -89,7 +99,8 @@ def _uncommon(
         f"cannot save a {type(value).__module__}.{type(value).__qualname__}",
         where=show_path(path),
         expected="tensors, arrays, containers and plain values",
-        remedy="leave it out, give it state_dict() and load_state_dict(), or pass allow_pickle=True",
+        remedy="leave it out, give it state_dict() and load_state_dict(), "
+        "or pass allow_pickle=True",
     )
 
 

@@ -28,13 +28,18 @@ TEMPORARY = ".tmp-"
 _NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EMLINK}
 
 
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path from the root on, without `.` and `..`, by its text alone: no link is followed."""
+    return os.path.abspath(os.fspath(path))
+
+
 class DirectoryStore:
     """A `Store` in the folder `path`, which is made by the first change if it is absent."""
 
     def __init__(
         self, path: str | os.PathLike[str], *, disk: Disk | None = None, direct: bool = True
     ) -> None:
-        self._root = os.path.abspath(os.fspath(path))
+        self._root = absolute(path)
         self._disk = Disk() if disk is None else disk
         # What the filesystem can do: None is not tried yet. Threads that race here find the same.
         self._direct: bool | None = None if direct and hasattr(os, "O_DIRECT") else False

@@ -1,20 +1,21 @@
 """Take a consistent copy of the state while training goes on.
 
 `Capturer.take` runs on the training thread and returns as soon as the state may change again or is
-fenced; one capture thread moves what was staged, and copies what is lazy, into slots of the pool and
-hands them to the sink, job by job in order. Every way carries its proof that what is stored is the
-state at `save()`: stream order for what is staged on the device, the copy itself for what is copied at
-once, the fence and equal fingerprints before and after for what is lazy.
+fenced; one capture thread moves what was staged, and copies what is lazy, into slots of the pool
+and hands them to the sink, job by job in order. Every way carries its proof that what is stored is
+the state at `save()`: stream order for what is staged on the device, the copy itself for what is
+copied at once, the fence and equal fingerprints before and after for what is lazy.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,15 +26,20 @@ from laststep.engine.copy.early import Early, Remembered
 from laststep.engine.copy.fence import Fence
 from laststep.engine.copy.fingerprint import Fingerprint
 from laststep.engine.copy.gather import Gatherer, elements, gather, windows
+from laststep.engine.copy.host import HostCopier, fill
 from laststep.engine.copy.job import Job, Sink
 from laststep.engine.copy.kernel_check import check_kernels
 from laststep.engine.copy.layout import ChunkLayout, Group, Layout, Way, lower
 from laststep.engine.copy.staging import DeviceStaging
 from laststep.engine.copy.ways import Choice, choose
-from laststep.engine.pool import Pool
 from laststep.errors import LaststepError, StorageFailed, Torn, Usage
-from laststep.plan.save import SavePlan
-from laststep.state.pieces import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from laststep.engine.pool import Pool
+    from laststep.plan.save import SavePlan
+    from laststep.state.pieces import Piece
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +61,7 @@ class Capturer:
         self._layout: tuple[SavePlan, Layout] | None = None
         self._gatherers: dict[str, Gatherer] = {}
         self._fingerprints: dict[str, Fingerprint] = {}
+        self._copier = HostCopier()
         self._torn = False
         self._last: Job | None = None
         self._devices: tuple[str, ...] = ()
@@ -99,6 +106,7 @@ class Capturer:
                 self._fill_from_host(job)
             except BaseException:
                 self._pool.slots.release(sorted(job.held))
+                self._let_go(job)
                 raise
         self._last = job
         if lazy and (lazily or host_lazy):
@@ -133,6 +141,7 @@ class Capturer:
         """Finish what was taken and stop."""
         self._jobs.put(None)
         self._thread.join()
+        self._copier.close()
         self._fence.close()
 
     # -- on the training thread -----------------------------------------------------------------
@@ -145,17 +154,22 @@ class Capturer:
     def _choose(self, pieces: Sequence[Piece]) -> tuple[Way, ...]:
         """Each piece's way. While the pieces stay the same and fit as before, so do the ways."""
         known = self._chosen
-        if known is not None and known.pieces is pieces:
-            if all(self._staging_on(device).room() >= need for device, need in known.needs.items()):
-                return known.ways
+        if known is not None and known.pieces is pieces and self._fits(known):
+            return known.ways
         devices = dict.fromkeys(piece.device for piece in pieces if piece.device != "cpu")
         rooms = {device: self._staging_on(device).room() for device in devices}
         self._chosen = choose(pieces, self._mode, rooms)
         return self._chosen.ways
 
+    def _fits(self, known: Choice) -> bool:
+        needs = known.needs.items()
+        return all(self._staging_on(device).room() >= need for device, need in needs)
+
     def _staging_on(self, device: str) -> DeviceStaging:
         if not device.startswith("cuda"):
-            raise Usage("cannot capture from this kind of device", found=device, expected="cpu or cuda")
+            raise Usage(
+                "cannot capture from this kind of device", found=device, expected="cpu or cuda"
+            )
         if device not in self._staging:
             self._staging[device] = DeviceStaging(device, self._margin)
         return self._staging[device]
@@ -200,8 +214,9 @@ class Capturer:
         """Begin staging on the guess that the state is where it was at the last save.
 
         The device then copies while the training thread finds out whether the guess was right;
-        `take` uses what was copied if it was, and copies again if not. Tensors whose memory moved or
-        was let go of are never read: every one is held, and its address compared, before the launch.
+        `take` uses what was copied if it was, and copies again if not. Tensors whose memory moved
+        or was let go of are never read: every one is held, and its address compared, before the
+        launch.
         """
         for stream in streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
@@ -265,18 +280,29 @@ class Capturer:
             # Slots are leased in the order of saves: the one before must have all of its own.
             self._last.over.wait()
         job.timing.waited_s += time.perf_counter() - began
-        for chunk in chunks:
-            began = time.perf_counter()
-            slot = self._lease(job)
-            job.timing.waited_s += time.perf_counter() - began
-            target = self._pool.tensor(slot)
-            host = [group for group in chunk.direct if group.device == "cpu"]
-            gather(target, host, job.sources)
-            if len(host) == len(chunk.direct) and not chunk.staged:
-                self._hand_over(job, chunk, slot, [])
-                job.filled[chunk.file, chunk.start] = -1
-            else:
-                job.filled[chunk.file, chunk.start] = slot
+        with self._copier.batch() as batch:
+            for chunk in chunks:
+                if chunk.staged or any(group.device != "cpu" for group in chunk.direct):
+                    batch.add(functools.partial(self._set_aside, job, chunk))
+                    continue
+                began = time.perf_counter()
+                slot = self._lease(job)
+                job.timing.waited_s += time.perf_counter() - began
+                batch.add(functools.partial(self._fill_chunk, job, chunk, slot))
+
+    def _fill_chunk(self, job: Job, chunk: ChunkLayout, slot: int) -> None:
+        """A chunk that is all of the host; on a copying thread."""
+        fill(self._pool.tensor(slot), chunk.direct, job.sources)
+        self._hand_over(job, chunk, slot, [])
+        job.filled.add((chunk.file, chunk.start))
+
+    def _set_aside(self, job: Job, chunk: ChunkLayout) -> None:
+        """The host's part of a chunk that waits for a device: not in a slot, of which there may be
+        too few to keep any waiting. There is at most one such chunk where devices meet in a
+        file."""
+        buffer = torch.empty(chunk.size_bytes, dtype=torch.uint8)
+        fill(buffer, [group for group in chunk.direct if group.device == "cpu"], job.sources)
+        job.aside[chunk.file, chunk.start] = buffer
 
     def _lease(self, job: Job) -> int:
         slot = self._pool.lease()
@@ -329,21 +355,18 @@ class Capturer:
         job.held.clear()
 
     def _move(self, job: Job) -> None:
-        """Fill every chunk that is not filled yet, and hand each over when its copies have ended."""
+        """Fill every chunk that is not filled yet; hand each over when its copies have ended."""
         for device, ready in job.ready.items():
             self._streams.stream(device).wait_event(ready)
         flying: deque[tuple[ChunkLayout, int, list[torch.cuda.Event]]] = deque()
         for chunk in job.chunks():
-            slot = job.filled.get((chunk.file, chunk.start))
-            if slot == -1:
+            if (chunk.file, chunk.start) in job.filled:
                 continue
-            host_done = slot is not None
-            if slot is None:
-                # In a small pool only what is handed over comes back: never wait with all in hand.
-                while flying and self._pool.slots.free == 0:
-                    self._hand_over(job, *flying.popleft())
-                slot = self._lease(job)
-            flying.append((chunk, slot, self._fill(job, chunk, slot, host_done)))
+            # In a small pool only what is handed over comes back: never wait with all in hand.
+            while flying and self._pool.slots.free == 0:
+                self._hand_over(job, *flying.popleft())
+            slot = self._lease(job)
+            flying.append((chunk, slot, self._fill(job, chunk, slot)))
             # A lazy capture holds the optimizer back until all its copies are enqueued: no pause.
             while len(flying) > _IN_FLIGHT and not job.before:
                 self._hand_over(job, *flying.popleft())
@@ -357,11 +380,10 @@ class Capturer:
         self._prove(job, after)
         self._read_timers(job)
 
-    def _fill(
-        self, job: Job, chunk: ChunkLayout, slot: int, host_done: bool
-    ) -> list[torch.cuda.Event]:
+    def _fill(self, job: Job, chunk: ChunkLayout, slot: int) -> list[torch.cuda.Event]:
         """Enqueue the copies into one slot; the events that say when they have ended."""
         target = self._pool.tensor(slot)
+        aside = job.aside.pop((chunk.file, chunk.start), None)
         used: set[str] = set()
         for part in chunk.staged:
             source = job.staging[part.device][part.start : part.start + part.size_bytes]
@@ -374,7 +396,9 @@ class Capturer:
                 into.copy_(source, non_blocking=True)
         for group in chunk.direct:
             if group.device == "cpu":
-                if not host_done:
+                if aside is not None:
+                    target[group.start : group.stop].copy_(aside[group.start : group.stop])
+                else:
                     gather(target, [group], job.sources)
                     self._prove_host(job, group, target)
                 continue
@@ -406,7 +430,9 @@ class Capturer:
                 same = (before == after[device]).all(dim=1).cpu().tolist()
             pieces = job.layout.direct[device]
             owners = zip(fingerprint.owners, same, strict=True)
-            changed = dict.fromkeys(job.pieces[pieces[owner]].name for owner, ok in owners if not ok)
+            changed = dict.fromkeys(
+                job.pieces[pieces[owner]].name for owner, ok in owners if not ok
+            )
             if changed:
                 raise _torn(list(changed))
 
@@ -422,7 +448,7 @@ class Capturer:
 
 
 def _host_digest(flat: torch.Tensor) -> bytes:
-    return digest(memoryview(flat.view(torch.uint8).numpy()))
+    return digest(flat.view(torch.uint8).numpy().data)
 
 
 def _torn(changed: list[str]) -> Torn:

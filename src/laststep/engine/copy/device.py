@@ -9,15 +9,17 @@ import torch
 
 
 def spare_bytes(device: str, margin_bytes: int) -> int:
-    """Device memory that training will not miss: what is free at the peak seen so far, less a margin.
+    """Device memory that training will not miss: what is free at the peak so far, less a margin.
 
-    The caching allocator keeps the memory of its peak reserved, so what the driver reports as free is
-    free at that peak. Where the allocator has given memory back since (its reserve lies below the
-    peak), the difference is taken off again.
+    The caching allocator keeps the memory of its peak reserved, so what the driver reports as free
+    is free at that peak. Where the allocator has given memory back since (its reserve lies below
+    the peak), the difference is taken off again.
     """
     free, _total = torch.cuda.mem_get_info(device)
     # The nested form: the flat one sorts hundreds of entries, while training waits.
-    reserved = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]
+    reserved: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"][
+        "all"
+    ]
     return max(free - (reserved["peak"] - reserved["current"]) - margin_bytes, 0)
 
 
@@ -33,7 +35,9 @@ class SideStreams:
         return self._streams[device]
 
 
-def record(stream: torch.cuda.Stream, *, timing: bool = False, blocking: bool = True) -> torch.cuda.Event:
+def record(
+    stream: torch.cuda.Stream, *, timing: bool = False, blocking: bool = True
+) -> torch.cuda.Event:
     """An event at this point of a stream; waiting for it on the host sleeps rather than spins."""
     event = torch.cuda.Event(enable_timing=timing, blocking=blocking)
     event.record(stream)

@@ -6,13 +6,16 @@ Nothing here holds a tensor's memory between saves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
-from laststep.engine.copy.layout import Layout
-from laststep.engine.copy.staging import DeviceStaging
+    import torch
+
+    from laststep.engine.copy.layout import Layout
+    from laststep.engine.copy.staging import DeviceStaging
 
 
 class Remembered:

@@ -2,20 +2,23 @@
 
 One global step pre-hook of torch.optim, for every optimizer in the process. While a lazy capture is
 under way, the hook blocks the host until all its copies are enqueued (waiting for an event that was
-never recorded would be a no-op), then makes the stream that is current at every firing wait for them.
-It also keeps the evidence that it fires at all: steps replayed from a CUDA graph, traced by Dynamo or
-taken by foreign optimizers never call it, and lazy capture is only chosen where it was seen to fire.
+never recorded would be a no-op), then makes the stream that is current at every firing wait for
+them. It also keeps the evidence that it fires at all: steps replayed from a CUDA graph, traced by
+Dynamo or taken by foreign optimizers never call it, and lazy capture is only chosen where it was
+seen to fire.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Fenced(Protocol):

@@ -7,7 +7,6 @@ per stretch; made on the current stream without synchronising. It detects accide
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,8 @@ import torch
 from laststep.engine.copy.kernel_check import kernels_work
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from laststep.engine.copy.kernels import Tiles
 
 _STEP = 1 << 24

@@ -1,22 +1,23 @@
 """Copy many tensors into one buffer, or out of it, with few calls.
 
 Knows nothing of files. On a GPU a multi-tensor copy is one kernel for hundreds of tensors; on the
-host it is one call that runs outside the GIL. Copies are of bits: element types that the multi-tensor
-kernels do not take are viewed as integers of their size.
+host it is one call that runs outside the GIL. Copies are of bits: element types that the
+multi-tensor kernels do not take are viewed as integers of their size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from laststep.engine.copy.layout import Group, Span
 from laststep.engine.copy.kernel_check import kernels_work
+from laststep.engine.copy.layout import Group, Span
 from laststep.state.tensors import TORCH_DTYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from laststep.engine.copy.kernels import Copies
 
 _AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
@@ -62,9 +63,7 @@ def elements(source: torch.Tensor, span: Span) -> torch.Tensor:
     return bits(whole if span.whole else whole[span.first : span.last])
 
 
-def gather(
-    buffer: torch.Tensor, groups: Sequence[Group], sources: Sequence[torch.Tensor]
-) -> None:
+def gather(buffer: torch.Tensor, groups: Sequence[Group], sources: Sequence[torch.Tensor]) -> None:
     """Fill a buffer of bytes from the pieces that its groups name, on the current stream."""
     into: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     with torch.no_grad():

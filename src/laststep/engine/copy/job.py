@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from laststep.engine.copy.fingerprint import Fingerprint
-from laststep.engine.copy.layout import ChunkLayout, Layout
-from laststep.errors import LaststepError
-from laststep.state.pieces import Piece
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.engine.copy.fingerprint import Fingerprint
+    from laststep.engine.copy.layout import ChunkLayout, Layout
+    from laststep.errors import LaststepError
+    from laststep.state.pieces import Piece
 
 
 class Sink(Protocol):
@@ -60,14 +62,18 @@ class Job:
     began_s: float
     timing: CaptureTiming = field(default_factory=CaptureTiming)
     staging: dict[str, torch.Tensor] = field(default_factory=dict)
-    filled: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(file, start) → slot of chunks that the training thread has filled in part."""
+    filled: set[tuple[int, int]] = field(default_factory=set)
+    """(file, start) of chunks that the training thread has filled and handed over."""
+    aside: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """(file, start) → the host's part of chunks that a device fills as well."""
     held: set[int] = field(default_factory=set)
     """Slots that are leased and not handed over yet; given back if the capture fails."""
     ready: dict[str, torch.cuda.Event] = field(default_factory=dict)
     """Per device: the state at save() is complete (and staged) once this event has passed."""
     staging_began: dict[str, torch.cuda.Event] = field(default_factory=dict)
-    fence_began: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = field(default_factory=dict)
+    fence_began: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = field(
+        default_factory=dict
+    )
     before: dict[str, tuple[Fingerprint, torch.Tensor]] = field(default_factory=dict)
     """Per device: fingerprints of what is copied lazily, taken at save()."""
     host_before: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
@@ -96,7 +102,7 @@ class Job:
             self.fence_began.setdefault(device, []).append((start, end))
 
     def read_fence_timers(self) -> None:
-        """Add up how long the fence held host and streams back, as far as those waits have ended."""
+        """Add up how long the fence held host and streams back, in waits that have ended."""
         total = self.host_held_s
         for waits in list(self.fence_began.values()):
             total += sum(start.elapsed_time(end) for start, end in waits if end.query()) / 1e3

@@ -40,7 +40,7 @@ def check_kernels(device: str) -> None:
             changed[7] = -7
             tiles = [Tiles([tensor], stream).sums() for tensor in (sample, changed)]
             noticed = not torch.equal(*tiles)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (compilers fail in any way; plain copies do not)
         log.warning("Triton kernels do not work here, plain copies are used instead: %s", error)
         return
     if copied and noticed:

@@ -1,8 +1,8 @@
 """Lower a save plan to copies: which bytes are gathered at once, which chunk takes what from where.
 
 Pure but for the vocabulary: it moves nothing and looks at no tensor, only at specs and at the way
-that was chosen for each piece. A layout depends on plan and ways alone, so it is made once and reused
-while the state keeps its shape.
+that was chosen for each piece. A layout depends on plan and ways alone, so it is made once and
+reused while the state keeps its shape.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.plan.save import FilePlan, SavePlan
 from laststep.terms import CHUNK_BYTES, DTYPES, align_up
+
+if TYPE_CHECKING:
+    from laststep.plan.save import FilePlan, SavePlan
 
 
 class Way(Enum):
@@ -23,7 +25,7 @@ class Way(Enum):
     STAGED = "staged"
     """Gathered at `save()` into one buffer on its own device, moved to the pool afterwards."""
     DIRECT = "direct"
-    """Copied straight into the pool: by the training thread for the host, else in the background."""
+    """Copied straight into the pool: the host's by the training thread, others in background."""
 
 
 class Span(NamedTuple):
@@ -57,7 +59,7 @@ class Staged(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLayout:
-    """One slot's worth of a file: what of it comes from staging buffers, what straight from pieces."""
+    """One slot's worth of a file: what comes from staging buffers, what straight from pieces."""
 
     file: int
     start: int
@@ -122,7 +124,11 @@ def _direct_pieces(chunks: list[ChunkLayout]) -> dict[str, tuple[int, ...]]:
 
 
 def _stage(
-    plan: SavePlan, file: FilePlan, numbers: list[int], ways: tuple[Way, ...], staging: dict[str, int]
+    plan: SavePlan,
+    file: FilePlan,
+    numbers: list[int],
+    ways: tuple[Way, ...],
+    staging: dict[str, int],
 ) -> list[_Placed]:
     """The non-empty pieces of a file, and where each staged one lies in its device's buffer."""
     placed: list[_Placed] = []
@@ -135,7 +141,7 @@ def _stage(
         at = -1
         if ways[number] is Way.STAGED:
             if last_stop.get(spec.device) != one.start:
-                # A new stretch: aligned, so that copies can be wide whatever the file's offsets are.
+                # A new stretch: aligned, so that copies are wide whatever the file's offsets.
                 staging[spec.device] = align_up(staging[spec.device], 16)
             at = staging[spec.device]
             staging[spec.device] += one.stop - one.start
@@ -152,8 +158,10 @@ def _gather_groups(ones: list[_Placed]) -> tuple[Group, ...]:
         if run:
             start = run[0].staged_at
             stop = run[-1].staged_at + run[-1].stop - run[-1].start
-            spans = tuple(Span(one.piece, 0, _elements(one), True) for one in run)
-            groups.append(Group(dtype=run[0].dtype, device=run[0].device, start=start, stop=stop, spans=spans))
+            spans = tuple(Span(one.piece, 0, _elements(one), whole=True) for one in run)
+            groups.append(
+                Group(dtype=run[0].dtype, device=run[0].device, start=start, stop=stop, spans=spans)
+            )
             run.clear()
 
     for one in ones:
@@ -184,7 +192,9 @@ def _chunks(index: int, file: FilePlan, placed: list[_Placed]) -> list[ChunkLayo
         size = min(CHUNK_BYTES, file.tensor_bytes - base)
         staged = _merge([c for c in cut[number] if c[0].staged_at >= 0], base)
         direct = _direct([c for c in cut[number] if c[0].staged_at < 0], base)
-        chunks.append(ChunkLayout(file=index, start=base, size_bytes=size, staged=staged, direct=direct))
+        chunks.append(
+            ChunkLayout(file=index, start=base, size_bytes=size, staged=staged, direct=direct)
+        )
     return chunks
 
 
@@ -208,7 +218,11 @@ def _direct(parts: list[tuple[_Placed, int, int]], base: int) -> tuple[Group, ..
     neighbours: list[list[tuple[_Placed, int, int]]] = []
     for _, same in groupby(parts, key=lambda part: (part[0].dtype, part[0].device)):
         for part in same:
-            if neighbours and neighbours[-1][-1][2] == part[1] and _alike(neighbours[-1][-1][0], part[0]):
+            if (
+                neighbours
+                and neighbours[-1][-1][2] == part[1]
+                and _alike(neighbours[-1][-1][0], part[0])
+            ):
                 neighbours[-1].append(part)
             else:
                 neighbours.append([part])

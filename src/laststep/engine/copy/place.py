@@ -1,19 +1,23 @@
 """Put verified bytes from the pool into tensors, wherever they live.
 
 Called on reading threads, on several at once: parts of different reads never overlap. A slot may be
-reused when `deliver` returns, so copies to a device are waited for, one chunk's at a time, while the
-other threads read on.
+reused when `deliver` returns, so copies to a device are waited for, one chunk's at a time, while
+the other threads read on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from laststep.engine.copy.device import SideStreams, record
-from laststep.engine.pool import Pool
-from laststep.plan.load import Part, Read
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.engine.pool import Pool
+    from laststep.plan.load import Part, Read
 
 _MANY = 16
 """From so many small parts on, a chunk is moved to the device whole and scattered there."""

@@ -1,20 +1,24 @@
 """Memory on a device that staged copies land in: set aside early, never in training's way.
 
 A memory pool of its own keeps what is set aside from being split up by training's allocations, so
-that a save finds one block and does not wait for cudaMalloc, which waits for the device. The pool is
-one that the allocator falls back on when training runs out of memory: what is set aside and not in
-use is never the cause of an out-of-memory.
+that a save finds one block and does not wait for cudaMalloc, which waits for the device. The pool
+is one that the allocator falls back on when training runs out of memory: what is set aside and not
+in use is never the cause of an out-of-memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from laststep.engine.copy.device import spare_bytes
+from laststep.errors import StorageFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +36,11 @@ class DeviceStaging:
     def set_aside(self, size_bytes: int) -> None:
         """Take memory from the driver now, if it is spare, and keep it in the pool."""
         missing = size_bytes - self._set_aside
-        if self._pool is None or missing <= 0 or spare_bytes(self._device, self._margin) < size_bytes:
+        if (
+            self._pool is None
+            or missing <= 0
+            or spare_bytes(self._device, self._margin) < size_bytes
+        ):
             return
         try:
             with self._from_pool():
@@ -47,8 +55,18 @@ class DeviceStaging:
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """A buffer of bytes, on the current stream; give it back with `give_back`."""
-        with self._from_pool():
-            buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        try:
+            with self._from_pool():
+                buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise StorageFailed(
+                "device memory is short for what must be copied at once",
+                where=self._device,
+                expected=f"{size_bytes} bytes",
+                found=str(error).split(".")[0],
+                remedy="free device memory, or make large buffers and strided tensors contiguous "
+                "parameters",
+            ) from error
         self._out += size_bytes
         self._set_aside = max(self._set_aside, size_bytes)
         return buffer
@@ -62,7 +80,7 @@ class DeviceStaging:
         if self._pool is None:
             yield
             return
-        with torch.cuda.use_mem_pool(self._pool, device=self._device):  # type: ignore[arg-type]
+        with torch.cuda.use_mem_pool(self._pool, device=self._device):
             yield
 
 

@@ -5,16 +5,20 @@ Pure: pieces and room in, ways out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from laststep.config import Capture
 from laststep.engine.copy.layout import Way
 from laststep.errors import Usage
-from laststep.state.pieces import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from laststep.state.pieces import Piece
 
 HOST_STAGING_BYTES = 64 << 20
-"""Up to this much host state is copied aside at save(), outside the pool, rather than into slots."""
+"""Up to this much host state is copied aside at save(), outside the pool, and not into slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,8 @@ def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> 
     ways: list[Way] = []
     for piece in pieces:
         if piece.device == "cpu":
-            staged = piece.volatile if mode is Capture.LAZY else small
+            at_once = piece.volatile if mode is Capture.LAZY else small
+            staged = at_once or not piece.contiguous
         else:
             fits = needs[piece.device] + piece.size_bytes <= rooms[piece.device]
             wanted = fits and mode in (Capture.AUTO, Capture.DEVICE)

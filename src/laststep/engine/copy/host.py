@@ -1,0 +1,104 @@
+"""Copy state of the host into slots at memory speed, on several threads.
+
+One copy call of torch splits its work evenly over its threads and waits for the slowest, which on a
+busy machine is the one whose core the flusher has. Here every thread takes the next chunk when it
+is done with one, and a large piece is a plain memmove, outside the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Self
+
+from laststep.engine.copy.gather import flat, gather
+from laststep.engine.copy.layout import Group, Span
+from laststep.terms import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    import torch
+
+_LARGE_BYTES = 256 << 10
+_MAX_THREADS = 4
+
+
+class HostCopier:
+    """A few threads for copies; started when first needed."""
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None
+
+    def batch(self) -> Batch:
+        """Copies that belong together."""
+        if self._threads is None:
+            count = min(_MAX_THREADS, os.cpu_count() or 1)
+            self._threads = ThreadPoolExecutor(count, thread_name_prefix="laststep-copy")
+        return Batch(self._threads)
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
+
+
+class Batch:
+    """Runs what is added; on leaving, all of it has ended, and the first error is raised."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+        self._running: list[Future[None]] = []
+
+    def add(self, task: Callable[[], None]) -> None:
+        self._running.append(self._threads.submit(task))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        errors = [failed for one in self._running if (failed := one.exception()) is not None]
+        if errors and error is None:
+            raise errors[0]
+
+
+def fill(target: torch.Tensor, groups: Sequence[Group], sources: Sequence[torch.Tensor]) -> None:
+    """Fill a buffer of bytes of the host from pieces of the host."""
+    for group in groups:
+        size = DTYPES[group.dtype].size_bytes
+        small: list[Span] = []
+        at = small_at = group.start
+        for span in group.spans:
+            length = (span.last - span.first) * size
+            if length >= _LARGE_BYTES:
+                _fill_small(target, group, small, small_at, at, sources)
+                source = flat(sources[span.piece])
+                ctypes.memmove(
+                    target.data_ptr() + at, source.data_ptr() + span.first * size, length
+                )
+                small, small_at = [], at + length
+            else:
+                small.append(span)
+            at += length
+        _fill_small(target, group, small, small_at, at, sources)
+
+
+def _fill_small(
+    target: torch.Tensor,
+    group: Group,
+    spans: list[Span],
+    start: int,
+    stop: int,
+    sources: Sequence[torch.Tensor],
+) -> None:
+    if spans:
+        part = Group(
+            dtype=group.dtype, device=group.device, start=start, stop=stop, spans=tuple(spans)
+        )
+        gather(target, [part], sources)

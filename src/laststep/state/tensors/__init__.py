@@ -1,0 +1,54 @@
+"""Everything that must know what a tensor is: take it apart, describe it, allocate it, revive it.
+
+The only part of `state` that imports torch. Never moves tensors between devices; `engine.copy` does
+that.
+"""
+
+from laststep.state.tensors.collecting import CollectCache, collect
+from laststep.state.tensors.kinds import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    is_module,
+    is_optimizer,
+    is_tensor,
+    register_tensor_type,
+)
+from laststep.state.tensors.live import (
+    allocate,
+    copy_tensors,
+    dense_bytes,
+    from_bytes,
+    hold_scalar,
+    load_torch_file,
+    open_view,
+    plain_scalar,
+    put_tensor,
+    same_memory,
+    set_torch_rng_states,
+    torch_rng_states,
+)
+from laststep.state.tensors.reviving import revive
+
+__all__ = [
+    "DTYPE_NAMES",
+    "TORCH_DTYPES",
+    "CollectCache",
+    "allocate",
+    "collect",
+    "copy_tensors",
+    "dense_bytes",
+    "from_bytes",
+    "hold_scalar",
+    "is_module",
+    "is_optimizer",
+    "is_tensor",
+    "load_torch_file",
+    "open_view",
+    "plain_scalar",
+    "put_tensor",
+    "register_tensor_type",
+    "revive",
+    "same_memory",
+    "set_torch_rng_states",
+    "torch_rng_states",
+]

@@ -1,0 +1,263 @@
+"""Take a state with tensors apart: its tree of plain values, its tensors as pieces, what is shared.
+
+Never copies the data of a tensor that training may change; `engine.copy` does that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Final
+
+import numpy as np
+import torch
+
+from laststep.codecs.objects import Tagged, TensorRef
+from laststep.errors import Usage
+from laststep.state.known import Known, walk_known
+from laststep.state.names import name_of
+from laststep.state.pieces import Collected, Piece, View
+from laststep.state.sharing import Extent, find_overlaps, find_ties
+from laststep.state.tensors.kinds import DTYPE_NAMES, HANDLERS, PLAIN_TENSORS
+from laststep.state.tree import NOT_MINE, Path, copy_tree, show_path
+
+_ARRAYS: Final = frozenset({np.ndarray, np.memmap})
+"""Other subclasses, such as masked arrays, hold more than their elements."""
+_ARRAY_DTYPES: Final = frozenset(map(np.dtype, (
+    "?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16",
+)))  # fmt: skip
+_BASE_ALIGN = 16
+"""A base starts at a multiple of the largest element, so that every view of it is aligned."""
+
+
+class CollectCache:
+    """What the last save of an item found; holds no tensor's memory."""
+
+    def __init__(self) -> None:
+        self.known: list[Known] = []
+        self.pieces: tuple[Piece, ...] = ()
+        self.ties: dict[str, str] = {}
+
+
+class Collector:
+    """The `Leaves` of a torch state: remembers every tensor under the name of its path."""
+
+    def __init__(self, volatile: frozenset[Path], *, allow_pickle: bool) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.volatile_names: set[str] = set()
+        self.paths: dict[str, Path] = {}
+        self.originals: dict[str, torch.Tensor] = {}
+        self._volatile = volatile
+        self._allow_pickle = allow_pickle
+
+    def take(self, path: Path, value: object) -> object:
+        kind = type(value)
+        if kind in PLAIN_TENSORS or isinstance(value, torch.Tensor):
+            return self._take_tensor(path, value)  # type: ignore[arg-type]
+        if kind in _ARRAYS:
+            if value.dtype.newbyteorder("=") not in _ARRAY_DTYPES:  # type: ignore[attr-defined]
+                return NOT_MINE
+            return Tagged("ndarray", self._take_array(path, value))  # type: ignore[arg-type]
+        if isinstance(value, np.generic):
+            if value.dtype.hasobject or value.dtype.kind == "V":
+                return NOT_MINE
+            return Tagged("scalar", [value.dtype.str, value.tobytes()])
+        if type(value) is Counter:  # MultiStepLR keeps its milestones in one
+            return Tagged("counter", copy_tree(dict(value), self, path, allow_pickle=False))
+        if type(value) is bytes:  # larger than what the tree keeps as text
+            blob = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+            return Tagged("bytes", self._keep(path, blob))
+        if isinstance(value, torch.dtype):
+            return Tagged("dtype", str(value).removeprefix("torch."))
+        if isinstance(value, torch.device):
+            return Tagged("device", str(value))
+        if isinstance(value, torch.Size):
+            return Tagged("size", tuple(value))
+        return NOT_MINE
+
+    def _keep(self, path: Path, tensor: torch.Tensor) -> TensorRef:
+        name = name_of(path)
+        self.tensors[name] = tensor
+        self.paths[name] = path
+        if path in self._volatile:
+            self.volatile_names.add(name)
+        return TensorRef(name)
+
+    def _take_array(self, path: Path, array: np.ndarray) -> list[object]:
+        # Byte order and read-only flags are not torch's: a copy in native order has neither.
+        # Nor are strides that run backwards or are no whole number of elements.
+        strides = [step < 0 or step % array.itemsize for step in array.strides]
+        odd = not array.flags.writeable or not array.dtype.isnative or any(strides)
+        safe = array.astype(array.dtype.newbyteorder("="), copy=True) if odd else array
+        return [array.dtype.str, self._keep(path, torch.from_numpy(safe))]
+
+    def _take_tensor(self, path: Path, tensor: torch.Tensor) -> object:
+        kind = type(tensor)
+        if kind not in PLAIN_TENSORS:
+            return self._take_subclass(path, tensor)
+        if tensor.layout is not torch.strided:
+            return self._take_sparse(path, tensor)
+        if tensor.device.type == "meta":
+            raise Usage(
+                "cannot save a meta tensor: it has no data",
+                where=show_path(path),
+                remedy="materialise it first, e.g. module.to_empty(device=...)",
+            )
+        if tensor.dtype not in DTYPE_NAMES:
+            raise Usage(f"cannot save a tensor of {tensor.dtype}", where=show_path(path),
+                        expected="a plain dtype", remedy="dequantise it first")  # fmt: skip
+        original = tensor
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        ref = self._keep(path, tensor.detach() if tensor.requires_grad else tensor)
+        self.originals[ref.name] = original
+        return ref
+
+    def _take_subclass(self, path: Path, tensor: torch.Tensor) -> object:
+        for base in type(tensor).__mro__:
+            handler = HANDLERS.get(base)
+            if handler is not None:
+                inner = handler.to_parts(tensor)
+                parts = copy_tree(inner, self, path, allow_pickle=self._allow_pickle)
+                return Tagged("subclass", [handler.name, parts])
+        if torch.nn.parameter.is_lazy(tensor):
+            raise Usage(
+                "cannot save a parameter that is not initialised yet",
+                where=show_path(path),
+                remedy="run one forward pass first",
+            )
+        raise Usage(
+            f"cannot save the tensor subclass {type(tensor).__qualname__}",
+            where=show_path(path),
+            remedy="teach laststep its parts with laststep.register_tensor_type",
+        )
+
+    def _take_sparse(self, path: Path, tensor: torch.Tensor) -> object:
+        parts: dict[str, object]
+        if tensor.layout is torch.sparse_coo:
+            # _indices and _values do not demand coalescing, which would change what is stored.
+            parts = {"indices": tensor._indices(), "values": tensor._values(),
+                     "coalesced": tensor.is_coalesced()}  # fmt: skip
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            parts = {
+                "crow": tensor.crow_indices(),
+                "col": tensor.col_indices(),
+                "values": tensor.values(),
+            }
+        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            parts = {
+                "ccol": tensor.ccol_indices(),
+                "row": tensor.row_indices(),
+                "values": tensor.values(),
+            }
+        else:
+            raise Usage(f"cannot save a tensor of layout {tensor.layout}", where=show_path(path))
+        parts = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in parts.items()}
+        layout = str(tensor.layout).removeprefix("torch.")
+        copied = copy_tree(parts, self, path, allow_pickle=False)
+        return Tagged("sparse", [layout, tuple(tensor.shape), copied])
+
+
+def collect(
+    value: object,
+    *,
+    volatile: frozenset[Path] = frozenset(),
+    allow_pickle: bool = False,
+    cache: CollectCache | None = None,
+) -> Collected:
+    """Take a state apart: its tree of plain values, its tensors as pieces, what shares memory.
+
+    With a `cache`, a state whose tensors are all still the same memory as last time is only walked.
+    """
+    if cache is not None and cache.known:
+        met = walk_known(value, cache.known)
+        if met is not None:
+            tree, sources = met
+            return Collected(tree=tree, pieces=cache.pieces, sources=sources, ties=cache.ties)
+    collector = Collector(volatile, allow_pickle=allow_pickle)
+    tree = copy_tree(value, collector, (), allow_pickle=allow_pickle)
+    collected = _collected(tree, collector)
+    if cache is not None:
+        _remember(cache, collector, collected)
+    return collected
+
+
+def _remember(cache: CollectCache, collector: Collector, collected: Collected) -> None:
+    """Only what is as simple as it is common: every leaf a plain tensor, no overlapping views."""
+    cache.known = []
+    simple = not collected.views and len(collector.originals) == len(collector.tensors)
+    if not simple or any(t.is_conj() or t.is_neg() for t in collector.originals.values()):
+        return
+    cache.pieces, cache.ties = collected.pieces, collected.ties
+    parent: Path = ()
+    for name, tensor in collector.originals.items():
+        *above, key = collector.paths[name] or (None,)
+        parent = parent if list(parent) == above else tuple(above)
+        cache.known.append(
+            Known(
+                weakref.ref(tensor), parent, key, tensor.data_ptr(), tensor.shape, tensor.stride(),
+                tensor.dtype, TensorRef(name), name not in collected.ties,
+            )
+        )  # fmt: skip
+
+
+def _collected(tree: object, collector: Collector) -> Collected:
+    tensors = collector.tensors
+    ties, views, bases = _sharing(tensors)
+    own = {n: t for n, t in tensors.items() if n not in ties and n not in views} | bases
+    loose = {view.base for name, view in views.items() if name in collector.volatile_names}
+    loose |= collector.volatile_names
+    return Collected(
+        tree=tree,
+        pieces=tuple(_piece(name, tensor, volatile=name in loose) for name, tensor in own.items()),
+        sources=tuple(own.values()),
+        ties=ties,
+        views=views,
+        tensors=dict(tensors),
+    )
+
+
+def _piece(name: str, tensor: torch.Tensor, *, volatile: bool) -> Piece:
+    device = tensor.device
+    return Piece(
+        name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes,
+        "cpu" if device.type == "cpu" else str(device), tensor.is_contiguous(), volatile,
+    )  # fmt: skip
+
+
+def _sharing(
+    tensors: dict[str, torch.Tensor],
+) -> tuple[dict[str, str], dict[str, View], dict[str, torch.Tensor]]:
+    """Ties, views and base tensors among these; the common case (nothing shared) is one pass."""
+    storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+    if len(set(storages.values())) == len(storages):
+        return {}, {}, {}
+    extents = [_extent(name, tensor, storages[name]) for name, tensor in tensors.items()]
+    ties = find_ties(extents)
+    views: dict[str, View] = {}
+    bases: dict[str, torch.Tensor] = {}
+    for overlap in find_overlaps([extent for extent in extents if extent.name not in ties]):
+        base_name = f"~6base{len(bases)}"
+        storage = tensors[overlap.members[0].name].untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        start = overlap.start // _BASE_ALIGN * _BASE_ALIGN
+        bases[base_name] = whole[start : overlap.stop]
+        for member in overlap.members:
+            tensor = tensors[member.name]
+            views[member.name] = View(
+                base=base_name,
+                dtype=DTYPE_NAMES[tensor.dtype],
+                shape=tuple(tensor.shape),
+                stride=tuple(tensor.stride()),
+                offset_bytes=int(tensor.storage_offset()) * tensor.element_size() - start,
+            )
+    return ties, views, bases
+
+
+def _extent(name: str, tensor: torch.Tensor, storage: int) -> Extent:
+    size = tensor.element_size()
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    start = int(tensor.storage_offset()) * size
+    reach = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    stop = start if tensor.numel() == 0 else start + (reach + 1) * size
+    return Extent(name, storage, start, stop, (tensor.dtype, shape, stride, start))

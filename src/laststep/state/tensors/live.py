@@ -1,0 +1,120 @@
+"""Single live tensors: make one, see one's memory, give one a value; metrics and generators."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from laststep.errors import Usage
+from laststep.state.tensors.kinds import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from laststep.state.pieces import View
+
+
+def allocate(dtype: str, shape: tuple[int, ...], device: str) -> torch.Tensor:
+    """A new tensor with undefined content."""
+    return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
+
+
+def open_view(base: torch.Tensor, view: View) -> torch.Tensor:
+    """The strided window that `view` describes, in the bytes of `base`."""
+    typed = torch.empty(0, dtype=TORCH_DTYPES[view.dtype], device=base.device)
+    storage_offset = base.storage_offset() + view.offset_bytes
+    return typed.set_(
+        base.untyped_storage(), storage_offset // typed.element_size(), view.shape, view.stride
+    )
+
+
+def from_bytes(data: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A CPU tensor over bytes in row-major order; takes the buffer over."""
+    if not data:
+        return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[dtype]).view(shape)
+
+
+def dense_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor as far as that can be said: a sparse one counts as nothing."""
+    return tensor.nbytes if tensor.layout is torch.strided else 0
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same window of the same storage; False where they have none."""
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def put_tensor(live: torch.Tensor, loaded: torch.Tensor | float) -> torch.Tensor:
+    """Give a live tensor a loaded value, unless it was restored in place; returns what is to stand:
+    the live tensor, or the loaded one where a sparse tensor of another size cannot be filled."""
+    with torch.no_grad():
+        if not isinstance(loaded, torch.Tensor):
+            live.fill_(loaded)
+        elif live.layout is not torch.strided or live.shape != loaded.shape:
+            return loaded
+        elif not same_memory(live, loaded) or live.is_conj() or live.is_neg():
+            live.copy_(loaded)
+    return live
+
+
+def copy_tensors(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second tensor into the first, whatever their strides and devices."""
+    with torch.no_grad():
+        for target, source in pairs:
+            target.copy_(source)
+
+
+def hold_scalar(name: str, value: object) -> object:
+    """A metric as it is now: a tensor is copied on its device, without waiting for it."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            found = f"{value.dtype}{list(value.shape)}"
+            raise Usage(f"metric {name!r} is not one number", found=found)
+        return value.detach().clone()
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) not in (int, float, str, bool):
+        raise Usage(
+            f"metric {name!r} is not a number",
+            expected="a number, a string or a tensor of one element",
+            found=type(value).__name__,
+        )
+    return value
+
+
+def plain_scalar(value: object) -> object:
+    """The number in a held metric; waits for the device if it must."""
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def torch_rng_states() -> dict[str, object]:
+    """The states of torch's generators: the CPU's, and every CUDA device's once CUDA is in use."""
+    cuda: list[torch.Tensor] = []
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        cuda = torch.cuda.get_rng_state_all()
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_torch_rng_states(states: dict[str, object]) -> None:
+    torch.set_rng_state(states["cpu"])  # type: ignore[arg-type]
+    cuda = states["cuda"]
+    if cuda and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        torch.cuda.set_rng_state_all(cuda[:count])  # type: ignore[index]
+
+
+def load_torch_file(path: str) -> object:
+    """What a `torch.save` file holds, safe types only."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise Usage(
+            "the file holds more than tensors and plain values",
+            where=path,
+            found=str(error).splitlines()[0],
+            remedy="load it yourself if you trust it, and save its parts with laststep.save",
+        ) from error

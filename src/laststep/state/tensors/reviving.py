@@ -1,0 +1,116 @@
+"""Put together what collecting took apart and tagged: arrays, sparse tensors and the rest."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from typing import TYPE_CHECKING, Final, cast
+
+import numpy as np
+import torch
+
+from laststep.errors import Corrupt, Usage
+from laststep.state.tensors.kinds import HANDLERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from laststep.codecs.objects import Tagged
+
+_SparseParts = tuple[str, tuple[int, ...], dict[str, object]]
+"""Layout, shape, and the tensors that a sparse tensor is made of."""
+
+
+def revive(tagged: Tagged, *, where: str, allow_pickle: bool) -> object:
+    """The value that a Tagged stands for, with its inner tensors already in place."""
+    try:
+        return _revive(tagged, allow_pickle=allow_pickle)
+    except (Usage, Corrupt):
+        raise
+    except Exception as error:
+        raise Corrupt(
+            f"cannot rebuild a stored {tagged.tag}", where=where, found=str(error)
+        ) from error
+
+
+def _revive(tagged: Tagged, *, allow_pickle: bool) -> object:
+    if tagged.tag == "pickle":
+        if not allow_pickle:
+            raise Usage(
+                "the checkpoint holds a pickled object, which can run any code when loaded",
+                remedy="pass allow_pickle=True if you trust whoever wrote it",
+            )
+        return pickle.loads(tagged.value)  # type: ignore[arg-type]  # noqa: S301 (asked for, twice)
+    if tagged.tag not in _REVIVERS:
+        raise Corrupt(f"unknown kind of stored value {tagged.tag!r}")
+    return _REVIVERS[tagged.tag](tagged.value)
+
+
+# Each takes what the Collector made. What has another form makes it raise, which is Corrupt.
+
+
+def _revive_array(value: object) -> object:
+    dtype, tensor = cast(tuple[str, object], value)
+    if not isinstance(tensor, torch.Tensor):  # left out of a partial restore
+        return tensor
+    return tensor.cpu().numpy().astype(np.dtype(dtype), copy=False)
+
+
+def _revive_scalar(value: object) -> object:
+    dtype, data = cast(tuple[str, bytes], value)
+    return np.frombuffer(data, dtype=np.dtype(dtype))[0]
+
+
+def _revive_bytes(value: object) -> object:
+    return value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else value
+
+
+def _revive_dtype(value: object) -> object:
+    dtype = getattr(torch, str(value), None)
+    if not isinstance(dtype, torch.dtype):
+        raise Corrupt("unknown dtype", found=repr(value)[:80])
+    return dtype
+
+
+def _revive_sparse(layout: str, shape: tuple[int, ...], parts: dict[str, object]) -> object:
+    for part in parts.values():
+        if not isinstance(part, torch.Tensor | bool):  # left out of a partial restore
+            return part
+    tensors = cast(dict[str, torch.Tensor], parts)
+    values = tensors["values"]
+    if layout == "sparse_coo":
+        # Verified bytes of a tensor that torch made: its invariants held when it was saved.
+        sparse = torch.sparse_coo_tensor(tensors["indices"], values, shape, check_invariants=True)
+        return sparse._coalesced_(bool(parts["coalesced"]))
+    if layout in ("sparse_csr", "sparse_bsr"):
+        rows, columns = tensors["crow"], tensors["col"]
+    else:
+        rows, columns = tensors["ccol"], tensors["row"]
+    kind = getattr(torch, layout)
+    return torch.sparse_compressed_tensor(
+        rows, columns, values, shape, layout=kind, check_invariants=True
+    )
+
+
+def _revive_subclass(value: object) -> object:
+    name, parts = cast(tuple[str, object], value)
+    for handler in HANDLERS.values():
+        if handler.name == name:
+            return handler.from_parts(parts)
+    raise Usage(
+        f"cannot load the tensor subclass {name!r}",
+        remedy="register it first with laststep.register_tensor_type",
+    )
+
+
+_REVIVERS: Final[dict[str, Callable[[object], object]]] = {
+    "ndarray": _revive_array,
+    "scalar": _revive_scalar,
+    "bytes": _revive_bytes,
+    "counter": lambda value: Counter(cast(dict[object, int], value)),
+    "dtype": _revive_dtype,
+    "device": lambda value: torch.device(str(value)),
+    "size": lambda value: torch.Size(cast(tuple[int, ...], value)),
+    "sparse": lambda value: _revive_sparse(*cast(_SparseParts, value)),
+    "subclass": _revive_subclass,
+}
