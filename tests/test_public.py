@@ -57,8 +57,8 @@ def commands() -> Iterator[str]:
     return walk(root, "laststep")
 
 
-def test_the_public_names_are_sorted_and_listed_once() -> None:
-    assert list(laststep.__all__) == sorted(set(laststep.__all__))
+def test_the_public_names_are_listed_once() -> None:  # ruff keeps their order
+    assert len(laststep.__all__) == len(set(laststep.__all__))
 
 
 @pytest.mark.parametrize("name", getattr(laststep, "__all__", ()))

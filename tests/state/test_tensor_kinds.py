@@ -264,9 +264,9 @@ class Stranger(torch.Tensor):
 def test_a_tensor_subclass_is_refused_until_its_parts_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from laststep.state import tensors
+    from laststep.state.tensors import kinds
 
-    monkeypatch.setattr(tensors, "_HANDLERS", {})
+    monkeypatch.setattr(kinds, "_HANDLERS", {})
     value = Pair(torch.arange(3.0), torch.ones(2))
     with pytest.raises(laststep.Usage, match=r"subclass Pair.*register_tensor_type"):
         laststep.save({"t": value}, tmp_path / "one")
@@ -280,7 +280,7 @@ def test_a_tensor_subclass_is_refused_until_its_parts_are_known(
     loaded = laststep.load(tmp_path / "one")["t"]
     assert type(loaded) is Pair
     assert loaded.a.tolist() == [0, 1, 2]
-    monkeypatch.setattr(tensors, "_HANDLERS", {})
+    monkeypatch.setattr(kinds, "_HANDLERS", {})
     with pytest.raises(laststep.Usage, match=r"'tests.Pair'.*register"):
         laststep.load(tmp_path / "one")
     with pytest.raises(laststep.Usage, match="subclass Stranger"):

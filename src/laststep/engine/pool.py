@@ -170,10 +170,10 @@ class Pool:
 
     def _give_up(self, error: Exception) -> None:
         """Go on with the memory there is; only a pool without any memory is an error."""
+        log.warning("the pool stays at %d bytes: %s", self.ready_bytes, error)
         with self._changed:
             self._wanted = self.cap_slots = self._ready
             self._changed.notify_all()
-        log.warning("the pool stays at %d bytes: %s", self._ready * CHUNK_BYTES, error)
         if self._ready == 0:
             if not isinstance(error, LaststepError):
                 error = StorageFailed("no host memory", found=str(error))

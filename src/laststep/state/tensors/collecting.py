@@ -18,7 +18,7 @@ from laststep.state.known import Known, walk_known
 from laststep.state.names import name_of
 from laststep.state.pieces import Collected, Piece, View
 from laststep.state.sharing import Extent, find_overlaps, find_ties
-from laststep.state.tensors.kinds import DTYPE_NAMES, HANDLERS, PLAIN_TENSORS
+from laststep.state.tensors.kinds import DTYPE_NAMES, PLAIN_TENSORS, handler_for
 from laststep.state.tree import NOT_MINE, Path, copy_tree, show_path
 
 _ARRAYS: Final = frozenset({np.ndarray, np.memmap})
@@ -114,12 +114,11 @@ class Collector:
         return ref
 
     def _take_subclass(self, path: Path, tensor: torch.Tensor) -> object:
-        for base in type(tensor).__mro__:
-            handler = HANDLERS.get(base)
-            if handler is not None:
-                inner = handler.to_parts(tensor)
-                parts = copy_tree(inner, self, path, allow_pickle=self._allow_pickle)
-                return Tagged("subclass", [handler.name, parts])
+        handler = handler_for(type(tensor))
+        if handler is not None:
+            inner = handler.to_parts(tensor)
+            parts = copy_tree(inner, self, path, allow_pickle=self._allow_pickle)
+            return Tagged("subclass", [handler.name, parts])
         if torch.nn.parameter.is_lazy(tensor):
             raise Usage(
                 "cannot save a parameter that is not initialised yet",

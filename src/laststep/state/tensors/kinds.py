@@ -26,7 +26,7 @@ class TensorHandler(NamedTuple):
     from_parts: Callable[[object], torch.Tensor]
 
 
-HANDLERS: dict[type, TensorHandler] = {}
+_HANDLERS: dict[type, TensorHandler] = {}
 
 
 def register_tensor_type(
@@ -38,7 +38,17 @@ def register_tensor_type(
 ) -> None:
     """Teach laststep a tensor subclass: `to_parts` gives a tree of plain tensors that share its
     memory, `from_parts` builds the subclass from such a tree. `name` is stored and MUST stay."""
-    HANDLERS[kind] = TensorHandler(name, to_parts, from_parts)
+    _HANDLERS[kind] = TensorHandler(name, to_parts, from_parts)
+
+
+def handler_for(kind: type) -> TensorHandler | None:
+    """Who takes tensors of this class, or of the nearest class above it, apart."""
+    return next((_HANDLERS[base] for base in kind.__mro__ if base in _HANDLERS), None)
+
+
+def handler_named(name: str) -> TensorHandler | None:
+    """Who puts together what was stored under this name."""
+    return next((handler for handler in _HANDLERS.values() if handler.name == name), None)
 
 
 def is_module(value: object) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from laststep.errors import Corrupt, Usage
-from laststep.state.tensors.kinds import HANDLERS
+from laststep.state.tensors.kinds import handler_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,13 +94,13 @@ def _revive_sparse(layout: str, shape: tuple[int, ...], parts: dict[str, object]
 
 def _revive_subclass(value: object) -> object:
     name, parts = cast(tuple[str, object], value)
-    for handler in HANDLERS.values():
-        if handler.name == name:
-            return handler.from_parts(parts)
-    raise Usage(
-        f"cannot load the tensor subclass {name!r}",
-        remedy="register it first with laststep.register_tensor_type",
-    )
+    handler = handler_named(name)
+    if handler is None:
+        raise Usage(
+            f"cannot load the tensor subclass {name!r}",
+            remedy="register it first with laststep.register_tensor_type",
+        )
+    return handler.from_parts(parts)
 
 
 _REVIVERS: Final[dict[str, Callable[[object], object]]] = {
