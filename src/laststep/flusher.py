@@ -275,7 +275,7 @@ class Flusher:
             Decided(save=number, epoch=save.epoch, attempt=save.attempt, folder=save.flush.folder,
                     seconds=time.monotonic() - save.began_s)
         )  # fmt: skip
-        self._retain()
+        self._retain(overwrote=save.begin.overwrite)
 
     def _commit_record(self, save: _Save, seal: Seal, files: tuple[FileRecord, ...]) -> Commit:
         assert self._run is not None  # noqa: S101 (it was opened when the save began)
@@ -287,12 +287,14 @@ class Flusher:
             continues=self._last_folder,
         )  # fmt: skip
 
-    def _retain(self) -> None:
+    def _retain(self, *, overwrote: bool) -> None:
         """Retention failing costs disk space, never the checkpoint that was just committed."""
-        if self._keep is None or self._run is None:
+        if self._run is None or (self._keep is None and not overwrote):
             return
         try:
-            plan = plan_prune(self._run, self._keep, resumed_from=self._resumed_from)
+            # Without any rule everything stays, except what was overwritten.
+            policy = self._keep or Policy()
+            plan = plan_prune(self._run, policy, resumed_from=self._resumed_from)
             steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
             plan.execute(each=lambda gone: self._send(Removed(step=steps[gone], folder=gone)))
         except (LaststepError, OSError) as error:

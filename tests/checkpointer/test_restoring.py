@@ -464,3 +464,30 @@ def test_the_way_of_a_module_to_another_kind_of_item_is_a_mismatch(tmp_path: Pat
         pytest.raises(laststep.Mismatch),
     ):
         other.restore()
+
+
+def test_a_part_of_an_older_checkpoint_does_not_turn_the_run_back(run_folder: Path) -> None:
+    state = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    with laststep.Checkpointer(run_folder, items={"one": state}, flush="thread") as checkpointer:
+        for step in range(3):
+            state["a"].fill_(step)
+            state["b"].fill_(step)
+            checkpointer.save(step)
+        checkpointer.restore(step=0, only=["one/a"])
+        assert state["a"].tolist() == [0, 0, 0]
+        assert state["b"].tolist() == [2, 2, 2]
+        checkpointer.save(3)
+    assert laststep.open(run_folder).steps() == [0, 1, 2, 3]
+
+
+def test_what_is_overwritten_goes_once_its_successor_is_committed(run_folder: Path) -> None:
+    state = {"a": torch.zeros(3)}
+    with laststep.Checkpointer(run_folder, items={"one": state}, flush="thread") as checkpointer:
+        checkpointer.save(7)
+        checkpointer.save(8)
+        state["a"].fill_(5)
+        checkpointer.save(7, overwrite=True)
+    catalog = laststep.open(run_folder)
+    assert sorted(catalog.steps()) == [7, 8]
+    assert catalog[7].tensor("one/a")[:].tolist() == [5, 5, 5]
+    assert len(list(run_folder.glob("step-*"))) == 2

@@ -221,3 +221,21 @@ def test_a_block_that_is_wrong_only_once_is_read_again(tmp_path: Path) -> None:
     read_all([wrapped], reads, Room(), lambda read, slot: None, threads=1)
     assert flaky.calls == 2
     file.reader.close()
+
+
+def test_a_writer_that_fails_in_an_unknown_way_fails_the_save_and_not_its_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+    store.make_folder("a")
+    data = bytes(BLOCK_BYTES)
+    flush = SaveFlush(store, "a", (begin("f", len(data)),))
+
+    def broken(*_: object) -> None:
+        raise MemoryError("no memory for the header")
+
+    monkeypatch.setattr(flush, "_write_aligned", broken)
+    write(flush, 0, data, 0, len(data))  # completes the file, and with it writes its header
+    with pytest.raises(StorageFailed, match="no memory for the header"):
+        flush.finish(())
+    flush.close()

@@ -162,17 +162,17 @@ def unsound() -> list[tuple[str, Header]]:
     a, b = header.tensors
     o = header.objects[0]
     return [
-        ("a hole", replace(header, tensors=(a, replace(b, start=3, stop=6)), tensor_bytes=6)),
-        ("a name twice", replace(header, tensors=(a, replace(b, name="a")))),
+        ("a hole", replace(header, tensors=(a, b._replace(start=3, stop=6)), tensor_bytes=6)),
+        ("a name twice", replace(header, tensors=(a, b._replace(name="a")))),
         ("an object's name twice", replace(header, objects=(replace(o, name="a"),))),
-        ("the reserved name", replace(header, tensors=(a, replace(b, name="__metadata__")))),
-        ("a wrong shape", replace(header, tensors=(a, replace(b, shape=(4,))))),
-        ("negative sides", replace(header, tensors=(a, replace(b, shape=(-3, -1))))),
+        ("the reserved name", replace(header, tensors=(a, b._replace(name="__metadata__")))),
+        ("a wrong shape", replace(header, tensors=(a, b._replace(shape=(4,))))),
+        ("negative sides", replace(header, tensors=(a, b._replace(shape=(-3, -1))))),
         ("too few blocks", replace(header, blocks=b"")),
         ("a short digest", replace(header, objects=(replace(o, digest=b""),))),
         ("a wrong tensor area", replace(header, tensor_bytes=4)),
-        ("no Unicode", replace(header, tensors=(a, replace(b, name="\ud800")))),
-        ("an unknown dtype", replace(header, tensors=(a, replace(b, dtype="int7")))),
+        ("no Unicode", replace(header, tensors=(a, b._replace(name="\ud800")))),
+        ("an unknown dtype", replace(header, tensors=(a, b._replace(dtype="int7")))),
     ]
 
 

@@ -267,7 +267,8 @@ class Checkpointer:
     ) -> Restored:
         """Restore the newest checkpoint that verifies, or exactly the given step.
 
-        `only` names items, or globs over `item/tensor` names; nothing else is read or changed.
+        `only` names items, or globs over `item/tensor` names; nothing else is read or changed, and
+        a run that is under way goes on from where it is.
         """
         self._check_usable("restore", mixed_is_fine=True)
         self.wait()
@@ -287,11 +288,13 @@ class Checkpointer:
         # A part that was restored does not make whole what an earlier restore left mixed.
         self._mixed = None if only is None else mixed
         found = outcome.listed
-        self._client.continue_from(
-            Continue(epoch=found.epoch, attempt=found.attempt, folder=found.folder)
-        )
-        self._taken = set(outcome.lineage_steps)
-        self._resumed = True
+        # A part taken from an older checkpoint in mid-run does not turn the run back to it.
+        if only is None or not (self._resumed or self._preflight):
+            self._client.continue_from(
+                Continue(epoch=found.epoch, attempt=found.attempt, folder=found.folder)
+            )
+            self._taken = set(outcome.lineage_steps)
+            self._resumed = True
         commit = outcome.commit
         return Restored(
             step=commit.step, next_step=commit.step + 1, skipped=outcome.skipped,

@@ -71,27 +71,27 @@ class SaveFlush:
             return
         target = self._files[file]
         try:
-            sums = block_digests(image[:size_bytes])
-            first = start // BLOCK_BYTES * DIGEST_BYTES
-            target.digests[first : first + len(sums)] = sums
-            whole = align_up(size_bytes, target.writer.alignment_bytes)
-            target.writer.write_at(target.plan.region_bytes + start, image[:whole])
-            if start + size_bytes == target.plan.tensor_bytes:
-                target.tail = bytes(image[size_bytes // ALIGN_BYTES * ALIGN_BYTES : size_bytes])
+            self._write(target, start, image, size_bytes)
         except LaststepError as error:
             self.fail(error)
         except Exception as error:  # noqa: BLE001 (kept, and raised by `finish`)
             self.fail(StorageFailed("a writer failed", where=target.plan.name, found=repr(error)))
+
+    def _write(self, target: _File, start: int, image: memoryview, size_bytes: int) -> None:
+        sums = block_digests(image[:size_bytes])
+        first = start // BLOCK_BYTES * DIGEST_BYTES
+        target.digests[first : first + len(sums)] = sums
+        whole = align_up(size_bytes, target.writer.alignment_bytes)
+        target.writer.write_at(target.plan.region_bytes + start, image[:whole])
+        if start + size_bytes == target.plan.tensor_bytes:
+            target.tail = bytes(image[size_bytes // ALIGN_BYTES * ALIGN_BYTES : size_bytes])
         with self._lock:
             self.written_bytes += size_bytes
             target.written_bytes += size_bytes
             complete = target.written_bytes == target.plan.tensor_bytes
         if complete and not target.plan.has_objects:
             # Nothing more will come: its sync runs while the other files are still being written.
-            try:
-                target.record = self._finish_file(target, [])
-            except LaststepError as error:
-                self.fail(error)
+            target.record = self._finish_file(target, [])
 
     def finish(self, objects: tuple[tuple[int, str, bytes], ...]) -> tuple[FileRecord, ...]:
         """Append objects, write headers, make every file and the folder durable; all chunks MUST

@@ -30,7 +30,7 @@ from laststep.engine.copy.host import HostCopier, fill
 from laststep.engine.copy.job import Job, Sink
 from laststep.engine.copy.kernel_check import check_kernels
 from laststep.engine.copy.layout import ChunkLayout, Group, Layout, Way, lower
-from laststep.engine.copy.staging import DeviceStaging
+from laststep.engine.copy.staging import DeviceShort, DeviceStaging
 from laststep.engine.copy.ways import Choice, choose
 from laststep.errors import LaststepError, StorageFailed, Torn, Usage
 
@@ -94,7 +94,19 @@ class Capturer:
             early = None
         layout = self._lower(plan, self._choose(pieces)) if early is None else early.layout
         job = Job(layout=layout, sources=sources, pieces=pieces, sink=sink, began_s=began)
-        self._stage(job, early)
+        try:
+            self._stage(job, early)
+        except DeviceShort:
+            if self._mode is not Capture.AUTO:
+                raise
+            # Training has taken what was set aside: choose again, with what there is now.
+            for staging in self._staging.values():
+                staging.forget()
+            self._let_go(job)
+            self._chosen = None
+            layout = self._lower(plan, self._choose(pieces))
+            job = Job(layout=layout, sources=sources, pieces=pieces, sink=sink, began_s=began)
+            self._stage(job, None)
         self._remember(job)
         lazily = [device for device in layout.direct if device != "cpu"]
         host_lazy = lazy and self._mode is Capture.LAZY and "cpu" in layout.direct

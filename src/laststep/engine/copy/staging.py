@@ -3,7 +3,7 @@
 A memory pool of its own keeps what is set aside from being split up by training's allocations, so
 that a save finds one block and does not wait for cudaMalloc, which waits for the device. The pool
 is one that the allocator falls back on when training runs out of memory: what is set aside and not
-in use is never the cause of an out-of-memory.
+in use serves any request that fits into it, and the next save does with what is left.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
+
+
+class DeviceShort(StorageFailed):
+    """There was less device memory than there seemed to be."""
 
 
 class DeviceStaging:
@@ -59,7 +63,7 @@ class DeviceStaging:
             with self._from_pool():
                 buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
-            raise StorageFailed(
+            raise DeviceShort(
                 "device memory is short for what must be copied at once",
                 where=self._device,
                 expected=f"{size_bytes} bytes",
@@ -70,6 +74,10 @@ class DeviceStaging:
         self._out += size_bytes
         self._set_aside = max(self._set_aside, size_bytes)
         return buffer
+
+    def forget(self) -> None:
+        """Training has taken what was set aside: count on none of it."""
+        self._set_aside = 0
 
     def give_back(self, size_bytes: int) -> None:
         """The buffer has been let go of; it may be called from any thread."""
@@ -86,7 +94,7 @@ class DeviceStaging:
 
 def _make_pool() -> torch.cuda.MemPool | None:
     try:
-        return torch.cuda.MemPool(use_on_oom=True, no_split=True)
+        return torch.cuda.MemPool(use_on_oom=True)
     except TypeError:
         log.debug("this torch has no memory pools that training can fall back on")
         return None
