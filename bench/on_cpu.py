@@ -42,6 +42,7 @@ def _run(chosen: options.Options) -> report.Report:
         )
         main_rotation = rotate(training, wanted, chosen.folder, plan, sample, parts.say)
         result.rotations["main"] = main_rotation
+        parts.keep(chosen, result)
         if chosen.wants("every") and chosen.wants_peer("laststep") and not chosen.quick:
             parts.say("a save after every iteration, of the whole state")
             result.every_iteration.append(

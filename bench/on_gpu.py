@@ -45,9 +45,11 @@ def _run(chosen: options.Options) -> report.Report:
     ours = [make for make in wanted if make().name.startswith(bars.OURS)]
     if chosen.wants("save") or chosen.wants("load"):
         _rotations(chosen, result, disk, wanted, ours, deadline)
+        parts.keep(chosen, result)
     if chosen.wants("every") and ours:
         result.every_iteration.append(parts.drainable(chosen, disk, "cuda", 0.1))
         torch.cuda.empty_cache()
+        parts.keep(chosen, result)
     if chosen.wants("small"):
         small = parts.small_tensors(chosen, wanted, "cuda", time.monotonic() + 60)
         if small is not None:
@@ -79,6 +81,7 @@ def _rotations(
         chosen, training, wanted, _raw_sample(chosen, training, disk), deadline,
         repetitions=chosen.repetitions, measure_all=True,
     )  # fmt: skip
+    parts.keep(chosen, result)
     if not ours:
         return
     if chosen.wants("every"):

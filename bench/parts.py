@@ -98,9 +98,16 @@ def run_and_report(chosen: Options, run: Callable[[Options], report.Report]) -> 
         result = run(chosen)
     finally:
         remove(chosen.folder)
-    result.commit = commit(ROOT)
-    result.options = asdict(chosen)
     result.seconds = time.monotonic() - started
     report.show(result)
-    report.write_json(result, chosen.json)
+    keep(chosen, result)
     print(f"written to {chosen.json}")
+
+
+def keep(chosen: Options, result: report.Report) -> None:
+    """Write what there is so far: a run that is cut off loses only the part it was in."""
+    result.commit = commit(ROOT)
+    paths = ("folder", "json")  # of no meaning to another reader
+    result.options = {key: value for key, value in asdict(chosen).items() if key not in paths}
+    result.seconds = result.seconds or time.monotonic() - _STARTED
+    report.write_json(result, chosen.json)

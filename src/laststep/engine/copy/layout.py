@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.terms import CHUNK_BYTES, DTYPES, align_up
@@ -180,66 +179,73 @@ def _elements(one: _Placed) -> int:
 
 def _chunks(index: int, file: FilePlan, placed: list[_Placed]) -> list[ChunkLayout]:
     """Cut a file at chunk boundaries; elements never straddle one, since sizes divide it."""
-    cut: dict[int, list[tuple[_Placed, int, int]]] = defaultdict(list)
-    for one in placed:
-        for number in range(one.start // CHUNK_BYTES, (one.stop - 1) // CHUNK_BYTES + 1):
-            low = max(one.start, number * CHUNK_BYTES)
-            high = min(one.stop, (number + 1) * CHUNK_BYTES)
-            cut[number].append((one, low, high))
     chunks: list[ChunkLayout] = []
-    for number in sorted(cut):
-        base = number * CHUNK_BYTES
-        size = min(CHUNK_BYTES, file.tensor_bytes - base)
-        staged = _merge([c for c in cut[number] if c[0].staged_at >= 0], base)
-        direct = _direct([c for c in cut[number] if c[0].staged_at < 0], base)
-        chunks.append(
-            ChunkLayout(file=index, start=base, size_bytes=size, staged=staged, direct=direct)
-        )
+    builder: _Builder | None = None
+    for one in placed:
+        low = one.start
+        while low < one.stop:
+            number = low // CHUNK_BYTES
+            if builder is None or builder.number != number:
+                if builder is not None:
+                    chunks.append(builder.chunk(index, file))
+                builder = _Builder(number)
+            high = min(one.stop, (number + 1) * CHUNK_BYTES)
+            builder.add(one, low, high)
+            low = high
+    if builder is not None:
+        chunks.append(builder.chunk(index, file))
     return chunks
 
 
-def _merge(parts: list[tuple[_Placed, int, int]], base: int) -> tuple[Staged, ...]:
-    """Neighbours in the file that are neighbours in their staging buffer become one copy."""
-    merged: list[Staged] = []
-    for one, low, high in parts:
-        start, at, size = one.staged_at + low - one.start, low - base, high - low
-        if merged:
-            last = merged[-1]
+class _Builder:
+    """One chunk in the making; parts come in the order of the file."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._base = number * CHUNK_BYTES
+        self._staged: list[Staged] = []
+        self._direct: list[Group] = []
+        self._spans: list[Span] = []
+        self._run: tuple[str, str, int, int] | None = None
+        """Of the spans in hand: dtype, device, first and last byte in the file."""
+
+    def add(self, one: _Placed, low: int, high: int) -> None:
+        """Bytes [low, high) of the file are those of this piece."""
+        if one.staged_at >= 0:
+            self._add_staged(one, low, high)
+            return
+        run = self._run
+        if run is None or run[0] != one.dtype or run[1] != one.device or run[3] != low:
+            self._close_run()
+            run = (one.dtype, one.device, low, low)
+        self._run = (run[0], run[1], run[2], high)
+        size = DTYPES[one.dtype].size_bytes
+        whole = low == one.start and high == one.stop
+        first, last = (low - one.start) // size, (high - one.start) // size
+        self._spans.append(Span(one.piece, first, last, whole))
+
+    def chunk(self, index: int, file: FilePlan) -> ChunkLayout:
+        self._close_run()
+        size = min(CHUNK_BYTES, file.tensor_bytes - self._base)
+        return ChunkLayout(file=index, start=self._base, size_bytes=size,
+                           staged=tuple(self._staged), direct=tuple(self._direct))  # fmt: skip
+
+    def _add_staged(self, one: _Placed, low: int, high: int) -> None:
+        """Neighbours in the file that are neighbours in their staging buffer become one copy."""
+        start, at, size = one.staged_at + low - one.start, low - self._base, high - low
+        if self._staged:
+            last = self._staged[-1]
             touching = last.start + last.size_bytes == start and last.at + last.size_bytes == at
             if last.device == one.device and touching:
-                merged[-1] = last._replace(size_bytes=last.size_bytes + size)
-                continue
-        merged.append(Staged(one.device, start, at, size))
-    return tuple(merged)
+                self._staged[-1] = last._replace(size_bytes=last.size_bytes + size)
+                return
+        self._staged.append(Staged(one.device, start, at, size))
 
-
-def _direct(parts: list[tuple[_Placed, int, int]], base: int) -> tuple[Group, ...]:
-    groups: list[Group] = []
-    neighbours: list[list[tuple[_Placed, int, int]]] = []
-    for _, same in groupby(parts, key=lambda part: (part[0].dtype, part[0].device)):
-        for part in same:
-            if (
-                neighbours
-                and neighbours[-1][-1][2] == part[1]
-                and _alike(neighbours[-1][-1][0], part[0])
-            ):
-                neighbours[-1].append(part)
-            else:
-                neighbours.append([part])
-    for run in neighbours:
-        size = DTYPES[run[0][0].dtype].size_bytes
-        spans = tuple(
-            Span(one.piece, (low - one.start) // size, (high - one.start) // size,
-                 low == one.start and high == one.stop)
-            for one, low, high in run
-        )  # fmt: skip
-        first, last = run[0], run[-1]
-        groups.append(
-            Group(dtype=first[0].dtype, device=first[0].device, start=first[1] - base,
-                  stop=last[2] - base, spans=spans)
-        )  # fmt: skip
-    return tuple(groups)
-
-
-def _alike(a: _Placed, b: _Placed) -> bool:
-    return a.dtype == b.dtype and a.device == b.device
+    def _close_run(self) -> None:
+        if self._run is not None:
+            dtype, device, low, high = self._run
+            self._direct.append(
+                Group(dtype=dtype, device=device, start=low - self._base, stop=high - self._base,
+                      spans=tuple(self._spans))
+            )  # fmt: skip
+            self._spans, self._run = [], None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from laststep.state.pieces import Collected, Piece, View
 from laststep.state.sharing import Extent, find_overlaps, find_ties
 from laststep.state.tensors.kinds import DTYPE_NAMES, PLAIN_TENSORS, handler_for
 from laststep.state.tree import NOT_MINE, Path, copy_tree, show_path
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _ARRAYS: Final = frozenset({np.ndarray, np.memmap})
 """Other subclasses, such as masked arrays, hold more than their elements."""
@@ -97,7 +100,7 @@ class Collector:
             return self._take_subclass(path, tensor)
         if tensor.layout is not torch.strided:
             return self._take_sparse(path, tensor)
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             raise Usage(
                 "cannot save a meta tensor: it has no data",
                 where=show_path(path),
@@ -190,8 +193,8 @@ def _remember(cache: CollectCache, collector: Collector, collected: Collected) -
     cache.pieces, cache.ties = collected.pieces, collected.ties
     parent: Path = ()
     for name, tensor in collector.originals.items():
-        *above, key = collector.paths[name] or (None,)
-        parent = parent if list(parent) == above else tuple(above)
+        path = collector.paths[name] or (None,)
+        parent, key = (parent if parent == path[:-1] else path[:-1]), path[-1]
         cache.known.append(
             Known(
                 weakref.ref(tensor), parent, key, tensor.data_ptr(), tensor.shape, tensor.stride(),
@@ -224,10 +227,23 @@ def _piece(name: str, tensor: torch.Tensor, *, volatile: bool) -> Piece:
     )  # fmt: skip
 
 
+def _lie_apart(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether all are contiguous and no two touch the same bytes: the quick way to know."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return False
+    starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+    sizes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
+    order = np.argsort(starts)
+    ends = (starts + sizes)[order]
+    return not bool((starts[order][1:] < ends[:-1]).any())
+
+
 def _sharing(
     tensors: dict[str, torch.Tensor],
 ) -> tuple[dict[str, str], dict[str, View], dict[str, torch.Tensor]]:
     """Ties, views and base tensors among these; the common case (nothing shared) is one pass."""
+    if _lie_apart(tensors.values()):
+        return {}, {}, {}
     storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
     if len(set(storages.values())) == len(storages):
         return {}, {}, {}
