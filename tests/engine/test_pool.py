@@ -17,7 +17,6 @@ from laststep.terms import CHUNK_BYTES
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_STEP_SLOTS", 2)
-    monkeypatch.setattr(pool, "_FIRST_SLOTS", 2)
 
 
 def make(slots: int) -> Pool:
