@@ -145,23 +145,29 @@ class Flusher:
 
     def _handle(self, message: object) -> None:
         if isinstance(message, Chunk):
-            save = self._saves[message.save]
+            save = self._saves.get(message.save)
+            if save is None:  # given up meanwhile
+                self._send(Freed(slots=[message.slot]))
+                return
             with save.changed:
                 save.pending += 1
             self._chunks.put((save, message))
         elif isinstance(message, Begin):
             self._begin(message)
         elif isinstance(message, Seal):
-            save = self._saves[message.save]
-            with save.changed:
-                save.seal = message
-                save.changed.notify_all()
+            save = self._saves.get(message.save)
+            if save is not None:
+                with save.changed:
+                    save.seal = message
+                    save.changed.notify_all()
         elif isinstance(message, Drop):
-            self._drop(self._saves[message.save], message.reason)
+            save = self._saves.get(message.save)
+            if save is not None:
+                self._drop(save, message.reason)
         elif isinstance(message, Continue):
             # A new epoch is taken at the next save, so that restoring alone disturbs no writer.
             self._continues = message
-            self._resumed_from = message.folder
+            self._resumed_from = message.resumed_from
             self._epoch = None
 
     def _begin(self, begin: Begin) -> None:
@@ -193,6 +199,8 @@ class Flusher:
             self._run = Run.open_or_create(self._store)
         if self._epoch is None:
             asked = self._continues
+            if asked is not None and asked.own_epoch is not None:
+                self._run.check_newest(asked.own_epoch)
             where = None
             if asked is not None and asked.epoch is not None and asked.attempt is not None:
                 where = (asked.epoch, asked.attempt)

@@ -164,6 +164,18 @@ class Run:
         _log.info("epoch %d of %s continues from %s", number, self.store.url, continues)
         return number
 
+    def check_newest(self, epoch: int) -> None:
+        """`Aborted` if another writer has taken a newer epoch."""
+        newest = max(self._epochs.numbers(), default=0)
+        if newest > epoch:
+            raise Aborted(
+                "the run was taken over by another writer",
+                where=self.store.url,
+                expected=f"epoch {epoch} to be the newest",
+                found=f"epoch {newest}",
+                remedy="end one of the two jobs; only one at a time may save to a run",
+            )
+
     def lock_epoch(self, number: int) -> Lock:
         """Show that the writer of that epoch is alive, until this is closed or the process ends."""
         return self.store.lock(epoch_lock_name(number))

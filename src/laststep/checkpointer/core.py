@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Self, SupportsIndex
 from laststep import flusher
 from laststep.catalog.run import Run
 from laststep.checkpointer import sizing
+from laststep.checkpointer.keep import Keep
 from laststep.checkpointer.loading import Problems
 from laststep.checkpointer.parts import Memory, take_state
 from laststep.checkpointer.pausing import without_collection
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from laststep.checkpointer.keep import Keep
     from laststep.engine.copy.job import Job
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,19 @@ class Checkpointer:
             device_margin_bytes=device_margin_bytes, allow_pickle=allow_pickle, writers=writers,
             progress=progress,
         )  # fmt: skip
+        if keep is not None and not isinstance(keep, Keep):
+            raise Usage(
+                "keep is not a Keep", found=repr(keep), remedy="pass keep=laststep.Keep(last=3)"
+            )
         require_single_rank()
+        self._handles: list[SaveHandle] = []
+        self._jobs: weakref.WeakKeyDictionary[SaveHandle, Job] = weakref.WeakKeyDictionary()
+        self._taken: set[int] = set()
+        self._mixed: str | None = None
+        self._resumed = False
+        self._preflight: threading.Thread | None = None
+        self._closed = False
+        self._pid = os.getpid()
         self._store = DirectoryStore(run)
         self.path = self._store.url
         self._providers = providers_for({**(items or {}), **more_items})
@@ -125,17 +137,16 @@ class Checkpointer:
         self._capturer.start(on_device)
         if all(provider.cheap for provider in self._providers.values()):
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, self._rehearse)
-        self._client = Client(self._launch, self._pool, self._bus)
         self._plans = PlanCache()
         self._memory = Memory()
-        self._handles: list[SaveHandle] = []
-        self._jobs: weakref.WeakKeyDictionary[SaveHandle, Job] = weakref.WeakKeyDictionary()
-        self._taken: set[int] = set()
-        self._mixed: str | None = None
-        self._resumed = False
-        self._preflight: threading.Thread | None = None
-        self._closed = False
-        self._pid = os.getpid()
+        try:
+            self._client = Client(self._launch, self._pool, self._bus)
+        except BaseException:
+            # Half a Checkpointer must leave no hook, thread or memory behind.
+            self._closed = True
+            self._capturer.close()
+            self._pool.close()
+            raise
         self._abandons = self._newest_step()
         _alive.add(self)
 
@@ -158,9 +169,7 @@ class Checkpointer:
         began = time.perf_counter()
         self._check_usable("save")
         self._raise_failed()
-        if self._client.dead is not None:
-            self._capturer.settle()
-            self._client.restart()
+        self._revive()
         step = _plain_step(step)
         self._warn_of_branch()
         self._check_step(step, overwrite=overwrite)
@@ -185,7 +194,10 @@ class Checkpointer:
     ) -> Job:
         """Take the state and hand it to the capture thread."""
         step = handle.step
-        early = self._capturer.start_early(streams)
+        self._capturer.join(streams)
+        early = None
+        if all(provider.passive for provider in self._providers.values()):
+            early = self._capturer.start_early()
         try:
             taken = take_state(
                 self._providers, self._memory, metrics, metadata,
@@ -272,6 +284,7 @@ class Checkpointer:
         """
         self._check_usable("restore", mixed_is_fine=True)
         self.wait()
+        self._revive()
         mixed = self._mixed
         wanted = Wanted(
             step=step, only=only, strict=strict, allow_pickle=self._settings.allow_pickle,
@@ -286,13 +299,15 @@ class Checkpointer:
             self._taken = set()
             return Restored(step=None, next_step=0)
         # A part that was restored does not make whole what an earlier restore left mixed.
-        self._mixed = None if only is None else mixed
+        if not outcome.mixed:
+            self._mixed = None if only is None else mixed
         found = outcome.listed
         # A part taken from an older checkpoint in mid-run does not turn the run back to it.
         if only is None or not (self._resumed or self._preflight):
             self._client.continue_from(
-                Continue(epoch=found.epoch, attempt=found.attempt, folder=found.folder)
-            )
+                Continue(epoch=found.epoch, attempt=found.attempt, folder=found.folder,
+                         resumed_from=found.folder)
+            )  # fmt: skip
             self._taken = set(outcome.lineage_steps)
             self._resumed = True
         commit = outcome.commit
@@ -353,6 +368,8 @@ class Checkpointer:
     def _raise_failed(self) -> None:
         """Raise the first failure that nobody has seen, and forget saves that are over."""
         over = [handle for handle in self._handles if handle.committed.over()]
+        for handle in over:
+            self._jobs.pop(handle, None)
         self._handles = [handle for handle in self._handles if not handle.committed.over()]
         failed = [h for h in over if h.error is not None]
         self._taken -= {h.step for h in failed}
@@ -361,6 +378,14 @@ class Checkpointer:
             for error in unseen[1:]:
                 unseen[0].add_note(f"another save failed too: {error}")
             raise unseen[0]
+
+    def _revive(self) -> None:
+        """A new flusher in place of one that died."""
+        dead = self._client.dead
+        if dead is not None:
+            log.warning("starting a new flusher: %s", dead)
+            self._capturer.settle()
+            self._client.restart()
 
     def _newest_step(self) -> int | None:
         """The newest step that the run has before anything is restored or saved."""
@@ -423,7 +448,7 @@ class Checkpointer:
     def _rehearse(self) -> None:
         """Find out where everything is before the first save asks, while the device has work:
         once, at an early optimizer step. Whatever goes wrong is the first save's to report."""
-        if self._closed or self._jobs or os.getpid() != self._pid:
+        if self._closed or self._preflight or os.getpid() != self._pid:
             return
         with without_collection(), contextlib.suppress(Exception):
             taken = take_state(

@@ -73,7 +73,8 @@ class Memory:
     ) -> ItemSpec:
         """The item's spec: the very same value while its pieces are."""
         known = self.specs.get(name)
-        if known is None or known.pieces is not pieces or known.standalone != standalone:
+        same = known is not None and (known.pieces is pieces or known.pieces == pieces)
+        if known is None or not same or known.standalone != standalone:
             known = ItemSpec(name=name, kind=kind, standalone=standalone, pieces=pieces)
             self.specs[name] = known
             self.pieces = ()

@@ -50,6 +50,7 @@ class Outcome:
     commit: Commit
     skipped: tuple[Skipped, ...]
     problems: Problems
+    mixed: bool
     lineage_steps: tuple[int, ...]
 
 
@@ -89,12 +90,14 @@ def restore_into(
     candidates = list(reversed(lineage)) if wanted.step is None else [_named(run, wanted.step)]
     skipped: list[Skipped] = []
     last: Corrupt | None = None
+    changed = False
     for listed in candidates:
         began = time.perf_counter()
         try:
             with _open(store, listed) as content:
                 matches, problems = fit(content, providers, wanted.only, strict=wanted.strict)
                 touched(listed.folder)
+                changed_before, changed = changed, True
                 size = transfer(content, matches, pool, threads=wanted.threads)
             for match in matches:
                 tree = match.tree(allow_pickle=wanted.allow_pickle)
@@ -113,6 +116,8 @@ def restore_into(
         position = lineage.index(listed) if listed in lineage else -1
         return Outcome(
             listed=listed, commit=content.commit, skipped=tuple(skipped), problems=problems,
+            # What a damaged checkpoint had put in place may lie beyond what this one covers.
+            mixed=changed_before and (bool(problems) or wanted.only is not None),
             lineage_steps=tuple(one.step for one in lineage[: position + 1]) or (listed.step,),
         )  # fmt: skip
     if last is not None:

@@ -200,7 +200,16 @@ def _print(console: Console, result: _Result, folder: Path) -> None:
     )
     console.print("\nThe run is there to look at:")
     for command in ("ls", "show", "verify"):
-        console.print(f"  laststep {command} {folder}")
+        console.print(f"  {_program()} {command} {folder}", soft_wrap=True)
+
+
+def _program() -> str:
+    """How this program is called from here: by its name only if that is found."""
+    if shutil.which("laststep"):
+        return "laststep"
+    beside = Path(sys.executable).with_name("laststep")
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
 def _print_kills(console: Console, result: _Result) -> None:

@@ -14,8 +14,9 @@ import typer
 
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import plan_prune
+from laststep.catalog.verify import verify_checkpoint
 from laststep.cli import output, places
-from laststep.errors import Usage
+from laststep.errors import Corrupt, Usage
 
 if TYPE_CHECKING:
     from laststep.catalog.prune import PrunePlan
@@ -66,6 +67,7 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     if plan.deletions and not dry_run:
         if not yes:
             _ask(plan)
+        _check_what_stays(opened)
         deleted = plan.execute()
     if as_json:
         output.print_json(_document(plan, deleted, dry_run=dry_run))
@@ -143,3 +145,19 @@ def _print_end(plan: PrunePlan, deleted: tuple[str, ...], *, dry_run: bool) -> N
     else:
         count = output.count_text(len(deleted), "checkpoint")
         console.print(f"deleted {count}, {output.size_text(_freed_bytes(plan, deleted))}")
+
+
+def _check_what_stays(run: Run) -> None:
+    """Before anything goes, the newest checkpoint, which stays, is read through: it may be damaged,
+    and an older one that is about to go the only good one."""
+    newest = run.newest()
+    if newest is None:
+        raise Corrupt("no checkpoint of this run can be read", where=run.store.url,
+                      remedy="`laststep verify` lists all damage; nothing was deleted")  # fmt: skip
+    report = verify_checkpoint(run.store, newest.folder)
+    if report.damage:
+        raise Corrupt(
+            f"the newest checkpoint, step {newest.step}, is damaged in {len(report.damage)} places",
+            where=f"{run.store.url}/{newest.folder}",
+            remedy="nothing was deleted; move that folder away, and prune again",
+        )

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from laststep.engine.wire import (
     Begin,
@@ -31,7 +31,7 @@ from laststep.engine.wire import (
     ToFlusher,
     ToTrainer,
 )
-from laststep.errors import LaststepError, StorageFailed, from_wire
+from laststep.errors import Aborted, LaststepError, StorageFailed, from_wire
 from laststep.events import Bus, Captured, Committed, Durable, Pruned, SaveFailed, Written
 from laststep.format.manifest import ItemRecord
 
@@ -81,6 +81,7 @@ class SaveLink:
         self._parts = parts
         self._overwrite = overwrite
         self._begun = False
+        self._dropped = False
         self._beginning = threading.Lock()
         self.size_bytes = plan.tensor_bytes
         self.telling = threading.Lock()
@@ -89,7 +90,7 @@ class SaveLink:
         """Announce the save to the flusher, once; by whichever thread has something to hand over
         first, which is the capture thread unless host state is copied at once."""
         with self._beginning:  # several threads copy host state: no chunk may overtake this
-            if self._begun:
+            if self._begun or self._dropped:
                 return
             files = tuple(
                 FileBegin(name=f.name, item=f.item, region_bytes=f.region_bytes, entries=f.entries,
@@ -105,12 +106,17 @@ class SaveLink:
 
     def chunk(self, file: int, start: int, size_bytes: int, slot: int) -> None:
         self.begin()
+        if self._dropped:
+            self._client.release(slot)
+            return
         self._client.send(
             Chunk(save=self._number, file=file, start=start, size_bytes=size_bytes, slot=slot)
         )
 
     def captured(self, timing: CaptureTiming) -> None:
         """All chunks are handed over: serialise the objects, seal, and tell."""
+        if self._dropped:
+            return
         try:
             objects, items, metrics, metadata = self._parts()
         except LaststepError as error:
@@ -129,9 +135,18 @@ class SaveLink:
         with self.telling:
             self._client.send(seal)
             self._client.note_captured(self, timing)
+        self._parts = _spent
 
     def failed(self, error: LaststepError) -> None:
+        with self._beginning:
+            self._dropped = True
+        self._parts = _spent
         self._client.drop(self._number, error, begun=self._begun)
+
+
+def _spent() -> NoReturn:
+    """In place of what a save would seal, once it is over: that held the state's trees."""
+    raise Aborted("the save is over")
 
 
 class Client:
@@ -169,8 +184,8 @@ class Client:
         self._receiver.join()
         self._helper.join(0)
         self._pool.slots.reset()
-        self._dead = None
         self._start()
+        self._dead = None
         if self._continues is not None:
             self.send(self._continues)
 
@@ -197,6 +212,10 @@ class Client:
             self._connection.send(message)
         except OSError:
             log.debug("a message found no flusher")
+
+    def release(self, slot: int) -> None:
+        """Take back a slot that nobody will write."""
+        self._pool.slots.release([slot])
 
     def drop(self, number: int, error: LaststepError, *, begun: bool) -> None:
         """Give a save up."""
@@ -231,8 +250,17 @@ class Client:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
+        try:
+            self._helper = self._launch(theirs)
+        except OSError as error:
+            ours.close()
+            theirs.close()
+            raise StorageFailed(
+                "cannot start the flusher",
+                found=str(error),
+                remedy="free memory or processes, or pass flush='thread'",
+            ) from error
         self._connection = Connection(ours)
-        self._helper = self._launch(theirs)
         self._receiver = threading.Thread(
             target=self._receive, name="laststep-receive", daemon=True
         )
@@ -248,7 +276,13 @@ class Client:
             if message is None:
                 self._mourn()
                 return
-            self._handle(message)
+            try:
+                self._handle(message)
+            except Exception:
+                # Nobody else listens: whoever waits must hear that nothing more will come.
+                log.exception("a message of the flusher could not be handled")
+                self._mourn()
+                return
 
     def _handle(self, message: ToTrainer) -> None:
         if isinstance(message, Freed):
@@ -289,9 +323,11 @@ class Client:
         if link is None:
             return
         # Should this flusher die, the next one goes on from here.
+        before = self._continues
         self._continues = Continue(
-            epoch=message.epoch, attempt=message.attempt, folder=message.folder
-        )
+            epoch=message.epoch, attempt=message.attempt, folder=message.folder,
+            resumed_from=None if before is None else before.resumed_from, own_epoch=message.epoch,
+        )  # fmt: skip
         report = link.handle.report
         report.committed_s, report.folder = link.handle.since_began_s(), message.folder
         link.handle.committed.reach()

@@ -90,6 +90,11 @@ class Continue(_Message, frozen=True, kw_only=True):
     epoch: int | None
     attempt: int | None
     folder: str | None
+    resumed_from: str | None = None
+    """The checkpoint that the trainer restored, which retention keeps."""
+    own_epoch: int | None = None
+    """The epoch in which this trainer wrote last, under a flusher that died: if a newer one was
+    taken since, the run is somebody else's."""
 
 
 class Bye(_Message, frozen=True, kw_only=True):

@@ -78,7 +78,8 @@ class ModuleProvider(StateProvider):
         value: dict[str, object] = {}
         volatile: set[tuple[object, ...]] = set()
         nodes = list(walk_modules(self._module))
-        if all(_is_standard(node) for _, _, node in nodes):
+        self.passive = all(_is_standard(node) for _, _, node in nodes)
+        if self.passive:
             # What state_dict() would give, without its one detach() per tensor.
             for _own, plain, node in nodes:
                 value.update({plain + n: p for n, p in node._parameters.items() if p is not None})

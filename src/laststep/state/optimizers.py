@@ -32,6 +32,7 @@ class OptimizerProvider(StateProvider):
 
     kind = "optimizer"
     cheap = True
+    passive = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Names) -> None:
         """`names` tells item and name of parameters; others go by the optimizer's or by place."""

@@ -63,6 +63,9 @@ class StateProvider(ABC):
 
     kind: str = "custom"
     """One word for the catalog."""
+    passive: bool = False
+    """Whether `describe` runs no code but laststep's and torch's own, which change no tensor: then
+    the copy of a state that was met before may begin while it is described again."""
     cheap: bool = False
     """Whether `describe` may be called once more than there are saves, to prepare the first one."""
 

@@ -34,7 +34,7 @@ class StateDictProvider(StateProvider):
     def __init__(self, owner: HasStateDict) -> None:
         self._owner = owner
         # A loader may have to ask its workers; a scheduler only copies a few numbers.
-        self.cheap = type(owner).__module__.startswith("torch.optim")
+        self.cheap = self.passive = type(owner).__module__.startswith("torch.optim")
 
     def parts(self) -> tuple[object, ...]:
         return (self._owner,)
@@ -51,6 +51,7 @@ class ScalerProvider(StateProvider):
 
     kind = "scaler"
     cheap = True
+    passive = True
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
@@ -82,6 +83,7 @@ class RNG(StateProvider):
 
     kind = "rng"
     cheap = True
+    passive = True
 
     def describe(self) -> State:
         value = {"python": random.getstate(), "numpy": _numpy_state(), "torch": torch_rng_states()}
@@ -105,6 +107,7 @@ class ValueProvider(StateProvider):
 
     kind = "value"
     cheap = True
+    passive = True
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -160,6 +163,7 @@ class EntryProvider(StateProvider):
 
     kind = "value"
     cheap = True
+    passive = True
 
     def __init__(self, owner: dict[str, Any], key: str) -> None:
         self._owner = owner
@@ -183,6 +187,10 @@ class GroupProvider(StateProvider):
 
     def parts(self) -> tuple[object, ...]:
         return tuple(part for member in self._members.values() for part in member.parts())
+
+    @property
+    def passive(self) -> bool:  # type: ignore[override]
+        return all(member.passive for member in self._members.values())
 
     def describe(self) -> State:
         states = {key: member.describe() for key, member in self._members.items()}
@@ -217,9 +225,14 @@ class GroupProvider(StateProvider):
 def refuse_immutable(name: str, value: object) -> None:
     """A value that cannot be changed in place cannot be restored: say so at construction."""
     if not isinstance(value, dict | list | deque | np.ndarray) and not is_tensor(value):
+        remedy = f"pass a dict: {name}={{'value': …}}"
+        if value is None:
+            remedy = f"leave {name} out"
+        elif hasattr(value, "dataset"):
+            remedy = "use a loader with a state, such as torchdata's StatefulDataLoader"
         raise Usage(
             f"item {name!r} is a {type(value).__name__}, which cannot be restored in place",
             expected="a module, an optimizer, an object with state_dict() and load_state_dict(), "
             "a StateProvider, a dict, a list, a tensor or an array",
-            remedy=f"pass a dict: {name}={{'value': …}}",
+            remedy=remedy,
         )

@@ -32,7 +32,7 @@ from laststep.engine.copy.kernel_check import check_kernels
 from laststep.engine.copy.layout import ChunkLayout, Group, Layout, Way, lower
 from laststep.engine.copy.staging import DeviceShort, DeviceStaging
 from laststep.engine.copy.ways import Choice, choose
-from laststep.errors import LaststepError, StorageFailed, Torn, Usage
+from laststep.errors import Aborted, LaststepError, StorageFailed, Torn, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,41 +95,66 @@ class Capturer:
         layout = self._lower(plan, self._choose(pieces)) if early is None else early.layout
         job = Job(layout=layout, sources=sources, pieces=pieces, sink=sink, began_s=began)
         try:
-            self._stage(job, early)
-        except DeviceShort:
-            if self._mode is not Capture.AUTO:
-                raise
-            # Training has taken what was set aside: choose again, with what there is now.
-            for staging in self._staging.values():
-                staging.forget()
-            self._let_go(job)
-            self._chosen = None
-            layout = self._lower(plan, self._choose(pieces))
-            job = Job(layout=layout, sources=sources, pieces=pieces, sink=sink, began_s=began)
-            self._stage(job, None)
-        self._remember(job)
-        lazily = [device for device in layout.direct if device != "cpu"]
-        host_lazy = lazy and self._mode is Capture.LAZY and "cpu" in layout.direct
-        self._mark(job, lazily, fingerprinted=lazy)
-        if host_lazy:
-            self._digest_host(job)
-        else:
-            try:
+            job = self._stage_or_choose_again(job, plan, early)
+            self._remember(job)
+            lazily = [device for device in job.layout.direct if device != "cpu"]
+            host_lazy = lazy and self._mode is Capture.LAZY and "cpu" in job.layout.direct
+            self._mark(job, lazily, fingerprinted=lazy)
+            if host_lazy:
+                self._digest_host(job)
+            else:
                 self._fill_from_host(job)
-            except BaseException:
-                self._pool.slots.release(sorted(job.held))
-                self._let_go(job)
-                raise
+        except BaseException:
+            self._pool.slots.release(sorted(job.held))
+            self._let_go(job)
+            raise
         self._last = job
         if lazy and (lazily or host_lazy):
             self._fence.add(job)
         self._jobs.put(job)
         if lazily and not lazy:
-            job.over.wait()
-            if job.error is not None:
-                raise job.error
+            self._wait_for(job)
         job.timing.stall_s = time.perf_counter() - began
         return job
+
+    def _stage_or_choose_again(self, job: Job, plan: SavePlan, early: Early | None) -> Job:
+        """Stage; where training has taken what was set aside, choose anew with what there is."""
+        try:
+            self._stage(job, early)
+        except DeviceShort:
+            self._forget_staging(job)
+            if self._mode is not Capture.AUTO:
+                raise
+            layout = self._lower(plan, self._choose(job.pieces))
+            job = Job(layout=layout, sources=job.sources, pieces=job.pieces, sink=job.sink,
+                      began_s=job.began_s)  # fmt: skip
+            self._stage(job, None)
+        return job
+
+    def _forget_staging(self, job: Job | None) -> None:
+        """Count on none of the device memory that was set aside."""
+        for staging in self._staging.values():
+            staging.forget()
+        self._chosen = None
+        if job is not None:
+            for device, buffer in job.staging.items():
+                if device != "cpu":
+                    self._staging[device].give_back(buffer.nbytes)
+            job.staging.clear()
+
+    def _wait_for(self, job: Job) -> None:
+        """Block until a capture is over, Ctrl-C or not: its copies read the live state."""
+        interrupted: BaseException | None = None
+        while not job.over.is_set():
+            try:
+                job.over.wait()
+            except BaseException as raised:  # noqa: BLE001 (raised below, once it is safe)
+                interrupted = raised
+                job.cancelled = True
+        if interrupted is not None:
+            raise interrupted
+        if job.error is not None:
+            raise job.error
 
     def settle(self) -> None:
         """Wait until everything that was taken is captured or has failed."""
@@ -190,6 +215,7 @@ class Capturer:
         known = self._layout
         if known is None or known[0] is not plan or known[1].ways != ways:
             known = self._layout = (plan, lower(plan, ways))
+            self._sources = None  # the tables of the last capture go with its layout
             self._gatherers = {d: Gatherer(groups) for d, groups in known[1].gathers.items()}
         return known[1]
 
@@ -222,7 +248,12 @@ class Capturer:
         elif known is None or not known.same_as(job.layout, job.sources):
             self._sources = Remembered(job.layout, job.sources)
 
-    def start_early(self, streams: Sequence[torch.cuda.Stream]) -> Early | None:
+    def join(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        """Make the current streams wait for these, on which state was written too."""
+        for stream in streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def start_early(self) -> Early | None:
         """Begin staging on the guess that the state is where it was at the last save.
 
         The device then copies while the training thread finds out whether the guess was right;
@@ -230,8 +261,6 @@ class Capturer:
         or was let go of are never read: every one is held, and its address compared, before the
         launch.
         """
-        for stream in streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
         known = self._sources
         sources = None if known is None else known.sources_in_place()
         if known is None or sources is None:
@@ -240,13 +269,17 @@ class Capturer:
         if any(self._staging_on(device).room() < size for device, size in sizes.items()):
             return None
         early = Early(known.layout, sources)
-        for device, size in sizes.items():
-            with torch.cuda.device(device):
-                buffer = self._staging_on(device).take(size)
-                began = record(torch.cuda.current_stream(), timing=True)
-                self._gatherers[device].run_again(buffer)
-                early.staging[device] = buffer
-                early.events[device] = began, record(torch.cuda.current_stream(), timing=True)
+        try:
+            for device, size in sizes.items():
+                with torch.cuda.device(device):
+                    buffer = early.staging[device] = self._staging_on(device).take(size)
+                    began = record(torch.cuda.current_stream(), timing=True)
+                    self._gatherers[device].run_again(buffer)
+                    early.events[device] = began, record(torch.cuda.current_stream(), timing=True)
+        except DeviceShort:
+            self.cancel(early)
+            self._forget_staging(None)
+            return None
         return early
 
     def _guessed(
@@ -256,7 +289,7 @@ class Capturer:
         layout, chosen = self._layout, self._chosen
         same = layout is not None and layout[0] is plan and layout[1] is early.layout
         return same and chosen is not None and chosen.pieces is pieces and all(
-            held is source for held, source in zip(early.sources, sources, strict=True)
+            sources[piece] is held for piece, held in early.sources.items()
         )  # fmt: skip
 
     def cancel(self, early: Early) -> None:
@@ -341,14 +374,26 @@ class Capturer:
                 job.error = StorageFailed("a capture failed", found=repr(error))
             if isinstance(job.error, Torn):
                 self._torn = True
-            self._let_go(job)
-            job.timing.drained_s = time.perf_counter() - job.began_s
+            self._end(job)
+
+    def _end(self, job: Job) -> None:
+        """Tell how a capture went and let go of all that it held; whatever happens here, those who
+        wait for it are woken."""
+        sink, job.timing.drained_s = job.sink, time.perf_counter() - job.began_s
+        try:
             if job.error is not None:
-                job.enqueued.set()
                 self._settle(job)
-                job.sink.failed(job.error)
-            else:
-                job.sink.captured(job.timing)
+            self._let_go(job)
+            if job.error is None:
+                sink.captured(job.timing)
+        except Exception as error:
+            log.exception("a capture could not be ended")
+            job.error = job.error or StorageFailed("a capture failed", found=repr(error))
+        finally:
+            if job.error is not None:
+                sink.failed(job.error)
+            job.forget()
+            job.enqueued.set()
             job.over.set()
 
     def _let_go(self, job: Job) -> None:
@@ -372,6 +417,8 @@ class Capturer:
             self._streams.stream(device).wait_event(ready)
         flying: deque[tuple[ChunkLayout, int, list[torch.cuda.Event]]] = deque()
         for chunk in job.chunks():
+            if job.cancelled:
+                raise Aborted("save() was interrupted")
             if (chunk.file, chunk.start) in job.filled:
                 continue
             # In a small pool only what is handed over comes back: never wait with all in hand.

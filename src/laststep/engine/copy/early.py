@@ -1,6 +1,6 @@
 """Staging that began on a guess: what is known of the last capture, and what was copied again.
 
-Nothing here holds a tensor's memory between saves.
+Only pieces that are staged on a device matter here. Nothing holds a tensor's memory between saves.
 """
 
 from __future__ import annotations
@@ -19,26 +19,40 @@ if TYPE_CHECKING:
 
 
 class Remembered:
-    """Which tensors the last capture read, and where they were."""
+    """Which tensors the last capture staged on devices, and where they were."""
 
     def __init__(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
         self.layout = layout
-        self._known = [(weakref.ref(source), source.data_ptr()) for source in sources]
+        self._known = [
+            (piece, weakref.ref(sources[piece]), sources[piece].data_ptr())
+            for piece in _staged_on_devices(layout)
+        ]
 
-    def sources_in_place(self) -> list[torch.Tensor] | None:
-        """All of them, held, if each is alive and where it was; else None."""
-        held: list[torch.Tensor] = []
-        for ref, address in self._known:
+    def sources_in_place(self) -> dict[int, torch.Tensor] | None:
+        """All of them by piece, held, if each is alive and where it was; else None."""
+        held: dict[int, torch.Tensor] = {}
+        for piece, ref, address in self._known:
             source = ref()
             if source is None or source.data_ptr() != address:
                 return None
-            held.append(source)
+            held[piece] = source
         return held
 
     def same_as(self, layout: Layout, sources: Sequence[torch.Tensor]) -> bool:
         return layout is self.layout and all(
-            ref() is source for (ref, _), source in zip(self._known, sources, strict=True)
+            ref() is sources[piece] and sources[piece].data_ptr() == address
+            for piece, ref, address in self._known
         )
+
+
+def _staged_on_devices(layout: Layout) -> list[int]:
+    return [
+        span.piece
+        for device, groups in layout.gathers.items()
+        if device != "cpu"
+        for group in groups
+        for span in group.spans
+    ]
 
 
 @dataclass(slots=True)
@@ -46,7 +60,7 @@ class Early:
     """Copies that are under way before it is known whether they are the right ones."""
 
     layout: Layout
-    sources: list[torch.Tensor]
+    sources: dict[int, torch.Tensor]
     staging: dict[str, torch.Tensor] = field(default_factory=dict)
     events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=dict)
 

@@ -27,7 +27,7 @@ class Fingerprint:
 
     def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
         """`stream` is a side stream for uploads; None for tensors of the host."""
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
         self._tiles: Tiles | None = None
         self._rest = list(range(len(tensors)))
         self.owners: list[int] = []
@@ -42,8 +42,8 @@ class Fingerprint:
         self.owners += self._rest
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are tensors at the same places."""
-        return [tensor.data_ptr() for tensor in tensors] == self._addresses
+        """Whether these are tensors of the same sizes at the same places."""
+        return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors] == self._places
 
     def rows(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One row of two sums per stretch, on the current stream; `owners` says whose."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Self
 
 from laststep.engine.copy.gather import flat, gather
@@ -63,7 +63,17 @@ class Batch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        interrupted: BaseException | None = None
+        for one in self._running:
+            while not one.done():
+                try:
+                    wait([one])
+                except BaseException as raised:  # noqa: BLE001 (Ctrl-C: raised below)
+                    # The threads still write into slots: nobody may have these back before the end.
+                    interrupted = raised
         errors = [failed for one in self._running if (failed := one.exception()) is not None]
+        if interrupted is not None:
+            raise interrupted
         if errors and error is None:
             raise errors[0]
 

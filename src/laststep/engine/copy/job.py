@@ -51,6 +51,16 @@ class CaptureTiming:
     """From save() until all bytes were in host memory."""
 
 
+class _Nobody:
+    """The sink of a job that is over."""
+
+    def chunk(self, file: int, start: int, size_bytes: int, slot: int) -> None: ...
+
+    def captured(self, timing: CaptureTiming) -> None: ...
+
+    def failed(self, error: LaststepError) -> None: ...
+
+
 @dataclass(slots=True)
 class Job:
     """A capture; see the module for who owns what when."""
@@ -81,6 +91,8 @@ class Job:
     copied: dict[str, torch.cuda.Event] = field(default_factory=dict)
     host_held_s: float = 0.0
     """For so long the training thread waited in the fence."""
+    cancelled: bool = False
+    """Set by the training thread: nobody wants the outcome any more."""
     enqueued: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
     error: LaststepError | None = None
@@ -107,6 +119,14 @@ class Job:
         for waits in list(self.fence_began.values()):
             total += sum(start.elapsed_time(end) for start, end in waits if end.query()) / 1e3
         self.timing.fence_s = total
+
+    def forget(self) -> None:
+        """Once it is over, only its figures are of interest; a report may be kept for long."""
+        self.sink = _Nobody()
+        self.sources = ()
+        self.before.clear()
+        self.host_before.clear()
+        self.aside.clear()
 
     def is_over(self) -> bool:
         return self.over.is_set()

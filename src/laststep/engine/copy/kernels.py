@@ -35,7 +35,11 @@ class _Table:
         """The columns, once they have arrived, for the current stream."""
         stream = torch.cuda.current_stream()
         stream.wait_event(self._uploaded)
-        return [self._columns[name] for name in names]
+        columns = [self._columns[name] for name in names]
+        for column in columns:
+            # Made on the side stream: without this it could be reused there while a launch waits.
+            column.record_stream(stream)
+        return columns
 
 
 def _tiles(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

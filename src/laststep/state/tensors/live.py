@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -68,13 +68,25 @@ def copy_tensors(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             target.copy_(source)
 
 
+class HeldScalar(NamedTuple):
+    """A metric that is still on its device, and when it is there."""
+
+    tensor: torch.Tensor
+    event: torch.cuda.Event | None
+
+
 def hold_scalar(name: str, value: object) -> object:
     """A metric as it is now: a tensor is copied on its device, without waiting for it."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             found = f"{value.dtype}{list(value.shape)}"
             raise Usage(f"metric {name!r} is not one number", found=found)
-        return value.detach().clone()
+        held = value.detach().clone()
+        event = None
+        if held.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(held.device))
+        return HeldScalar(held, event)
     if isinstance(value, np.generic):
         return value.item()
     if type(value) not in (int, float, str, bool):
@@ -88,7 +100,11 @@ def hold_scalar(name: str, value: object) -> object:
 
 def plain_scalar(value: object) -> object:
     """The number in a held metric; waits for the device if it must."""
-    return value.item() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, HeldScalar):
+        return value
+    if value.event is not None:
+        value.event.synchronize()  # it was copied on training's stream, which is not this thread's
+    return value.tensor.item()
 
 
 def torch_rng_states() -> dict[str, object]:
