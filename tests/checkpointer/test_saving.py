@@ -314,7 +314,7 @@ def test_an_interrupt_while_memory_is_filled_gives_the_memory_back(
         run_folder, state=state, flush="thread", host_memory_bytes=POOL_BYTES
     ) as checkpointer:
         capturer = checkpointer._capturer
-        lease = capturer._lease
+        lease = capturer._mover.lease
         for step in range(3):
             left = iter(range(2))
 
@@ -325,7 +325,7 @@ def test_an_interrupt_while_memory_is_filled_gives_the_memory_back(
                 return slot
 
             with monkeypatch.context() as patch:
-                patch.setattr(capturer, "_lease", third_is_interrupted)
+                patch.setattr(capturer._mover, "lease", third_is_interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     checkpointer.save(step)
         assert checkpointer.save(5).wait(PATIENCE_S)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import laststep
-from laststep.engine.copy import capture
+from laststep.engine.copy import mover
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,13 +36,13 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate()
-    gather = capture.gather
+    gather = mover.gather
 
     def held(*arguments: object) -> None:
         made.pass_through()
         gather(*arguments)
 
-    monkeypatch.setattr(capture, "gather", held)
+    monkeypatch.setattr(mover, "gather", held)
     yield made
     made.opened.set()
 

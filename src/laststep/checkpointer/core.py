@@ -8,7 +8,6 @@ whatever was handed over is finished or reported before the process ends.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import operator
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from laststep import flusher
 from laststep.catalog.run import Run
-from laststep.checkpointer import sizing
+from laststep.checkpointer import lifetimes, sizing
 from laststep.checkpointer.keep import Keep
 from laststep.checkpointer.loading import Problems
 from laststep.checkpointer.parts import Memory, take_state
@@ -72,9 +71,6 @@ class Restored:
     folder: str | None = None
     metrics: dict[str, float | int | str | bool] = field(default_factory=dict)
     metadata: object = None
-
-
-_alive: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 class Checkpointer:
@@ -148,7 +144,7 @@ class Checkpointer:
             self._pool.close()
             raise
         self._abandons = self._newest_step()
-        _alive.add(self)
+        lifetimes.watch(self, at_exit=self._finish_at_exit, in_child=self._abandon)
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -242,7 +238,7 @@ class Checkpointer:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        _alive.discard(self)
+        lifetimes.let_be(self)
         self._capturer.close()
         self._client.close()
         if self._preflight is not None:
@@ -495,18 +491,3 @@ def _timing_of(job: Job) -> Callable[[SaveReport], None]:
         report.device_copy_s, report.fence_s = timing.device_copy_s, timing.fence_s
 
     return refresh
-
-
-def _at_exit() -> None:
-    for checkpointer in list(_alive):
-        checkpointer._finish_at_exit()  # noqa: SLF001 (of this module's own class)
-
-
-def _after_fork() -> None:
-    for checkpointer in list(_alive):
-        checkpointer._abandon()  # noqa: SLF001
-    _alive.clear()
-
-
-atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_after_fork)

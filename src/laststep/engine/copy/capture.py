@@ -14,25 +14,24 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
 
-from laststep.codecs.digests import digest
 from laststep.config import Capture
 from laststep.engine.copy.device import SideStreams, record
 from laststep.engine.copy.early import Early, Remembered
 from laststep.engine.copy.fence import Fence
 from laststep.engine.copy.fingerprint import Fingerprint
-from laststep.engine.copy.gather import Gatherer, elements, gather, windows
+from laststep.engine.copy.gather import Gatherer, elements
 from laststep.engine.copy.host import HostCopier, fill
 from laststep.engine.copy.job import Job, Sink
 from laststep.engine.copy.kernel_check import check_kernels
-from laststep.engine.copy.layout import ChunkLayout, Group, Layout, Way, lower
+from laststep.engine.copy.layout import ChunkLayout, Layout, Way, lower
+from laststep.engine.copy.mover import Mover, host_digest
 from laststep.engine.copy.staging import DeviceShort, DeviceStaging
 from laststep.engine.copy.ways import Choice, choose
-from laststep.errors import Aborted, LaststepError, StorageFailed, Torn, Usage
+from laststep.errors import LaststepError, StorageFailed, Torn, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
     from laststep.state.pieces import Piece
 
 log = logging.getLogger(__name__)
-
-_IN_FLIGHT = 8
-"""Chunks whose copies may be under way before the oldest is waited for."""
 
 
 class Capturer:
@@ -56,6 +52,7 @@ class Capturer:
         self._margin = margin_bytes
         self._fence = Fence()
         self._streams = SideStreams()
+        self._mover = Mover(pool, self._streams)
         self._staging: dict[str, DeviceStaging] = {}
         self._chosen: Choice | None = None
         self._layout: tuple[SavePlan, Layout] | None = None
@@ -313,7 +310,7 @@ class Capturer:
         for group in (g for c in job.chunks() for g in c.direct if g.device == "cpu"):
             for span in group.spans:
                 key = (span.piece, span.first, span.last)
-                job.host_before[key] = _host_digest(elements(job.sources[span.piece], span))
+                job.host_before[key] = host_digest(elements(job.sources[span.piece], span))
 
     def _fill_from_host(self, job: Job) -> None:
         """Copy host state that is not staged straight into slots, and hand over whole chunks."""
@@ -331,14 +328,14 @@ class Capturer:
                     batch.add(functools.partial(self._set_aside, job, chunk))
                     continue
                 began = time.perf_counter()
-                slot = self._lease(job)
+                slot = self._mover.lease(job)
                 job.timing.waited_s += time.perf_counter() - began
                 batch.add(functools.partial(self._fill_chunk, job, chunk, slot))
 
     def _fill_chunk(self, job: Job, chunk: ChunkLayout, slot: int) -> None:
         """A chunk that is all of the host; on a copying thread."""
         fill(self._pool.tensor(slot), chunk.direct, job.sources)
-        self._hand_over(job, chunk, slot, [])
+        self._mover.hand_over(job, chunk, slot, [])
         job.filled.add((chunk.file, chunk.start))
 
     def _set_aside(self, job: Job, chunk: ChunkLayout) -> None:
@@ -348,13 +345,6 @@ class Capturer:
         buffer = torch.empty(chunk.size_bytes, dtype=torch.uint8)
         fill(buffer, [group for group in chunk.direct if group.device == "cpu"], job.sources)
         job.aside[chunk.file, chunk.start] = buffer
-
-    def _lease(self, job: Job) -> int:
-        slot = self._pool.lease()
-        if slot is None:
-            raise StorageFailed("no host memory became free")
-        job.held.add(slot)
-        return slot
 
     # -- on the capture thread --------------------------------------------------------------------
 
@@ -366,7 +356,7 @@ class Capturer:
             if job is None:
                 return
             try:
-                self._move(job)
+                self._mover.move(job)
             except LaststepError as error:
                 job.error = error
             except Exception as error:
@@ -382,7 +372,7 @@ class Capturer:
         sink, job.timing.drained_s = job.sink, time.perf_counter() - job.began_s
         try:
             if job.error is not None:
-                self._settle(job)
+                self._mover.settle(job)
             self._let_go(job)
             if job.error is None:
                 sink.captured(job.timing)
@@ -403,119 +393,3 @@ class Capturer:
                 self._staging[device].give_back(buffer.nbytes)
         job.staging.clear()
         job.sources = ()
-
-    def _settle(self, job: Job) -> None:
-        """After an error: no copy may still run into a slot that is given back."""
-        for device in job.ready:
-            self._streams.stream(device).synchronize()
-        self._pool.slots.release(sorted(job.held))
-        job.held.clear()
-
-    def _move(self, job: Job) -> None:
-        """Fill every chunk that is not filled yet; hand each over when its copies have ended."""
-        for device, ready in job.ready.items():
-            self._streams.stream(device).wait_event(ready)
-        flying: deque[tuple[ChunkLayout, int, list[torch.cuda.Event]]] = deque()
-        for chunk in job.chunks():
-            if job.cancelled:
-                raise Aborted("save() was interrupted")
-            if (chunk.file, chunk.start) in job.filled:
-                continue
-            # In a small pool only what is handed over comes back: never wait with all in hand.
-            while flying and self._pool.slots.free == 0:
-                self._hand_over(job, *flying.popleft())
-            slot = self._lease(job)
-            flying.append((chunk, slot, self._fill(job, chunk, slot)))
-            # A lazy capture holds the optimizer back until all its copies are enqueued: no pause.
-            while len(flying) > _IN_FLIGHT and not job.before:
-                self._hand_over(job, *flying.popleft())
-        after = self._after(job)
-        for device in job.layout.direct:
-            if device != "cpu":
-                job.copied[device] = record(self._streams.stream(device))
-        job.enqueued.set()
-        while flying:
-            self._hand_over(job, *flying.popleft())
-        self._prove(job, after)
-        self._read_timers(job)
-
-    def _fill(self, job: Job, chunk: ChunkLayout, slot: int) -> list[torch.cuda.Event]:
-        """Enqueue the copies into one slot; the events that say when they have ended."""
-        target = self._pool.tensor(slot)
-        aside = job.aside.pop((chunk.file, chunk.start), None)
-        used: set[str] = set()
-        for part in chunk.staged:
-            source = job.staging[part.device][part.start : part.start + part.size_bytes]
-            into = target[part.at : part.at + part.size_bytes]
-            if part.device == "cpu":
-                into.copy_(source)
-                continue
-            used.add(part.device)
-            with torch.cuda.stream(self._streams.stream(part.device)):
-                into.copy_(source, non_blocking=True)
-        for group in chunk.direct:
-            if group.device == "cpu":
-                if aside is not None:
-                    target[group.start : group.stop].copy_(aside[group.start : group.stop])
-                else:
-                    gather(target, [group], job.sources)
-                    self._prove_host(job, group, target)
-                continue
-            used.add(group.device)
-            with torch.cuda.stream(self._streams.stream(group.device)):
-                gather(target, [group], job.sources)
-        return [record(self._streams.stream(device)) for device in used]
-
-    def _hand_over(
-        self, job: Job, chunk: ChunkLayout, slot: int, events: list[torch.cuda.Event]
-    ) -> None:
-        for event in events:
-            event.synchronize()
-        job.held.discard(slot)
-        job.sink.chunk(chunk.file, chunk.start, chunk.size_bytes, slot)
-
-    def _after(self, job: Job) -> dict[str, torch.Tensor]:
-        after: dict[str, torch.Tensor] = {}
-        for device, (fingerprint, _) in job.before.items():
-            with torch.cuda.device(device), torch.cuda.stream(self._streams.stream(device)):
-                tensors = [job.sources[piece] for piece in job.layout.direct[device]]
-                after[device] = fingerprint.rows(tensors)
-        return after
-
-    def _prove(self, job: Job, after: dict[str, torch.Tensor]) -> None:
-        """Lazy copies count only if the state was the same before and after them."""
-        for device, (fingerprint, before) in job.before.items():
-            with torch.cuda.device(device), torch.cuda.stream(self._streams.stream(device)):
-                same = (before == after[device]).all(dim=1).cpu().tolist()
-            pieces = job.layout.direct[device]
-            owners = zip(fingerprint.owners, same, strict=True)
-            changed = dict.fromkeys(
-                job.pieces[pieces[owner]].name for owner, ok in owners if not ok
-            )
-            if changed:
-                raise _torn(list(changed))
-
-    def _prove_host(self, job: Job, group: Group, target: torch.Tensor) -> None:
-        for span, copied in zip(group.spans, windows(target, group), strict=True):
-            before = job.host_before.get((span.piece, span.first, span.last))
-            if before is not None and _host_digest(copied) != before:
-                raise _torn([job.pieces[span.piece].name])
-
-    def _read_timers(self, job: Job) -> None:
-        for device, began in job.staging_began.items():
-            job.timing.device_copy_s += began.elapsed_time(job.ready[device]) / 1e3
-
-
-def _host_digest(flat: torch.Tensor) -> bytes:
-    return digest(flat.view(torch.uint8).numpy().data)
-
-
-def _torn(changed: list[str]) -> Torn:
-    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-    return Torn(
-        "the state changed while it was captured lazily",
-        where=changed[0] + more,
-        expected="no change between save() and the next optimizer step",
-        remedy="later saves of this run block until they are captured; "
-        "capture='device' or 'blocking' avoids this one",
-    )

@@ -1,0 +1,159 @@
+"""Move one capture's bytes into slots of the pool, prove them, and hand the slots over.
+
+Knows nothing of how a way is chosen or of other captures. Runs on the capture thread, except that
+copying threads lease and hand over the chunks that they fill. A slot is handed over only when the
+copies into it have ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from laststep.codecs.digests import digest
+from laststep.engine.copy.device import record
+from laststep.engine.copy.gather import gather, windows
+from laststep.errors import Aborted, StorageFailed, Torn
+
+if TYPE_CHECKING:
+    from laststep.engine.copy.device import SideStreams
+    from laststep.engine.copy.job import Job
+    from laststep.engine.copy.layout import ChunkLayout, Group
+    from laststep.engine.pool import Pool
+
+_IN_FLIGHT = 8
+"""Chunks whose copies may be under way before the oldest is waited for."""
+
+
+class Mover:
+    """Fills slots of a pool, on side streams."""
+
+    def __init__(self, pool: Pool, streams: SideStreams) -> None:
+        self._pool = pool
+        self._streams = streams
+
+    def lease(self, job: Job) -> int:
+        """A slot for this job, waited for; it is held until it is handed over."""
+        slot = self._pool.lease()
+        if slot is None:
+            raise StorageFailed("no host memory became free")
+        job.held.add(slot)
+        return slot
+
+    def settle(self, job: Job) -> None:
+        """After an error: no copy may still run into a slot that is given back."""
+        for device in job.ready:
+            self._streams.stream(device).synchronize()
+        self._pool.slots.release(sorted(job.held))
+        job.held.clear()
+
+    def move(self, job: Job) -> None:
+        """Fill every chunk that is not filled yet; hand each over when its copies have ended."""
+        for device, ready in job.ready.items():
+            self._streams.stream(device).wait_event(ready)
+        flying: deque[tuple[ChunkLayout, int, list[torch.cuda.Event]]] = deque()
+        for chunk in job.chunks():
+            if job.cancelled:
+                raise Aborted("save() was interrupted")
+            if (chunk.file, chunk.start) in job.filled:
+                continue
+            # In a small pool only what is handed over comes back: never wait with all in hand.
+            while flying and self._pool.slots.free == 0:
+                self.hand_over(job, *flying.popleft())
+            slot = self.lease(job)
+            flying.append((chunk, slot, self._fill(job, chunk, slot)))
+            # A lazy capture holds the optimizer back until all its copies are enqueued: no pause.
+            while len(flying) > _IN_FLIGHT and not job.before:
+                self.hand_over(job, *flying.popleft())
+        after = self._after(job)
+        for device in job.layout.direct:
+            if device != "cpu":
+                job.copied[device] = record(self._streams.stream(device))
+        job.enqueued.set()
+        while flying:
+            self.hand_over(job, *flying.popleft())
+        self._prove(job, after)
+        self._read_timers(job)
+
+    def _fill(self, job: Job, chunk: ChunkLayout, slot: int) -> list[torch.cuda.Event]:
+        """Enqueue the copies into one slot; the events that say when they have ended."""
+        target = self._pool.tensor(slot)
+        aside = job.aside.pop((chunk.file, chunk.start), None)
+        used: set[str] = set()
+        for part in chunk.staged:
+            source = job.staging[part.device][part.start : part.start + part.size_bytes]
+            into = target[part.at : part.at + part.size_bytes]
+            if part.device == "cpu":
+                into.copy_(source)
+                continue
+            used.add(part.device)
+            with torch.cuda.stream(self._streams.stream(part.device)):
+                into.copy_(source, non_blocking=True)
+        for group in chunk.direct:
+            if group.device == "cpu":
+                if aside is not None:
+                    target[group.start : group.stop].copy_(aside[group.start : group.stop])
+                else:
+                    gather(target, [group], job.sources)
+                    self._prove_host(job, group, target)
+                continue
+            used.add(group.device)
+            with torch.cuda.stream(self._streams.stream(group.device)):
+                gather(target, [group], job.sources)
+        return [record(self._streams.stream(device)) for device in used]
+
+    def hand_over(
+        self, job: Job, chunk: ChunkLayout, slot: int, events: list[torch.cuda.Event]
+    ) -> None:
+        for event in events:
+            event.synchronize()
+        job.held.discard(slot)
+        job.sink.chunk(chunk.file, chunk.start, chunk.size_bytes, slot)
+
+    def _after(self, job: Job) -> dict[str, torch.Tensor]:
+        after: dict[str, torch.Tensor] = {}
+        for device, (fingerprint, _) in job.before.items():
+            with torch.cuda.device(device), torch.cuda.stream(self._streams.stream(device)):
+                tensors = [job.sources[piece] for piece in job.layout.direct[device]]
+                after[device] = fingerprint.rows(tensors)
+        return after
+
+    def _prove(self, job: Job, after: dict[str, torch.Tensor]) -> None:
+        """Lazy copies count only if the state was the same before and after them."""
+        for device, (fingerprint, before) in job.before.items():
+            with torch.cuda.device(device), torch.cuda.stream(self._streams.stream(device)):
+                same = (before == after[device]).all(dim=1).cpu().tolist()
+            pieces = job.layout.direct[device]
+            owners = zip(fingerprint.owners, same, strict=True)
+            changed = dict.fromkeys(
+                job.pieces[pieces[owner]].name for owner, ok in owners if not ok
+            )
+            if changed:
+                raise _torn(list(changed))
+
+    def _prove_host(self, job: Job, group: Group, target: torch.Tensor) -> None:
+        for span, copied in zip(group.spans, windows(target, group), strict=True):
+            before = job.host_before.get((span.piece, span.first, span.last))
+            if before is not None and host_digest(copied) != before:
+                raise _torn([job.pieces[span.piece].name])
+
+    def _read_timers(self, job: Job) -> None:
+        for device, began in job.staging_began.items():
+            job.timing.device_copy_s += began.elapsed_time(job.ready[device]) / 1e3
+
+
+def host_digest(flat: torch.Tensor) -> bytes:
+    return digest(flat.view(torch.uint8).numpy().data)
+
+
+def _torn(changed: list[str]) -> Torn:
+    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    return Torn(
+        "the state changed while it was captured lazily",
+        where=changed[0] + more,
+        expected="no change between save() and the next optimizer step",
+        remedy="later saves of this run block until they are captured; "
+        "capture='device' or 'blocking' avoids this one",
+    )
