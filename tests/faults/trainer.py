@@ -16,7 +16,7 @@ import threading
 import torch
 
 import laststep
-from laststep.engine.copy import capture
+from laststep.engine.copy import mover
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -29,7 +29,7 @@ class Numbers(torch.utils.data.Dataset):
 
 def hold(copies: int) -> None:
     """After so many more copies of host memory the capture thread stands still."""
-    gather = capture.gather
+    gather = mover.gather
     left = iter(range(copies))
 
     def stand_still(*arguments: object) -> None:
@@ -38,7 +38,7 @@ def hold(copies: int) -> None:
             threading.Event().wait()
         gather(*arguments)
 
-    capture.gather = stand_still
+    mover.gather = stand_still
 
 
 def say(*words: object) -> None:
