@@ -72,10 +72,10 @@ def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[torch
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def stored(run: Path, step: int, *, optimizers: int = 1) -> list[torch.Tensor]:
+def stored(run: Path, step: int, *, optimizers: int = 1, kind: str = "plain") -> list[torch.Tensor]:
     """The same tensors as of that step, read through a fresh training."""
     model = network()
-    made = [torch.optim.AdamW(model.parameters(), lr=0.1) for _ in range(optimizers)]
+    made = [OPTIMIZERS[kind](model) for _ in range(optimizers)]
     items = {f"optimizer{n}": optimizer for n, optimizer in enumerate(made)}
     with laststep.Checkpointer(
         run, model=model, items=items, flush="thread", host_memory_bytes=POOL_BYTES
@@ -122,7 +122,7 @@ def test_a_lazy_capture_holds_the_optimizer_back_until_it_has_the_state_at_save(
         assert not any(torch.equal(a, b) for a, b in zip(parameters, after, strict=True))
         handle.wait(PATIENCE_S)
         assert handle.report.fence_s > 0.1
-    assert equal(stored(tmp_path / "run", 0), expected)
+    assert equal(stored(tmp_path / "run", 0, kind=kind), expected)
 
 
 def test_every_optimizer_is_held_back(tmp_path: Path, gate: Gate) -> None:

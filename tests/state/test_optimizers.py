@@ -12,6 +12,7 @@ import laststep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -274,3 +275,21 @@ def test_a_part_of_the_moments_does_not_make_half_an_optimizer(
     assert not torch.equal(
         fresh.state[other[0].weight]["exp_avg_sq"], optimizer.state[model[0].weight]["exp_avg_sq"]
     )
+
+
+def test_the_state_of_another_kind_of_optimizer_does_not_fit(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    adam = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    adam.step()
+    with laststep.Checkpointer(
+        tmp_path / "run", model=model, optimizer=adam, flush="thread"
+    ) as checkpointer:
+        checkpointer.save(0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laststep.Checkpointer(
+        tmp_path / "run", model=model, optimizer=sgd, flush="thread"
+    ) as checkpointer:
+        with pytest.raises(laststep.Mismatch, match="is a SGD, stored is a AdamW"):
+            checkpointer.restore()
+        assert sgd.param_groups[0]["lr"] == 0.1
