@@ -96,7 +96,7 @@ class Checkpointer:
     ) -> None:
         """`items` and keyword arguments name the parts of the state; see docs for the settings."""
         self._settings = Settings(
-            capture=Capture(capture) if capture in list(Capture) else capture,  # type: ignore[arg-type]
+            capture=capture,  # type: ignore[arg-type]
             flush=flush, on_busy=on_busy, host_memory_bytes=host_memory_bytes,  # type: ignore[arg-type]
             device_margin_bytes=device_margin_bytes, allow_pickle=allow_pickle, writers=writers,
             progress=progress,

@@ -11,7 +11,6 @@ seen to fire.
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -40,8 +39,6 @@ class Fence:
         self._fired = False
         self._count = 0
         self._errand: tuple[int, Callable[[], None]] | None = None
-        self.held_s = 0.0
-        """Seconds for which the host was blocked in the hook, ever."""
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def add(self, capture: Fenced) -> None:
@@ -72,11 +69,8 @@ class Fence:
         if self._errand is not None and self._count >= self._errand[0]:
             errand, self._errand = self._errand[1], None
             errand()
-        if fenced:
-            began = time.perf_counter()
-            for capture in fenced:
-                capture.hold_back()
-            self.held_s += time.perf_counter() - began
+        for capture in fenced:
+            capture.hold_back()
 
 
 def _capturing_graph() -> bool:
