@@ -2,7 +2,9 @@
 
 Time lost by a save is the sum, over all iterations from the call of `save` until the state is
 durable, of how much longer each took than the median iteration without checkpointing. The stall of
-`save` itself is part of the first of them. Noise can make it slightly negative; it is left so.
+`save` itself is part of the first of them. The first save of a peer is also charged the iterations
+since the peer was opened, in which it may have pinned, compiled or started something. Noise can
+make the sum negative; it is left so, and `measure_noise` says how large it is.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class SaveSample:
     """From the call of `save` until every byte is durable."""
     fingerprint: int
     """Of the state when `save` was called."""
+    opened_s: list[float]
+    """Iterations between opening and the first save."""
     iterations_s: list[float]
 
 
@@ -79,13 +83,14 @@ def measure_save(
     peer: Peer,
     path: Path,
     *,
-    baseline_iterations: int,
+    baseline_s: list[float],
     first: bool,
     memory_sampled: bool,
 ) -> SaveSample:
-    """Train, save to `path`, train on until that is durable."""
-    training.iteration()  # whatever the last peer left to warm up
-    baseline = training.iteration_s(baseline_iterations)
+    """Train, save to `path`, train on until that is durable. `baseline_s` are iterations without
+    checkpointing, from before the peer was opened or after its last save."""
+    count = len(baseline_s)
+    opened_s = training.iteration_s(count) if first else []
     fingerprint = training.fingerprint()
     started = previous = time.perf_counter()
     peer.save(training, path)
@@ -105,20 +110,32 @@ def measure_save(
     if watcher.error is not None:
         raise watcher.error
     # Before and after: a machine that others use as well drifts within seconds.
-    baseline += training.iteration_s(baseline_iterations)
-    baseline_s = statistics.median(baseline)
-    longer = [seconds - baseline_s for seconds in iterations_s]
+    usual_s = statistics.median(baseline_s + training.iteration_s(count))
+    longer = [seconds - usual_s for seconds in opened_s + iterations_s]
     return SaveSample(
         first=first,
         memory_sampled=memory_sampled,
-        baseline_s=baseline_s,
+        baseline_s=usual_s,
         stall_s=returned - started,
         lost_s=sum(longer),
         worst_s=max(longer),
         durable_s=watcher.ended - started,
         fingerprint=fingerprint,
+        opened_s=opened_s,
         iterations_s=iterations_s,
     )
+
+
+def measure_noise(training: Training, baseline_iterations: int, seconds: float) -> float:
+    """What a save that does nothing and takes `seconds` would seem to lose."""
+    baseline = training.iteration_s(baseline_iterations)
+    ends = time.perf_counter() + seconds
+    iterations_s = []
+    while time.perf_counter() < ends:
+        iterations_s += training.iteration_s(1)
+    baseline += training.iteration_s(baseline_iterations)
+    usual_s = statistics.median(baseline)
+    return sum(taken - usual_s for taken in iterations_s)
 
 
 def measure_load(training: Training, peer: Peer, path: Path, expected: int) -> LoadSample:

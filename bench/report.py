@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bench.spread import Spread, summarise, summarise_raw
+from bench.spread import Spread, spread, summarise, summarise_raw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,6 +125,9 @@ def _show_rotation(name: str, rotation: Rotation) -> None:
     columns = ["", "lost, first save (ms)", "lost, next (ms)", "worst iteration + (ms)",
                "durable (s)", "GB/s", "peak host (GB)", "cold load"]  # fmt: skip
     _table(title, columns, rows)
+    noise = spread(rotation.noise_s)
+    if noise is not None:
+        print(f"  noise: {_ms(noise)} ms seem lost in as long without any save")
     for peer in rotation.peers:
         for note in peer.notes:
             print(f"  {peer.name}: {note}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bench.files import free_bytes, remove
-from bench.measure import LoadSample, SaveSample, measure_load, measure_save
+from bench.measure import LoadSample, SaveSample, measure_load, measure_noise, measure_save
 from bench.memory import Peak, Watch
 from bench.peers import Peer, opened
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from bench.state import Training
 
 Make = Callable[[], Peer]
+_NOISE_S = 2.5
+"""About as long as a save takes to be durable."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class Rotation:
     forward_backward_s: float
     peers: list[PeerResult]
     raw: list[DiskSample] = field(default_factory=list)
+    noise_s: list[float] = field(default_factory=list)
+    """What nothing at all seemed to lose, once a repetition, measured like a save."""
 
     def peer(self, name: str) -> PeerResult | None:
         """The result of that name, if it was measured at all."""
@@ -96,6 +100,8 @@ def rotate(
         if raw is not None and (repetition == 0 or time.monotonic() < plan.deadline):
             say(f"repetition {repetition + 1}: raw disk")
             result.raw.append(raw())
+        say(f"repetition {repetition + 1}: noise")
+        result.noise_s.append(measure_noise(training, plan.baseline_iterations, _NOISE_S))
         turn = -repetition % len(makers)  # ours, the first, stays early if time runs out
         order = [*range(turn, len(makers)), *range(turn)]
         for i in order:
@@ -164,6 +170,8 @@ def _saves_and_load(
 ) -> None:
     watch = Watch() if memory_sampled else None
     path = folder
+    training.iteration()  # whatever the last peer left to warm up
+    baseline_s = training.iteration_s(plan.baseline_iterations)
     try:
         with opened(make(), training, folder) as peer:
             for number in range(peer.saves):
@@ -174,11 +182,12 @@ def _saves_and_load(
                     training,
                     peer,
                     path,
-                    baseline_iterations=plan.baseline_iterations,
+                    baseline_s=baseline_s,
                     first=number == 0,
                     memory_sampled=memory_sampled and plan.repetitions > 1,
                 )
                 result.saves.append(sample)
+                baseline_s = training.iteration_s(plan.baseline_iterations)
                 if sample.baseline_s > 1.5 * iteration_s:
                     result.notes.append(
                         f"the machine was busy at save {len(result.saves)}: iterations without "

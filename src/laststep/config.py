@@ -5,6 +5,7 @@ Knows nothing of what they do; nothing here is read from the environment.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -55,9 +56,13 @@ class Settings:
     """Device memory that device-first never touches, on top of the measured peak."""
     allow_pickle: bool = False
     writers: int = 4
-    """Threads that write, and that read on restore."""
+    """Threads that write; on restore two to four times as many read, as there are cores."""
     progress: bool | None = None
     """A progress bar on stderr; None: when a person is watching."""
+
+    def readers(self) -> int:
+        """Threads that read on restore."""
+        return max(2 * self.writers, min(4 * self.writers, os.cpu_count() or 1))
 
     def __post_init__(self) -> None:
         for name, kind in (("capture", Capture), ("flush", FlushIn), ("on_busy", OnBusy)):

@@ -34,12 +34,13 @@ from laststep.engine.memory import Mapping
 from laststep.engine.wire import (
     Begin,
     Bye,
-    Chunk,
+    Chunks,
     Connection,
     Continue,
     Decided,
     Drop,
     Failed,
+    Filled,
     Flushed,
     Freed,
     KeepRules,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.2
+_FREED_TOGETHER = 8
 _NOT_FOR_THE_HELPER = (signal.SIGINT, signal.SIGTERM)
 """A person's Ctrl-C is for the trainer; the helper ends with it, after its work is done."""
 
@@ -119,8 +121,10 @@ class Flusher:
         self._attempts = 0
         self._last_folder: str | None = None
         self._saves: dict[int, _Save] = {}
-        self._chunks: queue.SimpleQueue[tuple[_Save, Chunk] | None] = queue.SimpleQueue()
+        self._chunks: queue.SimpleQueue[tuple[_Save, Filled] | None] = queue.SimpleQueue()
         self._order: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
+        self._freed: list[int] = []
+        self._freeing = threading.Lock()
         self._threads = [
             threading.Thread(target=self._write, name=f"laststep-write-{n}", daemon=True)
             for n in range(writers)
@@ -144,14 +148,15 @@ class Flusher:
             self._end()
 
     def _handle(self, message: object) -> None:
-        if isinstance(message, Chunk):
+        if isinstance(message, Chunks):
             save = self._saves.get(message.save)
             if save is None:  # given up meanwhile
-                self._send(Freed(slots=[message.slot]))
+                self._send(Freed(slots=[chunk.slot for chunk in message.filled]))
                 return
             with save.changed:
-                save.pending += 1
-            self._chunks.put((save, message))
+                save.pending += len(message.filled)
+            for chunk in message.filled:
+                self._chunks.put((save, chunk))
         elif isinstance(message, Begin):
             self._begin(message)
         elif isinstance(message, Seal):
@@ -231,11 +236,21 @@ class Flusher:
             image = self._pool[chunk.slot * CHUNK_BYTES : (chunk.slot + 1) * CHUNK_BYTES]
             if save.flush is not None and save.error is None:
                 save.flush.write(chunk.file, chunk.start, image, chunk.size_bytes)
-            self._send(Freed(slots=[chunk.slot]))
+            self._free(chunk.slot)
             self._report(save)
             with save.changed:
                 save.pending -= 1
                 save.changed.notify_all()
+
+    def _free(self, slot: int) -> None:
+        """Give slots back a few at a time, since each message takes the trainer's GIL; but keep
+        none when nothing is left to write, for then the trainer may be waiting for them."""
+        with self._freeing:
+            self._freed.append(slot)
+            if len(self._freed) < _FREED_TOGETHER and not self._chunks.empty():
+                return
+            freed, self._freed = self._freed, []
+        self._send(Freed(slots=freed))
 
     def _report(self, save: _Save) -> None:
         now = time.monotonic()

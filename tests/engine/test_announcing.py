@@ -7,7 +7,7 @@ import time
 
 from laststep.engine.client import SaveLink
 from laststep.engine.handle import SaveHandle
-from laststep.engine.wire import Begin, Chunk
+from laststep.engine.wire import Begin, Chunks, Filled
 from laststep.plan.save import plan_save
 
 
@@ -26,7 +26,7 @@ class SlowClient:
 def test_no_chunk_overtakes_the_announcement_of_its_save() -> None:
     client = SlowClient()
     link = SaveLink(client, 1, SaveHandle(7), plan_save(()), lambda: None, overwrite=False)
-    threads = [threading.Thread(target=link.chunk, args=(0, n, 1, n)) for n in range(8)]
+    threads = [threading.Thread(target=link.chunks, args=([Filled(0, n, 1, n)],)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -34,5 +34,5 @@ def test_no_chunk_overtakes_the_announcement_of_its_save() -> None:
     first, *rest = client.sent
     assert isinstance(first, Begin)
     assert first.step == 7
-    assert all(isinstance(message, Chunk) for message in rest)
-    assert sorted(message.slot for message in rest) == list(range(8))
+    assert all(isinstance(message, Chunks) for message in rest)
+    assert sorted(chunk.slot for message in rest for chunk in message.filled) == list(range(8))

@@ -46,6 +46,12 @@ class SlotsMachine(RuleBasedStateMachine):
             assert got == self.free.pop()  # the one freed last is the warmest
             self.leased.add(got)
 
+    @rule(count=st.integers(0, 4))
+    def lease_more(self, count: int) -> None:
+        got = self.slots.lease_more(count)
+        assert got == [self.free.pop() for _ in range(min(count, len(self.free)))]
+        self.leased.update(got)
+
     @precondition(lambda self: self.leased)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:

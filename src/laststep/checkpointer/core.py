@@ -284,7 +284,7 @@ class Checkpointer:
         mixed = self._mixed
         wanted = Wanted(
             step=step, only=only, strict=strict, allow_pickle=self._settings.allow_pickle,
-            threads=2 * self._settings.writers,
+            threads=self._settings.readers(),
         )  # fmt: skip
         with without_collection(), self._pool.at_rest():
             outcome = restore_into(
@@ -441,11 +441,11 @@ class Checkpointer:
                 self._store, size_bytes, self._pool.cap_bytes, self._keep, self._bus
             )
 
-    def _rehearse(self) -> None:
+    def _rehearse(self) -> bool:
         """Find out where everything is before the first save asks, while the device has work:
-        once, at an early optimizer step. Whatever goes wrong is the first save's to report."""
+        at an early optimizer step. Whatever goes wrong is the first save's to report."""
         if self._closed or self._preflight or os.getpid() != self._pid:
-            return
+            return True
         with without_collection(), contextlib.suppress(Exception):
             taken = take_state(
                 self._providers, self._memory, None, None,
@@ -453,7 +453,8 @@ class Checkpointer:
             )  # fmt: skip
             plan = self._plans.plan(taken.specs)
             self._pool.want(plan.tensor_bytes + CHUNK_BYTES)
-            self._capturer.prepare(plan, taken.pieces, taken.sources)
+            return self._capturer.prepare(plan, taken.pieces, taken.sources)
+        return True
 
     def _finish_at_exit(self) -> None:
         """The program ends without close(): finish what was handed over, and say so."""

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 from laststep.engine.wire import (
     Begin,
     Bye,
-    Chunk,
+    Chunks,
     Connection,
     Continue,
     Decided,
     Drop,
     Failed,
     FileBegin,
+    Filled,
     Flushed,
     Freed,
     Progress,
@@ -104,14 +105,12 @@ class SaveLink:
             )  # fmt: skip
             self._begun = True
 
-    def chunk(self, file: int, start: int, size_bytes: int, slot: int) -> None:
+    def chunks(self, filled: list[Filled]) -> None:
         self.begin()
         if self._dropped:
-            self._client.release(slot)
+            self._client.release([chunk.slot for chunk in filled])
             return
-        self._client.send(
-            Chunk(save=self._number, file=file, start=start, size_bytes=size_bytes, slot=slot)
-        )
+        self._client.send(Chunks(save=self._number, filled=filled))
 
     def captured(self, timing: CaptureTiming) -> None:
         """All chunks are handed over: serialise the objects, seal, and tell."""
@@ -213,9 +212,9 @@ class Client:
         except OSError:
             log.debug("a message found no flusher")
 
-    def release(self, slot: int) -> None:
-        """Take back a slot that nobody will write."""
-        self._pool.slots.release([slot])
+    def release(self, slots: list[int]) -> None:
+        """Take back slots that nobody will write."""
+        self._pool.slots.release(slots)
 
     def drop(self, number: int, error: LaststepError, *, begun: bool) -> None:
         """Give a save up."""

@@ -69,6 +69,14 @@ class Slots:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 
+    def lease_more(self, count: int) -> list[int]:
+        """Up to `count` slots that are free right now, unless others wait for them."""
+        with self._changed:
+            count = 0 if self._waiting else min(count, len(self._free))
+            taken = [self._free.pop() for _ in range(count)]
+            self._leased.update(taken)
+            return taken
+
     def release(self, slots: list[int]) -> None:
         """Give leased slots back; one that is not leased is an error, not a second free slot."""
         with self._changed:

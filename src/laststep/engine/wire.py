@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -56,14 +56,20 @@ class Begin(_Message, frozen=True, kw_only=True):
     files: tuple[FileBegin, ...]
 
 
-class Chunk(_Message, frozen=True, kw_only=True):
-    """A slot holds these bytes of a file's tensor area; it is the flusher's until it is freed."""
+class Filled(NamedTuple):
+    """A slot holds these bytes of a file's tensor area."""
 
-    save: int
     file: int
     start: int
     size_bytes: int
     slot: int
+
+
+class Chunks(_Message, frozen=True, kw_only=True):
+    """These slots are filled; they are the flusher's until it frees them."""
+
+    save: int
+    filled: list[Filled]
 
 
 class Seal(_Message, frozen=True, kw_only=True):
@@ -150,7 +156,7 @@ class Ready(_Message, frozen=True, kw_only=True):
     pid: int
 
 
-ToFlusher = Begin | Chunk | Seal | Drop | Continue | Bye
+ToFlusher = Begin | Chunks | Seal | Drop | Continue | Bye
 ToTrainer = Freed | Progress | Flushed | Decided | Failed | Removed | Ready
 
 _LENGTH = struct.Struct("<Q")

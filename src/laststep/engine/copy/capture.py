@@ -26,7 +26,7 @@ from laststep.engine.copy.fingerprint import Fingerprint
 from laststep.engine.copy.gather import Gatherer, elements
 from laststep.engine.copy.host import HostCopier, fill
 from laststep.engine.copy.job import Job, Sink
-from laststep.engine.copy.kernel_check import check_kernels
+from laststep.engine.copy.kernels import prepare_kernels
 from laststep.engine.copy.layout import ChunkLayout, Layout, Way, lower
 from laststep.engine.copy.mover import Mover, host_digest
 from laststep.engine.copy.staging import DeviceShort, DeviceStaging
@@ -59,6 +59,7 @@ class Capturer:
         self._gatherers: dict[str, Gatherer] = {}
         self._fingerprints: dict[str, Fingerprint] = {}
         self._copier = HostCopier()
+        self._compiled = threading.Event()
         self._torn = False
         self._last: Job | None = None
         self._devices: tuple[str, ...] = ()
@@ -93,7 +94,7 @@ class Capturer:
         job = Job(layout=layout, sources=sources, pieces=pieces, sink=sink, began_s=began)
         try:
             job = self._stage_or_choose_again(job, plan, early)
-            self._remember(job)
+            self._remember(job.layout, job.sources)
             lazily = [device for device in job.layout.direct if device != "cpu"]
             host_lazy = lazy and self._mode is Capture.LAZY and "cpu" in job.layout.direct
             self._mark(job, lazily, fingerprinted=lazy)
@@ -158,18 +159,24 @@ class Capturer:
         if self._last is not None:
             self._last.over.wait()
 
-    def at_optimizer_step(self, number: int, errand: Callable[[], None]) -> None:
-        """Have something done once, on the training thread, just before that optimizer step."""
+    def at_optimizer_step(self, number: int, errand: Callable[[], bool]) -> None:
+        """Have something done on the training thread, just before that optimizer step; when it
+        says that it could not be done, again at a later one."""
         self._fence.at_step(number, errand)
 
     def prepare(
         self, plan: SavePlan, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]
-    ) -> None:
-        """Work out ways, layout and tables ahead of the first save."""
+    ) -> bool:
+        """Work out ways, layout and tables ahead of the first save, which can then begin early;
+        False while the kernels are still being compiled."""
+        if not self._compiled.is_set():
+            return False
         layout = self._lower(plan, self._choose(pieces))
         for device in layout.staging_bytes:
             if device != "cpu":
                 self._gatherers[device].prepare(sources, self._streams.stream(device))
+        self._remember(layout, sources)
+        return True
 
     def close(self) -> None:
         """Finish what was taken and stop."""
@@ -235,15 +242,15 @@ class Capturer:
                 job.staging[device] = buffer
                 job.ready[device] = record(torch.cuda.current_stream(), timing=True)
 
-    def _remember(self, job: Job) -> None:
-        """Keep what `start_early` needs to know of this capture, without holding its memory."""
-        devices = [device for device in job.layout.staging_bytes if device != "cpu"]
+    def _remember(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
+        """Keep what `start_early` needs to know of a capture, without holding its memory."""
+        devices = [device for device in layout.staging_bytes if device != "cpu"]
         fit = devices and all(self._gatherers[device].can_run_again() for device in devices)
         known = self._sources
         if not fit:
             self._sources = None
-        elif known is None or not known.same_as(job.layout, job.sources):
-            self._sources = Remembered(job.layout, job.sources)
+        elif known is None or not known.same_as(layout, sources):
+            self._sources = Remembered(layout, sources)
 
     def join(self, streams: Sequence[torch.cuda.Stream]) -> None:
         """Make the current streams wait for these, on which state was written too."""
@@ -328,14 +335,14 @@ class Capturer:
                     batch.add(functools.partial(self._set_aside, job, chunk))
                     continue
                 began = time.perf_counter()
-                slot = self._mover.lease(job)
+                (slot,) = self._mover.lease(job)
                 job.timing.waited_s += time.perf_counter() - began
                 batch.add(functools.partial(self._fill_chunk, job, chunk, slot))
 
     def _fill_chunk(self, job: Job, chunk: ChunkLayout, slot: int) -> None:
         """A chunk that is all of the host; on a copying thread."""
         fill(self._pool.tensor(slot), chunk.direct, job.sources)
-        self._mover.hand_over(job, chunk, slot, [])
+        self._mover.hand_over(job, [(chunk, slot)], [])
         job.filled.add((chunk.file, chunk.start))
 
     def _set_aside(self, job: Job, chunk: ChunkLayout) -> None:
@@ -349,8 +356,9 @@ class Capturer:
     # -- on the capture thread --------------------------------------------------------------------
 
     def _work(self) -> None:
-        for device in self._devices[:1]:
-            check_kernels(device)
+        for device in self._devices:
+            prepare_kernels(torch.device(device))
+        self._compiled.set()
         while True:
             job = self._jobs.get()
             if job is None:

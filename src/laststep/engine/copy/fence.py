@@ -38,15 +38,16 @@ class Fence:
         self._fenced: list[Fenced] = []
         self._fired = False
         self._count = 0
-        self._errand: tuple[int, Callable[[], None]] | None = None
+        self._errand: tuple[int, Callable[[], bool]] | None = None
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def add(self, capture: Fenced) -> None:
         with self._lock:
             self._fenced.append(capture)
 
-    def at_step(self, number: int, errand: Callable[[], None]) -> None:
-        """Run an errand, once, at that firing of the hook."""
+    def at_step(self, number: int, errand: Callable[[], bool]) -> None:
+        """Run an errand at that firing of the hook; when it says False, again after twice as
+        many."""
         self._errand = (number, errand)
 
     def take_evidence(self) -> bool:
@@ -68,7 +69,8 @@ class Fence:
         self._count += 1
         if self._errand is not None and self._count >= self._errand[0]:
             errand, self._errand = self._errand[1], None
-            errand()
+            if not errand():
+                self._errand = (2 * self._count, errand)
         for capture in fenced:
             capture.hold_back()
 

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laststep.engine.copy.kernel_check import kernels_work
+from laststep.engine.copy.kernels import Tiles, kernels_on
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.engine.copy.kernels import Tiles
-
 _STEP = 1 << 24
-"""Words at a time without Triton: bounds the temporary memory to a few hundred megabytes."""
+"""Words at a time without kernels: bounds the temporary memory to a few hundred megabytes."""
 
 
 class Fingerprint:
@@ -31,12 +29,11 @@ class Fingerprint:
         self._tiles: Tiles | None = None
         self._rest = list(range(len(tensors)))
         self.owners: list[int] = []
-        if stream is not None and kernels_work():
-            from laststep.engine.copy.kernels import Tiles
-
+        kernels = None if stream is None else kernels_on(stream.device)
+        if stream is not None and kernels is not None:
             fast = [n for n, t in enumerate(tensors) if t.nbytes % 4 == 0 and t.data_ptr() % 4 == 0]
             if fast:
-                self._tiles = Tiles([tensors[n] for n in fast], stream)
+                self._tiles = Tiles(kernels, [tensors[n] for n in fast], stream)
                 self.owners = [fast[owner] for owner in self._tiles.owners]
                 self._rest = sorted(set(self._rest) - set(fast))
         self.owners += self._rest

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laststep.engine.copy.kernel_check import kernels_work
+from laststep.engine.copy.kernels import Copies, Kernels, kernels_on
 from laststep.engine.copy.layout import Group, Span
 from laststep.state.tensors import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from laststep.engine.copy.kernels import Copies
 
 _AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
     dtype: {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[
@@ -83,8 +81,8 @@ def gather(buffer: torch.Tensor, groups: Sequence[Group], sources: Sequence[torc
 
 
 class Gatherer:
-    """Gathers the same pieces again and again; where Triton works, by one kernel over a table of
-    addresses, which costs the training thread no call per tensor."""
+    """Gathers the same pieces again and again; where there are kernels, by one of them over a table
+    of addresses, which costs the training thread no call per tensor."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
@@ -100,22 +98,24 @@ class Gatherer:
         stream: torch.cuda.Stream | None,
     ) -> None:
         """Fill the buffer on the current stream; `stream` is a side stream for uploads."""
-        if stream is None or not kernels_work():
+        if stream is None or not self.prepare(sources, stream):
             gather(buffer, self._groups, sources)
             return
-        self.prepare(sources, stream)
         if self._copies is not None:
             self._copies.run(buffer)
         if self._strided:
             gather(buffer, self._strided, sources)
 
-    def prepare(self, sources: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
-        """Make the table of addresses, unless it is there already and right."""
-        if not kernels_work():
-            return
+    def prepare(self, sources: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> bool:
+        """Make the table of addresses, unless it is there already and right; False where there are
+        no kernels."""
+        kernels = kernels_on(stream.device)
+        if kernels is None:
+            return False
         addresses = [sources[piece].data_ptr() for piece in self._pieces]
         if self._copies is None or addresses != self._addresses:
-            self._tabulate(addresses, sources, stream)
+            self._tabulate(kernels, addresses, sources, stream)
+        return True
 
     def run_again(self, buffer: torch.Tensor) -> None:
         """Gather once more from the addresses of the last time; their memory MUST still be held."""
@@ -127,10 +127,12 @@ class Gatherer:
         return self._copies is not None and not self._strided
 
     def _tabulate(
-        self, addresses: list[int], sources: Sequence[torch.Tensor], stream: torch.cuda.Stream
+        self,
+        kernels: Kernels,
+        addresses: list[int],
+        sources: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream,
     ) -> None:
-        from laststep.engine.copy.kernels import Copies
-
         rows: list[tuple[int, int, int]] = []
         self._strided = []
         for group in self._groups:
@@ -146,5 +148,5 @@ class Gatherer:
                                 spans=(span,))  # fmt: skip
                     self._strided.append(one)
                 at += length
-        self._copies = Copies(rows, stream) if rows else None
+        self._copies = Copies(kernels, rows, stream) if rows else None
         self._addresses = addresses

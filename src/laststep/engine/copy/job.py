@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from laststep.engine.copy.fingerprint import Fingerprint
     from laststep.engine.copy.layout import ChunkLayout, Layout
+    from laststep.engine.wire import Filled
     from laststep.errors import LaststepError
     from laststep.state.pieces import Piece
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 class Sink(Protocol):
     """Where a capture's chunks go: the flusher's client. Called from any thread."""
 
-    def chunk(self, file: int, start: int, size_bytes: int, slot: int) -> None:
-        """The slot holds these bytes and is no longer the capture's."""
+    def chunks(self, filled: list[Filled]) -> None:
+        """These slots are filled and no longer the capture's."""
 
     def captured(self, timing: CaptureTiming) -> None:
         """All bytes have been handed over."""
@@ -54,7 +55,7 @@ class CaptureTiming:
 class _Nobody:
     """The sink of a job that is over."""
 
-    def chunk(self, file: int, start: int, size_bytes: int, slot: int) -> None: ...
+    def chunks(self, filled: list[Filled]) -> None: ...
 
     def captured(self, timing: CaptureTiming) -> None: ...
 
@@ -127,6 +128,10 @@ class Job:
         self.before.clear()
         self.host_before.clear()
         self.aside.clear()
+
+    def urgent(self) -> bool:
+        """Whether training waits, or will: what is staged can take its time."""
+        return bool(self.layout.direct)
 
     def is_over(self) -> bool:
         return self.over.is_set()

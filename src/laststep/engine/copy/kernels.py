@@ -1,22 +1,107 @@
-"""Copies and fingerprints over tables of addresses, as Triton kernels: one launch, one pass.
+"""Copies and fingerprints over tables of addresses, as kernels of our own: one launch, one pass.
 
-Imported only where Triton can be; `gather` and `fingerprint` fall back to plain torch operations
-elsewhere. A table is uploaded on a side stream, because an upload on the training stream would wait
-for all that training has enqueued; whoever launches waits for it in stream order.
+`gather` and `fingerprint` fall back to plain torch operations where there are no kernels. They are
+compiled and tried out in the background, per device, before they are needed. A table is uploaded on
+a side stream, because an upload on the training stream would wait for all that training has
+enqueued; whoever launches waits for it in stream order.
 """
 
 from __future__ import annotations
 
+import logging
+from importlib import resources
+
 import numpy as np
 import torch
-import triton
-import triton.language as tl
+
+from laststep.engine.copy.nvrtc import Kernel, Module, compile_source
+
+log = logging.getLogger(__name__)
 
 _TILE_BYTES = 256 << 10
-_WORDS = 1024
-_ITEMS = 8192
-"""Measured on an H200 over 7.26 GB in 963 tensors: copies in 3.7 ms (a plain copy of one buffer
-takes 3.4, a multi-tensor copy 8.5), fingerprints in 2.1 ms."""
+_COPY_THREADS = 1024
+_MIX_THREADS = 512
+"""Measured on an H200 over 7.26 GB in 968 tensors: copies in 3.7 ms, where one plain copy of as
+much takes 3.4; fingerprints in 1.8 ms."""
+_WIDTHS = (16, 4, 1)
+"""Bytes per element, by which addresses, offsets and sizes must divide."""
+
+
+class Kernels:
+    """The kernels of one device."""
+
+    def __init__(self, module: Module) -> None:
+        self.copy: dict[int, Kernel] = {n: module.kernel(f"copy_{n}") for n in _WIDTHS}
+        self.mix = module.kernel("mix_tiles")
+
+
+_ready: dict[int, Kernels] = {}
+
+
+def kernels_on(device: torch.device) -> Kernels | None:
+    """The kernels of a device, once `prepare_kernels` has found them working there."""
+    return _ready.get(_index(device))
+
+
+def prepare_kernels(device: torch.device) -> None:
+    """Compile the kernels and try them on a few bytes; what fails is said once and done without."""
+    index = _index(device)
+    if index in _ready:
+        return
+    try:
+        source = resources.files(__package__).joinpath("kernels.cu").read_text()
+        code = compile_source(source, index)
+        stream = torch.cuda.Stream(device=index)
+        with torch.cuda.device(index), torch.cuda.stream(stream):
+            stream.synchronize()  # makes the device's context current on this thread
+            kernels = Kernels(Module(code))
+            works = _copies_are_exact(kernels, stream) and _changes_are_seen(kernels, stream)
+    except Exception as error:  # noqa: BLE001 (compilers fail in any way; plain copies do not)
+        log.warning("no kernels on cuda:%d, plain copies are used instead: %s", index, error)
+        return
+    if works:
+        _ready[index] = kernels
+    else:
+        log.warning("wrong results on cuda:%d, plain copies are used instead", index)
+
+
+def _index(device: torch.device) -> int:
+    index: int | None = device.index
+    return torch.cuda.current_device() if index is None else index
+
+
+# The trials compare on the host: a kernel of torch's that is used for the first time is loaded
+# first, and training waits for that.
+
+
+def _sample(size_bytes: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+def _copies_are_exact(kernels: Kernels, stream: torch.cuda.Stream) -> bool:
+    size = 3 * _TILE_BYTES + 48  # several tiles, and an end that the unrolled loop leaves over
+    sample = _sample(size)
+    source = torch.from_numpy(sample).to(stream.device)
+    lengths = (size, 52, 7)
+    target = torch.empty(sum(lengths), dtype=torch.uint8, device=stream.device)
+    starts = (0, size, size + 52)
+    rows = [(source.data_ptr(), at, n) for at, n in zip(starts, lengths, strict=True)]
+    Copies(kernels, rows, stream).run(target)
+    return np.array_equal(target.cpu().numpy(), np.concatenate([sample[:n] for n in lengths]))
+
+
+def _changes_are_seen(kernels: Kernels, stream: torch.cuda.Stream) -> bool:
+    def sums_of(sample: np.ndarray) -> np.ndarray:
+        tensor = torch.from_numpy(sample).to(stream.device)
+        return Tiles(kernels, [tensor], stream).sums().cpu().numpy()
+
+    sample = _sample(2 * _TILE_BYTES)
+    changed, swapped = sample.copy(), sample.copy()
+    changed[7] ^= 1
+    swapped[:4], swapped[4:8] = sample[4:8], sample[:4]
+    before = sums_of(sample)
+    seen = [(before != sums_of(other)).any(axis=1).tolist() for other in (changed, swapped)]
+    return np.array_equal(before, sums_of(sample)) and seen == [[True, False], [True, False]]
 
 
 class _Table:
@@ -52,40 +137,13 @@ def _tiles(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return owners, starts, np.minimum(_TILE_BYTES, sizes[owners] - starts)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mix_tiles(  # type: ignore[no-untyped-def]
-    addresses,
-    counts,
-    firsts,
-    sums,
-    WORDS: tl.constexpr,  # noqa: N803 (as Triton's constants are)
-):
-    tile = tl.program_id(0)
-    words = tl.load(addresses + tile).to(tl.pointer_type(tl.uint32))
-    count = tl.load(counts + tile)
-    first = tl.load(firsts + tile)
-    one = tl.zeros([WORDS], dtype=tl.uint64)
-    two = tl.zeros([WORDS], dtype=tl.uint64)
-    for start in range(0, count, WORDS):
-        at = start + tl.arange(0, WORDS)
-        word = tl.load(words + at, mask=at < count, other=0)
-        # murmur3's finaliser is a bijection: a single changed word always changes the sum.
-        mixed = word ^ ((at + first).to(tl.uint32) * 0x9E3779B1)
-        mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
-        mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
-        mixed = mixed ^ (mixed >> 16)
-        other = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
-        other = (other ^ (other >> 12)) * 0x297A2D39
-        one += mixed.to(tl.uint64)
-        two += (other ^ (other >> 15)).to(tl.uint64)
-    tl.store(sums + 2 * tile, tl.sum(one, axis=0).to(tl.int64))
-    tl.store(sums + 2 * tile + 1, tl.sum(two, axis=0).to(tl.int64))
-
-
 class Tiles:
     """Fingerprints of tensors that stay in place; sizes MUST be multiples of 4 bytes."""
 
-    def __init__(self, tensors: list[torch.Tensor], stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self, kernels: Kernels, tensors: list[torch.Tensor], stream: torch.cuda.Stream
+    ) -> None:
+        self._kernels = kernels
         addresses = np.array([t.data_ptr() for t in tensors], dtype=np.int64)
         owners, starts, sizes = _tiles(np.array([t.nbytes for t in tensors], dtype=np.int64))
         self.owners: list[int] = owners.tolist()
@@ -100,54 +158,23 @@ class Tiles:
         """Two sums per tile, made on the current stream."""
         addresses, counts, firsts = self._table.columns("addresses", "counts", "firsts")
         sums = torch.empty(len(self.owners), 2, dtype=torch.int64, device=addresses.device)
-        _mix_tiles[(len(self.owners),)](addresses, counts, firsts, sums, WORDS=_WORDS, num_warps=8)
+        self._kernels.mix.launch(len(self.owners), _MIX_THREADS, addresses, counts, firsts, sums)
         return sums
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy_tiles(  # type: ignore[no-untyped-def]
-    sources,
-    offsets,
-    counts,
-    target,
-    ALIGN: tl.constexpr,  # noqa: N803
-    ITEMS: tl.constexpr,  # noqa: N803
-):
-    tile = tl.program_id(0)
-    count = tl.load(counts + tile)
-    source = tl.load(sources + tile)
-    place = tl.load(offsets + tile)
-    if ALIGN == 16:
-        count = tl.multiple_of(count, 2)  # so that the mask allows pairs
-        origin = tl.multiple_of(source, 16).to(tl.pointer_type(tl.int64))
-        into = (target + tl.multiple_of(place, 16)).to(tl.pointer_type(tl.int64))
-    elif ALIGN == 4:
-        origin = source.to(tl.pointer_type(tl.int32))
-        into = (target + place).to(tl.pointer_type(tl.int32))
-    else:
-        origin = source.to(tl.pointer_type(tl.int8))
-        into = (target + place).to(tl.pointer_type(tl.int8))
-    for start in range(0, count, ITEMS):
-        at = start + tl.arange(0, ITEMS)
-        inside = at < count
-        tl.store(into + at, tl.load(origin + at, mask=inside), mask=inside)
-
-
-_WIDTH = {16: 8, 4: 4, 1: 1}
-"""Bytes per element by alignment; neighbours of 8 bytes are loaded in pairs."""
-
-
 class Copies:
-    """Many copies into one buffer, by a launch for each alignment that occurs."""
+    """Many copies into one buffer, by a launch for each width that occurs."""
 
-    def __init__(self, rows: list[tuple[int, int, int]], stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self, kernels: Kernels, rows: list[tuple[int, int, int]], stream: torch.cuda.Stream
+    ) -> None:
         """Rows of (source address, offset in the buffer, bytes)."""
         address, offset, size = np.array(rows, dtype=np.int64).T
         bits = address | offset | size
-        alignment = np.where(bits % 16 == 0, 16, np.where(bits % 4 == 0, 4, 1))
-        self._launches: list[tuple[int, int, _Table]] = []
-        for align, width in _WIDTH.items():
-            mine = alignment == align
+        widest = np.where(bits % 16 == 0, 16, np.where(bits % 4 == 0, 4, 1))
+        self._launches: list[tuple[Kernel, int, _Table]] = []
+        for width in _WIDTHS:
+            mine = widest == width
             if not mine.any():
                 continue
             owners, starts, sizes = _tiles(size[mine])
@@ -157,12 +184,10 @@ class Copies:
                 offsets=offset[mine][owners] + starts,
                 counts=(sizes // width).astype(np.int32),
             )
-            self._launches.append((align, len(owners), table))
+            self._launches.append((kernels.copy[width], len(owners), table))
 
     def run(self, target: torch.Tensor) -> None:
         """Copy everything into the buffer, on the current stream."""
-        for align, count, table in self._launches:
-            sources, offsets, counts = table.columns("sources", "offsets", "counts")
-            _copy_tiles[(count,)](
-                sources, offsets, counts, target, ALIGN=align, ITEMS=_ITEMS, num_warps=8
-            )
+        for kernel, tiles, table in self._launches:
+            columns = table.columns("sources", "offsets", "counts")
+            kernel.launch(tiles, _COPY_THREADS, *columns, target)

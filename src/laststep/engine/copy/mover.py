@@ -15,6 +15,7 @@ import torch
 from laststep.codecs.digests import digest
 from laststep.engine.copy.device import record
 from laststep.engine.copy.gather import gather, windows
+from laststep.engine.wire import Filled
 from laststep.errors import Aborted, StorageFailed, Torn
 
 if TYPE_CHECKING:
@@ -23,8 +24,15 @@ if TYPE_CHECKING:
     from laststep.engine.copy.layout import ChunkLayout, Group
     from laststep.engine.pool import Pool
 
-_IN_FLIGHT = 8
-"""Chunks whose copies may be under way before the oldest is waited for."""
+_BATCH = 8
+"""Chunks that are copied, waited for and handed over together: what the capture thread does in
+Python takes the GIL from training, so it does little."""
+_IN_FLIGHT = 3
+"""Batches whose copies may be under way before the oldest is waited for."""
+
+
+Batch = list[tuple["ChunkLayout", int]]
+"""Chunks, each with the slot that it goes into."""
 
 
 class Mover:
@@ -34,13 +42,15 @@ class Mover:
         self._pool = pool
         self._streams = streams
 
-    def lease(self, job: Job) -> int:
-        """A slot for this job, waited for; it is held until it is handed over."""
-        slot = self._pool.lease()
+    def lease(self, job: Job, at_most: int = 1) -> list[int]:
+        """Slots for this job, in order: one that is waited for, and more if there are any. They
+        are held until they are handed over."""
+        slot = self._pool.lease(urgent=job.urgent())
         if slot is None:
             raise StorageFailed("no host memory became free")
-        job.held.add(slot)
-        return slot
+        slots = sorted([slot, *self._pool.slots.lease_more(at_most - 1)])
+        job.held.update(slots)
+        return slots
 
     def settle(self, job: Job) -> None:
         """After an error: no copy may still run into a slot that is given back."""
@@ -53,17 +63,18 @@ class Mover:
         """Fill every chunk that is not filled yet; hand each over when its copies have ended."""
         for device, ready in job.ready.items():
             self._streams.stream(device).wait_event(ready)
-        flying: deque[tuple[ChunkLayout, int, list[torch.cuda.Event]]] = deque()
-        for chunk in job.chunks():
+        todo = [c for c in job.chunks() if (c.file, c.start) not in job.filled]
+        flying: deque[tuple[Batch, list[torch.cuda.Event]]] = deque()
+        while todo:
             if job.cancelled:
                 raise Aborted("save() was interrupted")
-            if (chunk.file, chunk.start) in job.filled:
-                continue
             # In a small pool only what is handed over comes back: never wait with all in hand.
             while flying and self._pool.slots.free == 0:
                 self.hand_over(job, *flying.popleft())
-            slot = self.lease(job)
-            flying.append((chunk, slot, self._fill(job, chunk, slot)))
+            slots = self.lease(job, min(_BATCH, len(todo)))
+            batch = list(zip(todo, slots, strict=False))
+            del todo[: len(slots)]
+            flying.append((batch, self._fill(job, batch)))
             # A lazy capture holds the optimizer back until all its copies are enqueued: no pause.
             while len(flying) > _IN_FLIGHT and not job.before:
                 self.hand_over(job, *flying.popleft())
@@ -77,20 +88,30 @@ class Mover:
         self._prove(job, after)
         self._read_timers(job)
 
-    def _fill(self, job: Job, chunk: ChunkLayout, slot: int) -> list[torch.cuda.Event]:
-        """Enqueue the copies into one slot; the events that say when they have ended."""
-        target = self._pool.tensor(slot)
-        aside = job.aside.pop((chunk.file, chunk.start), None)
+    def _fill(self, job: Job, batch: Batch) -> list[torch.cuda.Event]:
+        """Enqueue the copies into these slots; the events that say when they have ended."""
         used: set[str] = set()
-        for part in chunk.staged:
-            source = job.staging[part.device][part.start : part.start + part.size_bytes]
-            into = target[part.at : part.at + part.size_bytes]
-            if part.device == "cpu":
-                into.copy_(source)
+        staged: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for chunk, slot in batch:
+            target = self._pool.tensor(slot)
+            for part in chunk.staged:
+                places, parts = staged.setdefault(part.device, ([], []))
+                places.append(target[part.at : part.at + part.size_bytes])
+                parts.append(job.staging[part.device][part.start : part.start + part.size_bytes])
+            used.update(self._fill_direct(job, chunk, target))
+        for device, (places, parts) in staged.items():
+            if device == "cpu":
+                torch._foreach_copy_(places, parts)
                 continue
-            used.add(part.device)
-            with torch.cuda.stream(self._streams.stream(part.device)):
-                into.copy_(source, non_blocking=True)
+            used.add(device)
+            with torch.cuda.stream(self._streams.stream(device)):
+                torch._foreach_copy_(places, parts, non_blocking=True)
+        return [record(self._streams.stream(device)) for device in used]
+
+    def _fill_direct(self, job: Job, chunk: ChunkLayout, target: torch.Tensor) -> set[str]:
+        """Enqueue the copies of pieces that are not staged; the devices that they come from."""
+        used: set[str] = set()
+        aside = job.aside.pop((chunk.file, chunk.start), None)
         for group in chunk.direct:
             if group.device == "cpu":
                 if aside is not None:
@@ -102,15 +123,13 @@ class Mover:
             used.add(group.device)
             with torch.cuda.stream(self._streams.stream(group.device)):
                 gather(target, [group], job.sources)
-        return [record(self._streams.stream(device)) for device in used]
+        return used
 
-    def hand_over(
-        self, job: Job, chunk: ChunkLayout, slot: int, events: list[torch.cuda.Event]
-    ) -> None:
+    def hand_over(self, job: Job, batch: Batch, events: list[torch.cuda.Event]) -> None:
         for event in events:
             event.synchronize()
-        job.held.discard(slot)
-        job.sink.chunk(chunk.file, chunk.start, chunk.size_bytes, slot)
+        job.held.difference_update(slot for _, slot in batch)
+        job.sink.chunks([Filled(c.file, c.start, c.size_bytes, slot) for c, slot in batch])
 
     def _after(self, job: Job) -> dict[str, torch.Tensor]:
         after: dict[str, torch.Tensor] = {}

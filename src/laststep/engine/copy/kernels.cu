@@ -1,0 +1,82 @@
+// Copies and fingerprints over tables of addresses; one block of threads works on one tile.
+// Compiled at run time by NVRTC, without any header. Callers keep tiles at 256 KiB or less.
+
+template <typename Unit>
+__device__ void copy_tile(const unsigned long long* sources, const long long* offsets,
+                          const int* counts, unsigned char* target) {
+    const Unit* from = reinterpret_cast<const Unit*>(sources[blockIdx.x]);
+    Unit* into = reinterpret_cast<Unit*>(target + offsets[blockIdx.x]);
+    const int count = counts[blockIdx.x], step = blockDim.x;
+    int at = threadIdx.x;
+    // Many loads in flight hide the memory's latency; past the caches, which training uses.
+    constexpr int depth = 8;
+    for (; at + (depth - 1) * step < count; at += depth * step) {
+        Unit held[depth];
+#pragma unroll
+        for (int i = 0; i < depth; ++i) held[i] = __ldcs(from + at + i * step);
+#pragma unroll
+        for (int i = 0; i < depth; ++i) __stcs(into + at + i * step, held[i]);
+    }
+    for (; at < count; at += step) __stcs(into + at, __ldcs(from + at));
+}
+
+#define COPY(NAME, UNIT)                                                                     \
+    extern "C" __global__ void NAME(const unsigned long long* sources,                       \
+                                    const long long* offsets, const int* counts,             \
+                                    unsigned char* target) {                                 \
+        copy_tile<UNIT>(sources, offsets, counts, target);                                   \
+    }
+COPY(copy_16, uint4)
+COPY(copy_4, unsigned int)
+COPY(copy_1, unsigned char)
+
+// Two sums over the 32-bit words of each tile. murmur3's finaliser is a bijection: a single changed
+// word always changes the sum; the position in it keeps swaps and shifts from cancelling out.
+__device__ void mix(unsigned int word, int at, unsigned long long& one, unsigned long long& two) {
+    unsigned int mixed = word ^ (unsigned int)at * 0x9E3779B1u;
+    mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6Bu;
+    mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35u;
+    mixed ^= mixed >> 16;
+    unsigned int other = (mixed ^ (mixed >> 15)) * 0x2C1B3C6Du;
+    other = (other ^ (other >> 12)) * 0x297A2D39u;
+    one += mixed;
+    two += other ^ (other >> 15);
+}
+
+extern "C" __global__ void mix_tiles(const unsigned long long* addresses, const int* counts,
+                                     const int* firsts, unsigned long long* sums) {
+    const unsigned int* words = reinterpret_cast<const unsigned int*>(addresses[blockIdx.x]);
+    const int count = counts[blockIdx.x], first = firsts[blockIdx.x];
+    const int quads = addresses[blockIdx.x] % 16 == 0 ? count / 4 : 0;
+    unsigned long long one = 0, two = 0;
+#pragma unroll 4
+    for (int quad = threadIdx.x; quad < quads; quad += blockDim.x) {
+        const uint4 four = __ldcs(reinterpret_cast<const uint4*>(words) + quad);
+        const int at = first + 4 * quad;
+        mix(four.x, at, one, two);
+        mix(four.y, at + 1, one, two);
+        mix(four.z, at + 2, one, two);
+        mix(four.w, at + 3, one, two);
+    }
+    for (int at = 4 * quads + threadIdx.x; at < count; at += blockDim.x)
+        mix(__ldcs(words + at), first + at, one, two);
+    __shared__ unsigned long long ones[32], twos[32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (int reach = 16; reach; reach /= 2) {
+        one += __shfl_down_sync(0xffffffffu, one, reach);
+        two += __shfl_down_sync(0xffffffffu, two, reach);
+    }
+    if (lane == 0) {
+        ones[warp] = one;
+        twos[warp] = two;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int other = 1; other < blockDim.x / 32; ++other) {
+            one += ones[other];
+            two += twos[other];
+        }
+        sums[2 * blockIdx.x] = one;
+        sums[2 * blockIdx.x + 1] = two;
+    }
+}
