@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_in
 
 from laststep.catalog.listing import Listed
 from laststep.catalog.names import format_folder
@@ -25,6 +27,7 @@ def _listed(
     on_lineage: bool = True,
     superseded_by: str | None = None,
     bad: bool = False,
+    incomplete: bool = False,
     metrics: dict[str, Metric] | None = None,
     references: tuple[str, ...] = (),
     pinned: bool = False,
@@ -46,7 +49,9 @@ def _listed(
         superseded_by=superseded_by,
         pinned=pinned,
         size_bytes=10,
+        stored_bytes=12,
         created_s=0.0,
+        incomplete="a file is missing" if incomplete else None,
     )
 
 
@@ -63,14 +68,15 @@ def _runs(draw: st.DrawFn) -> list[Listed]:
         chosen = (
             draw(st.lists(st.sampled_from(earlier), max_size=3, unique=True)) if earlier else []
         )
-        state = draw(st.sampled_from(["on", "on", "off", "replaced", "bad"]))
+        state = draw(st.sampled_from(["on", "on", "on", "off", "replaced", "bad", "short"]))
         listed.append(
             _listed(
                 draw(st.integers(0, 30)),
                 attempt=attempt,
-                on_lineage=state in ("on", "bad"),
+                on_lineage=state in ("on", "bad", "short"),
                 superseded_by="later" if state == "replaced" else None,
                 bad=state == "bad",
+                incomplete=state == "short",
                 references=tuple(chosen),
                 pinned=draw(st.booleans()) and draw(st.booleans()),
                 metrics={"loss": draw(st.floats(allow_nan=True))} if draw(st.booleans()) else {},
@@ -109,11 +115,29 @@ def test_retention_never_drops_what_is_needed(
             assert set(item.commit.references) <= kept
         if item.pinned or item.folder in pinned or item.folder == resumed_from:
             assert item.folder in kept
-    good = [item for item in listed if item.on_lineage and item.commit is not None]
+    good = [item for item in listed if item.on_lineage and item.is_whole]
     if good:
         assert good[-1].folder in kept
     if policy.keep_last is not None:
         assert {item.folder for item in good[-policy.keep_last :]} <= kept
+
+
+@given(_runs(), _policies)
+def test_what_is_not_whole_changes_nothing_about_what_is(
+    listed: list[Listed], policy: Policy
+) -> None:
+    """Retention decides about whole checkpoints as if the others on the lineage were not there."""
+    # What they refer to stays as long as they do: here nothing refers to anything.
+    alone = [
+        item
+        if item.commit is None
+        else replace(item, commit=replace_in(item.commit, references=()))
+        for item in listed
+    ]
+    whole = [item for item in alone if item.is_whole or not item.on_lineage]
+    verdicts = {v.folder: v for v in decide(alone, policy)}
+    for verdict in decide(whole, policy):
+        assert verdicts[verdict.folder] == verdict
 
 
 @given(_runs(), _policies)

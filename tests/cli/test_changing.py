@@ -120,3 +120,28 @@ def test_a_step_that_is_not_there_cannot_be_pinned(ten, laststep: Callable) -> N
     ended = laststep("pin", ten.path, 99)
     assert ended.status == 1
     assert "there is no checkpoint of step 99" in ended.err
+
+
+def test_an_incomplete_checkpoint_counts_for_no_rule_and_a_dry_run_says_so(
+    ten, laststep: Callable
+) -> None:
+    [newest] = ten.path.glob("step-00000010.*")
+    with (newest / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    text = laststep("prune", ten.path, "--last", 1, "--dry-run").out.splitlines()
+    assert "the newest; one of the last 1" in text[9]
+    assert "stays" in text[10]
+    assert "incomplete (model.safetensors has 100 bytes instead of 3004096)" in text[10]
+    assert laststep("prune", ten.path, "--last", 1, "--yes").status == 0
+    assert steps(ten) == [9, 10]
+    laststep("prune", ten.path, "--last", 1, "--abandoned", "--yes")
+    assert steps(ten) == [9]
+
+
+def test_with_nothing_whole_left_nothing_is_deleted(ten, laststep: Callable) -> None:
+    for file in ten.path.glob("step-*/shared.safetensors"):
+        file.unlink()
+    ended = laststep("prune", ten.path, "--last", 1, "--abandoned", "--yes")
+    assert ended.status == 1
+    assert "no checkpoint of this run is whole" in ended.err
+    assert len(steps(ten)) == 10

@@ -66,6 +66,7 @@ def test_the_document_of_ls_has_these_fields(maker, laststep: Callable) -> None:
         "epoch": 1,
         "attempt": 1,
         "error": None,
+        "incomplete": None,
     }
     assert attempt.keys() == {"step", "folder", "size_bytes", "alive"}
     assert attempt["alive"] is False
@@ -87,6 +88,57 @@ def test_a_folder_without_a_run_is_one_message_and_status_1(tmp_path, laststep: 
         assert ended.err.startswith("laststep: there is no run at ")
         assert ended.err.count("\n") == 1
     assert laststep("ls", tmp_path).status == 1
+
+
+def test_a_path_that_is_a_file_is_called_a_file(tmp_path, laststep: Callable) -> None:
+    file = tmp_path / "file"
+    file.write_text("no run")
+    for command in (["ls"], ["show"], ["verify"], ["prune", "--last", "1"], ["pin", "1"]):
+        ended = laststep(command[0], file, *command[1:])
+        assert (ended.status, ended.out) == (1, "")
+        assert ended.err == f"laststep: there is no run at {file}: found a file; name a folder\n"
+    # A part of a run: whose it is can be said.
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    assert f"its run may be {run}" in laststep("ls", run / "run.json").err
+
+
+def test_ls_and_show_agree_on_the_size(maker, laststep: Callable) -> None:
+    folder = maker.save(100)
+    (folder / "notes.txt").write_text("put there by somebody")
+    [listed] = laststep("ls", maker.path, "--json").json()["checkpoints"]
+    shown = laststep("show", maker.path, "--json").json()
+    data_files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert listed["size_bytes"] == shown["size_bytes"] == data_files
+    assert "3.01 MB" in laststep("ls", maker.path).out
+    assert "size            3.01 MB in 2 data files" in laststep("show", maker.path).out
+
+
+def test_ls_and_show_say_what_is_incomplete(maker, laststep: Callable) -> None:
+    maker.save(100)
+    with (maker.save(200, {"loss": 1.5}) / "model.safetensors").open("r+b") as file:
+        file.truncate(5000)
+    (maker.save(300) / "shared.safetensors").unlink()
+    ended = laststep("ls", maker.path)
+    assert ended.status == 0
+    table = ended.out.splitlines()
+    assert "incomplete" not in table[1]
+    assert "loss=1.5" in table[2]
+    assert "incomplete" in table[2]
+    assert "step 200 is incomplete: model.safetensors has 5000 bytes instead of 3004096" in table
+    assert "step 300 is incomplete: shared.safetensors is missing" in table
+    found = laststep("ls", maker.path, "--json").json()["checkpoints"]
+    assert [item["incomplete"] for item in found] == [
+        None,
+        "model.safetensors has 5000 bytes instead of 3004096",
+        "shared.safetensors is missing",
+    ]
+    shown = laststep("show", maker.path, "--step", 200)
+    assert "damaged: a data file is too short" in shown.out
+    assert "model/weight" in shown.out  # its header is whole, and says what was there
+    missing = laststep("show", maker.path, "--step", 300)
+    assert "damaged: there is no such file" in missing.out
 
 
 def test_ls_of_a_checkpoint_names_its_run(maker, laststep: Callable) -> None:
@@ -114,6 +166,10 @@ def test_show_takes_the_newest_unless_told_otherwise(maker, laststep: Callable) 
     assert missing.status == 1
     assert "there is no checkpoint of step 150" in missing.err
     assert "found steps 100, 200" in missing.err
+    for step in range(300, 2000, 100):
+        maker.save(step)
+    missing = laststep("show", maker.path, "--step", 650)
+    assert "found steps 400, 500, 600, 700, 800, 900, and 13 more" in missing.err
 
 
 def test_show_opens_a_copied_folder_on_its_own(maker, laststep: Callable, tmp_path) -> None:

@@ -107,17 +107,50 @@ def test_missing_short_and_long_files_are_damage(maker) -> None:
     with (long / "model.safetensors").open("ab") as file:
         file.write(b"more")
 
-    def damage(folder: Path) -> list[tuple[str, str]]:
+    def damage(folder: Path) -> list[tuple[object, ...]]:
         report = verify_checkpoint(maker.run.store, folder.name)
-        return [(found.what, found.found) for found in report.damage]
+        assert report.bytes == sum(file.stat().st_size for file in folder.iterdir()) - extra
+        return [(one.what, one.start, one.stop, one.found, one.touches) for one in report.damage]
 
-    assert damage(missing) == [("file", "no such file")]
+    extra = 0
+    assert damage(missing) == [("file", 0, 0, "no such file", ())]
+    end = 4096 + BLOCK_BYTES + 10
     assert damage(short) == [
-        ("block 1", "only 10 bytes"),
-        ("size", "1052682 bytes"),
-        ("block 2", "only 0 bytes"),
+        (
+            "block 1",
+            4096 + BLOCK_BYTES,
+            end,
+            "only 10 of 1048576 bytes: the file is too short",
+            ("weight",),
+        ),
+        ("size", end, end, "1052682 bytes: the file is too short", ("weight",)),
     ]
-    assert damage(long) == [("size", "3004100 bytes")]
+    extra = 4
+    assert damage(long) == [
+        ("size", 3_004_096, 3_004_100, "3004100 bytes: the file is too long", ())
+    ]
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 5, 8, 100, 4095, 4096, 4097, 4096 + BLOCK_BYTES])
+@pytest.mark.parametrize("manifest_too", [False, True])
+def test_the_places_of_damage_lie_within_the_file_however_short_it_is(
+    kept_bytes: int, manifest_too: bool, maker, laststep: Callable
+) -> None:
+    folder = maker.save(100)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(kept_bytes)
+    if manifest_too:
+        flip(folder / MANIFEST_NAME, 150)
+    ended = laststep("verify", maker.path)
+    assert ended.status == 3
+    found = verify_checkpoint(maker.run.store, folder.name).damage
+    found = [damage for damage in found if damage.file == "model.safetensors"]
+    assert found
+    assert all(0 <= damage.start <= damage.stop <= kept_bytes for damage in found)
+    if not manifest_too:
+        assert (
+            f"expected 3004096 bytes, found {kept_bytes} bytes: the file is too short" in ended.out
+        )
 
 
 def test_any_flipped_bit_anywhere_is_found(maker) -> None:

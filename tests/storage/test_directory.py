@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 from typing import TYPE_CHECKING
 
@@ -130,6 +131,19 @@ def test_a_failing_disk_is_reported_with_path_and_remedy(
     assert os.strerror(number) in str(error)
     assert error.remedy is not None
     assert not error.transient
+
+
+def test_a_failed_write_keeps_no_hold_of_the_bytes_it_was_given(tmp_path: Path) -> None:
+    """Else whoever closes the memory they lie in gets an error that hides this one."""
+    disk = FailingDisk(2, errno.ENOSPC, kinds=frozenset({Kind.WRITE}))
+    store = DirectoryStore(tmp_path / "s", disk=disk, direct=False)
+    writer = store.open_writer("f", expected_bytes=0)
+    with mmap.mmap(-1, 8192) as memory, memoryview(memory) as view:
+        writer.write_at(0, view)
+        with pytest.raises(StorageFailed, match="No space left") as raised:
+            writer.write_at(0, view)
+    assert raised.value.__cause__ is not None  # which holds every frame that had a view
+    writer.close()
 
 
 def test_no_room_is_told_before_anything_is_written(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Flip single bits in the files of a checkpoint, and judge what a restore then does.
 
-A restore may give the state of the newest checkpoint bit by bit, fall back to the older one and say
-so, or raise `Corrupt`. It never gives anything else. A flip that changes nothing that is used has
-to lie in unused padding, and `verify` must see every flip that a restore sees.
+Every byte that docs/format.md puts under a digest is mapped before anything is flipped. After a
+flip in one of these a restore falls back to the older checkpoint and says so, or raises `Corrupt`,
+and `verify` finds the damage. Only a flip outside of all of them may go unnoticed, and then the
+restore gives the state of the newest checkpoint bit by bit. Nothing else ever happens.
 """
 
 from __future__ import annotations
@@ -10,23 +11,37 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import laststep
 import state
 from laststep.catalog.run import Run
 from laststep.catalog.verify import verify_checkpoint
+from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import Corrupt
+from laststep.format import manifest
+from laststep.format.header import decode_header
 from laststep.storage.directory import DirectoryStore
+from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 OLDER, NEWER = 4, 5
+EXACT = "exact"
+OUTSIDE = "exact, the byte is under no digest"
 
 
 class Violated(Exception):
     """Something happened that must never happen."""
+
+
+class Covered(NamedTuple):
+    """Bytes of a file that one digest covers."""
+
+    start: int
+    stop: int
+    what: str
 
 
 @dataclass(slots=True)
@@ -43,6 +58,7 @@ def torture(folder: Path, *, flips: int, seed: int) -> Flipped:
     newer = _make(folder)
     chance = random.Random(seed)
     files = sorted(newer.iterdir())
+    covered = {file.name: covered_bytes(newer, file.name) for file in files}
     result = Flipped()
     for number in range(flips):
         file = chance.choice(files)
@@ -51,6 +67,7 @@ def torture(folder: Path, *, flips: int, seed: int) -> Flipped:
         _flip(file, byte, bit)
         try:
             outcome = _explicit(folder) if number % 4 == 0 else _newest(folder, newer)
+            outcome = _judge(outcome, byte, covered[file.name])
             _agree_with_verify(folder, newer, outcome)
         except Violated as error:
             raise Violated(f"{label}: {error}") from error
@@ -59,9 +76,46 @@ def torture(folder: Path, *, flips: int, seed: int) -> Flipped:
         result.flips += 1
         result.files[file.name] += 1
         result.outcomes[outcome] += 1
-    if _newest(folder, newer) != "exact, the flip lies in unused padding":
+    if _newest(folder, newer) != EXACT:
         raise Violated("the checkpoint is not what it was after all flips were undone")
     return result
+
+
+def covered_bytes(folder: Path, name: str) -> tuple[Covered, ...]:
+    """What of a file of a sound checkpoint is under a digest, by the manifest and the headers."""
+    decided = manifest.decode((folder / MANIFEST_NAME).read_bytes(), where=str(folder))
+    if not isinstance(decided, manifest.Commit):
+        raise Violated(f"{folder} is no checkpoint")
+    if name == MANIFEST_NAME:
+        # Its digest covers the content, and the document is that content and its digest, no more.
+        return (Covered(0, (folder / name).stat().st_size, "the manifest"),)
+    records = [record for record in decided.files if record.name == name]
+    if not records:
+        return ()  # the format knows no such file
+    (record,) = records
+    data = (folder / name).read_bytes()
+    at = record.header_bytes
+    header = decode_header(data[:at], data_bytes=len(data) - at, where=name)
+    ranges = [Covered(0, at, "the header")]
+    for number in range(len(header.blocks) // DIGEST_BYTES):
+        start = number * BLOCK_BYTES
+        stop = min(start + BLOCK_BYTES, header.tensor_bytes)
+        ranges.append(Covered(at + start, at + stop, f"block {number}"))
+    ranges += [
+        Covered(at + entry.start, at + entry.stop, f"object {entry.name}")
+        for entry in header.objects
+    ]
+    return tuple(ranges)
+
+
+def _judge(outcome: str, byte: int, covered: tuple[Covered, ...]) -> str:
+    """The outcome, if it is one that a flip of that byte may have."""
+    under = [part.what for part in covered if part.start <= byte < part.stop]
+    if outcome != EXACT:
+        return outcome
+    if under:
+        raise Violated(f"restored as if nothing had changed, but the byte is in {under}")
+    return OUTSIDE
 
 
 def _make(folder: Path) -> Path:
@@ -109,7 +163,7 @@ def _explicit(folder: Path) -> str:
     except Corrupt:
         return "asked for: Corrupt"
     _must_be_exact(live, restored, NEWER)
-    return "exact, the flip lies in unused padding"
+    return EXACT
 
 
 def _newest(folder: Path, newer: Path) -> str:
@@ -120,7 +174,7 @@ def _newest(folder: Path, newer: Path) -> str:
         return "newest: Corrupt"
     if restored.step == NEWER:
         _must_be_exact(live, restored, NEWER)
-        return "exact, the flip lies in unused padding"
+        return EXACT
     _must_be_exact(live, restored, OLDER)
     if not any(newer.name in str(skipped) for skipped in restored.skipped):
         raise Violated(f"fell back without naming {newer.name}: {restored.skipped}")
@@ -135,5 +189,5 @@ def _must_be_exact(live: state.Live, restored: laststep.Restored, step: int) -> 
 
 def _agree_with_verify(folder: Path, newer: Path, outcome: str) -> None:
     damage = verify_checkpoint(DirectoryStore(folder), newer.name, threads=2).damage
-    if not damage and "exact" not in outcome:
-        raise Violated(f"{outcome}, but verify finds no damage")
+    if bool(damage) == (outcome == OUTSIDE):
+        raise Violated(f"{outcome}, but verify finds {damage or 'no damage'}")

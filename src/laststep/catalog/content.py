@@ -1,7 +1,8 @@
 """Open a committed checkpoint: its headers and objects, verified; where each tensor's bytes lie.
 
 Reads no tensor data and imports no torch. Whatever cannot be read as it was written is `Corrupt`,
-after a second look past every cache.
+after a second look past every cache; `NotFound` only where the whole checkpoint has been deleted
+since its manifest was read.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from laststep.catalog import decision
 from laststep.codecs.digests import digest, digest_text
 from laststep.errors import Corrupt, NotFound
 from laststep.format.header import Header, TensorEntry, decode_header
+from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.state.stored import StoredItem, TensorSpec, decode_item
 from laststep.terms import MAX_HEADER_BYTES
 
@@ -57,6 +60,12 @@ class Content:
             self.items = {
                 record.name: self._item(record.name, record.kind) for record in commit.items
             }
+        except Corrupt as error:
+            self.close()
+            gone = decision.deleted(store, folder)
+            if gone is not None:
+                raise gone from error
+            raise
         except BaseException:
             self.close()
             raise
@@ -127,8 +136,9 @@ def _open_file(store: Store, folder: str, record: FileRecord) -> DataFile:
         reader = store.open_reader(path)
     except NotFound as error:
         raise Corrupt(
-            "a data file is missing", where=where, expected=f"{record.size_bytes} bytes"
-        ) from error
+            "a data file is missing", where=where, expected=f"{record.size_bytes} bytes",
+            remedy=DAMAGE_REMEDY,
+        ) from error  # fmt: skip
     try:
         _check_sizes(reader, record, where)
         expected = bytes.fromhex(record.header_digest.rpartition(":")[2])
@@ -144,9 +154,11 @@ def _open_file(store: Store, folder: str, record: FileRecord) -> DataFile:
 
 def _check_sizes(reader: Reader, record: FileRecord, where: str) -> None:
     if reader.size_bytes != record.size_bytes:
+        how = "short" if reader.size_bytes < record.size_bytes else "long"
         raise Corrupt(
-            "a data file has the wrong size", where=where,
-            expected=f"{record.size_bytes} bytes", found=f"{reader.size_bytes}",
+            f"a data file is too {how}", where=where,
+            expected=f"{record.size_bytes} bytes", found=f"{reader.size_bytes} bytes",
+            remedy=DAMAGE_REMEDY,
         )  # fmt: skip
     if record.header_bytes > 2 * MAX_HEADER_BYTES:
         raise Corrupt("a header is too large", where=where, found=f"{record.header_bytes} bytes")
@@ -159,8 +171,14 @@ def read_verified(reader: Reader, start: int, size: int, expected: bytes, where:
         got = reader.read_into(start, memoryview(buffer)) if size else 0
         if got == size and digest(buffer) == expected:
             return bytes(buffer)
+    if got < size:
+        raise Corrupt(
+            "a data file is too short", where=where, expected=f"at least {start + size} bytes",
+            found=f"{start + got} bytes" if got else f"at most {start} bytes",
+            remedy=DAMAGE_REMEDY,
+        )  # fmt: skip
     raise Corrupt(
         "stored bytes have changed", where=f"{where} (bytes {start}-{start + size})",
         expected=f"digest {expected.hex()}", found=digest_text(bytes(buffer)),
-        remedy="`laststep verify` lists all damage",
+        remedy=DAMAGE_REMEDY,
     )  # fmt: skip

@@ -35,6 +35,21 @@ def read(store: Store, folder: str) -> Commit | Abort | None:
     return decided
 
 
+def deleted(store: Store, folder: str) -> NotFound | None:
+    """The error for a checkpoint that was there and is no longer; None where it still is.
+
+    Whoever finds a part of a checkpoint missing asks this first: retention or a prune may have
+    taken it away meanwhile, and its manifest goes before anything else.
+    """
+    if any(entry.name == MANIFEST_NAME for entry in store.list(folder)):
+        return None
+    return NotFound(
+        "the checkpoint was deleted meanwhile",
+        where=f"{store.url}/{folder}",
+        remedy="`laststep ls` lists those that are there now",
+    )
+
+
 def commit(store: Store, folder: str, decided: Commit) -> None:
     """Make a checkpoint visible; `Aborted` where somebody has given it up.
 
@@ -94,4 +109,5 @@ def _check_place(decided: Commit, folder: str, *, where: str) -> None:
             where=where,
             expected=folder,
             found=f"step {found[0]}, epoch {found[1]}, attempt {found[2]}",
+            remedy=f"give the folder its own name back; {manifest.DAMAGE_REMEDY}",
         )

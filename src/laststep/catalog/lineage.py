@@ -57,7 +57,7 @@ def order(names: Iterable[AttemptName], chain: Chain) -> tuple[AttemptName, ...]
 def superseded(
     on_lineage: Sequence[AttemptName], sound: frozenset[str]
 ) -> Mapping[AttemptName, AttemptName]:
-    """Which commit replaced which: a later one of the same step, if that one can be read."""
+    """Which commit replaced which: a later one of the same step, if that one is whole."""
     latest: dict[int, AttemptName] = {}
     replaced: dict[AttemptName, AttemptName] = {}
     for name in reversed(on_lineage):

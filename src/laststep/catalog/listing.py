@@ -1,7 +1,8 @@
 """What there is in a run: committed checkpoints, attempts, and what was given up.
 
-Reads names and manifests, never data files. A manifest never changes while it exists, so one that
-was read is remembered; whether it still exists is looked up each time. Any thread may call.
+Reads names, sizes and manifests, never data files. A manifest never changes while it exists, so one
+that was read is remembered; whether it still exists is looked up each time. What somebody deletes
+while it is looked at is left out. Any thread may call.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from typing import TYPE_CHECKING
 from laststep.catalog import decision, lineage
 from laststep.catalog.names import PIN_NAME, AttemptName, parse_folder
 from laststep.errors import Corrupt, LaststepError, StorageFailed
-from laststep.format.manifest import Abort, Commit
+from laststep.format.manifest import DAMAGE_REMEDY, Abort, Commit
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from laststep.catalog.epochs import Epochs
     from laststep.storage.store import Entry, Store
+
+_NEAREST = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,8 @@ class Listed:
     """A committed checkpoint; where its manifest cannot be read, `commit` is None, `error` tells.
 
     `on_lineage` is False for an abandoned branch and for one whose step was committed again, which
-    `superseded_by` names.
+    `superseded_by` names. `incomplete` says which data file is missing or has another size than the
+    manifest says; bytes that have changed are for `verify` to find.
     """
 
     folder: str
@@ -40,7 +44,18 @@ class Listed:
     superseded_by: str | None
     pinned: bool
     size_bytes: int
+    """Of its data files, as the manifest lists them; all that is there where it cannot be read."""
+
+    stored_bytes: int
+    """Of all files in its folder as they are: what deleting it gives back."""
+
     created_s: float
+    incomplete: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is all that a restore needs, as far as names and sizes tell."""
+        return self.commit is not None and self.incomplete is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +97,21 @@ class Found:
         """Whether it counts as a checkpoint: an unreadable manifest does, it is evidence."""
         return self.decided is not None and not isinstance(self.decided, Abort)
 
+    @property
+    def incomplete(self) -> str | None:
+        """Which data file is not there as the manifest lists it, in words; None where all are."""
+        if not isinstance(self.decided, Commit):
+            return None
+        sizes = {entry.name: entry.size_bytes for entry in self.entries if not entry.is_folder}
+        wrong = [file for file in self.decided.files if sizes.get(file.name) != file.size_bytes]
+        if not wrong:
+            return None
+        name, wanted, found = wrong[0].name, wrong[0].size_bytes, sizes.get(wrong[0].name)
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        if found is None:
+            return f"{name} is missing{more}"
+        return f"{name} has {found} bytes instead of {wanted}{more}"
+
 
 class Scanner:
     """Looks through the attempts of one run."""
@@ -97,6 +127,10 @@ class Scanner:
     def scan(self) -> tuple[Found, ...]:
         """Every attempt and what was decided about it."""
         found = tuple(self._look(name, touched_s) for name, touched_s in self._folders())
+        if any(item.decided is None for item in found):
+            # An attempt, or a checkpoint that lost its manifest, and by now its name, meanwhile.
+            there = set(self.names())
+            found = tuple(i for i in found if i.decided is not None or i.name in there)
         present = {item.name.folder for item in found}
         for folder in tuple(self._read):
             if folder not in present:
@@ -109,6 +143,13 @@ class Scanner:
         return [(name, modified_s) for name, modified_s in parsed if name is not None]
 
     def _look(self, name: AttemptName, touched_s: float) -> Found:
+        found = self._look_once(name, touched_s)
+        if found.incomplete is not None:
+            # Files that are being deleted look the same; then the manifest is gone by now.
+            found = self._look_once(name, touched_s)
+        return found
+
+    def _look_once(self, name: AttemptName, touched_s: float) -> Found:
         entries = tuple(self._store.list(name.folder))
         manifest = next((entry for entry in entries if entry.name == MANIFEST_NAME), None)
         decided = None if manifest is None else self._decided(name.folder, manifest)
@@ -124,6 +165,7 @@ class Scanner:
                 where=f"{self._store.url}/{folder}/{MANIFEST_NAME}",
                 expected=f"at most {decision.MANIFEST_LIMIT_BYTES} bytes",
                 found=f"{entry.size_bytes} bytes",
+                remedy=DAMAGE_REMEDY,
             )
         try:
             decided = decision.read(self._store, folder)
@@ -141,7 +183,9 @@ def checkpoints(found: tuple[Found, ...], chain: lineage.Chain) -> tuple[Listed,
     committed = {item.name: item for item in found if item.is_committed}
     on_lineage = lineage.order(committed, chain)
     sound = frozenset(
-        name.folder for name, item in committed.items() if isinstance(item.decided, Commit)
+        name.folder
+        for name, item in committed.items()
+        if isinstance(item.decided, Commit) and item.incomplete is None
     )
     replaced = lineage.superseded(on_lineage, sound)
     by_point = sorted(committed, key=lambda name: name.point)
@@ -186,6 +230,19 @@ def _listed(
         on_lineage=name in on_lineage and by is None,
         superseded_by=None if by is None else by.folder,
         pinned=any(entry.name == PIN_NAME for entry in item.entries),
-        size_bytes=item.size_bytes,
+        size_bytes=item.size_bytes if commit is None else sum(f.size_bytes for f in commit.files),
+        stored_bytes=item.size_bytes,
         created_s=next(written, 0.0) if commit is None else commit.created_s,
+        incomplete=item.incomplete,
     )
+
+
+def nearest_steps(steps: Iterable[int], wanted: int) -> str:
+    """What there is instead of a step that is not there, for the message of an error."""
+    there = sorted(set(steps))
+    near = sorted(sorted(there, key=lambda step: abs(step - wanted))[:_NEAREST])
+    if not near:
+        return "no checkpoint"
+    text = f"step{'s' if len(near) > 1 else ''} {', '.join(map(str, near))}"
+    left = len(there) - len(near)
+    return f"{text}, and {left} more" if left else text

@@ -2,9 +2,10 @@
 
 Pure: from what is listed and a policy to one verdict each. Whatever the policy says, these stay:
 the newest good one of the lineage, the one that was resumed from, pinned ones, and all that a kept
-manifest refers to. Rules count only good checkpoints on the lineage. What is off it, or cannot be
-read, is evidence and stays until it is asked for (`keep_abandoned=False`); only a checkpoint whose
-step was committed again goes by itself.
+manifest refers to. Rules count only good checkpoints on the lineage: those whose manifest can be
+read and whose files are all there in full length. What is off it, or not good, is evidence and
+stays until it is asked for (`keep_abandoned=False`); only a checkpoint whose step was committed
+again goes by itself.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Policy:
     best_mode: Literal["min", "max"] = "min"
 
     keep_abandoned: bool = True
-    """Whether abandoned branches and unreadable manifests stay."""
+    """Whether abandoned branches, unreadable manifests and incomplete checkpoints stay."""
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
@@ -73,6 +74,7 @@ class Verdict:
     keep: bool
     reasons: tuple[str, ...]
     size_bytes: int
+    """What deleting it gives back: all files in its folder."""
 
 
 def decide(
@@ -84,14 +86,18 @@ def decide(
 ) -> tuple[Verdict, ...]:
     """One verdict for each of `listed`, which come in the order of commits."""
     reasons: dict[str, list[str]] = {item.folder: [] for item in listed}
-    good = [item for item in listed if item.on_lineage and item.commit is not None]
+    good = [item for item in listed if item.on_lineage and item.is_whole]
     _always(reasons, listed, good, resumed_from, pinned)
     _by_rule(reasons, good, policy)
     if policy.keep_abandoned:
         for item in listed:
             if item.error is not None:
                 reasons[item.folder].append("its manifest cannot be read: kept as evidence")
-            elif not item.on_lineage and item.superseded_by is None:
+            elif item.superseded_by is not None:
+                continue
+            elif item.incomplete is not None:
+                reasons[item.folder].append(f"incomplete ({item.incomplete}): kept as evidence")
+            elif not item.on_lineage:
                 reasons[item.folder].append("on an abandoned branch: kept as evidence")
     _by_reference(reasons, listed)
     return tuple(
@@ -100,7 +106,7 @@ def decide(
             step=item.step,
             keep=bool(reasons[item.folder]),
             reasons=tuple(reasons[item.folder]) or (_why_not(item),),
-            size_bytes=item.size_bytes,
+            size_bytes=item.stored_bytes,
         )
         for item in listed
     )
@@ -170,4 +176,6 @@ def _why_not(item: Listed) -> str:
         return f"its step was saved again in {item.superseded_by}"
     if item.error is not None:
         return "its manifest cannot be read"
+    if item.incomplete is not None:
+        return f"incomplete ({item.incomplete})"
     return "no rule keeps it" if item.on_lineage else "on an abandoned branch"

@@ -110,13 +110,22 @@ class Run:
         """All committed checkpoints in the order of commits, on the lineage or not."""
         return listing.checkpoints(self._scanner.scan(), self._epochs.chain())
 
+    def look(self) -> tuple[tuple[Listed, ...], tuple[Attempt, ...]]:
+        """The committed checkpoints and the undecided attempts, as they were at one look."""
+        found = self._scanner.scan()
+        return (
+            listing.checkpoints(found, self._epochs.chain()),
+            listing.attempts(found, self._epochs),
+        )
+
     def lineage(self) -> tuple[Listed, ...]:
-        """Those that the present state descends from, oldest first; unreadable ones too."""
+        """Those that the present state descends from, oldest first; unreadable and incomplete ones
+        too."""
         return tuple(item for item in self.checkpoints() if item.on_lineage)
 
     def newest(self) -> Listed | None:
-        """The last of the lineage whose manifest can be read."""
-        good = [item for item in self.lineage() if item.commit is not None]
+        """The last of the lineage that is whole, as far as its manifest and sizes tell."""
+        good = [item for item in self.lineage() if item.is_whole]
         return good[-1] if good else None
 
     def attempts(self) -> tuple[Attempt, ...]:
@@ -181,9 +190,9 @@ class Run:
         return self.store.lock(epoch_lock_name(number))
 
     def check_step_free(self, step: int) -> None:
-        """`Exists` where that step is committed on the lineage and can be read."""
+        """`Exists` where that step is committed on the lineage and whole."""
         for item in self.lineage():
-            if item.step == step and item.commit is not None:
+            if item.step == step and item.is_whole:
                 raise Exists(
                     f"step {step} has been saved already",
                     where=f"{self.store.url}/{item.folder}",

@@ -2,9 +2,10 @@
 
 Reads past the page cache where the store can, so what is checked is what is stored. Knows nothing
 of torch, of lineage or of what a person is shown. Damage is a value, never an error: one bad block
-hides no other. What raises is a place that cannot be asked: no such checkpoint, a store that may
-answer later. Files are opened and headers checked on the calling thread; chunks of data are read by
-`threads` workers, each of which owns one buffer while it reads into it.
+hides no other. What raises is a place that cannot be asked: no such checkpoint, one that is
+deleted meanwhile, a store that may answer later. Files are opened and headers checked on the
+calling thread; chunks of data are read by `threads` workers, each of which owns one buffer while
+it reads into it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from laststep.catalog import decision
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, digest
 from laststep.errors import Corrupt, NotFound, StorageFailed
 from laststep.format import manifest
@@ -37,7 +39,9 @@ Progress = Callable[[int, int], None]
 class Damage:
     """One thing that is not as it was written: where it lies, what its digest says, what is there.
 
-    `start` and `stop` are bytes of the file; `touches` names the tensors or objects that lie there.
+    `start` and `stop` are bytes that the file has: of one that is too short, what is missing behind
+    its end is one damage ("size"), which begins and stops there. `touches` names the tensors or
+    objects that lie, or should lie, there.
     """
 
     file: str
@@ -51,7 +55,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What was checked, and all damage; `unchecked_bytes` are those whose digests are lost."""
+    """What was read, and all damage; `unchecked_bytes` are there, but their digests are lost."""
 
     files: int
     blocks: int
@@ -73,6 +77,11 @@ class _Range:
     header: Header
     object_name: str | None = None
 
+    @property
+    def there_bytes(self) -> int:
+        """How much of it is there: a file that is too short may end within it, or before it."""
+        return max(0, min(self.stop, self.reader.size_bytes) - self.start)
+
 
 @dataclass(slots=True)
 class _Findings:
@@ -90,13 +99,17 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Read all of the checkpoint in `folder` and compare it with its digests.
 
-    `NotFound` where there is no committed checkpoint.
+    `NotFound` where there is no committed checkpoint, or none any more.
     """
     with ExitStack() as stack:
         check = _Check(store, folder, stack)
         ranges = check.headers()
         check.read(ranges, threads, progress)
         found = check.findings
+    if found.damage:
+        gone = decision.deleted(store, folder)
+        if gone is not None:
+            raise gone
     return VerifyReport(
         files=found.files,
         blocks=found.blocks,
@@ -146,17 +159,17 @@ class _Check:
         self.findings.files += 1
         self.findings.bytes += len(data)
         try:
-            decision = manifest.decode(bytes(data), where=where)
+            decided = manifest.decode(bytes(data), where=where)
         except Corrupt as error:
             self._add(MANIFEST_NAME, "manifest", 0, len(data), error.expected, error.found)
             return None
-        if isinstance(decision, manifest.Abort):
+        if isinstance(decided, manifest.Abort):
             raise NotFound(
                 "there is no checkpoint: the attempt was aborted",
                 where=f"{self._store.url}/{self._folder}",
-                found=decision.reason,
+                found=decided.reason,
             )
-        return decision
+        return decided
 
     def _file(self, name: str, record: manifest.FileRecord | None) -> list[_Range]:
         """Check one file's size and header; the ranges that its header vouches for."""
@@ -164,28 +177,37 @@ class _Check:
         try:
             reader = self._store.open_reader(f"{self._folder}/{name}")
         except NotFound:
-            self._add(name, "file", 0, wanted_bytes, f"{wanted_bytes} bytes", "no such file")
-            self.findings.unchecked_bytes += wanted_bytes
+            self._add(name, "file", 0, 0, f"{wanted_bytes} bytes", "no such file")
             return []
         self._stack.callback(reader.close)
         self.findings.files += 1
-        size_bytes = reader.size_bytes
-        if record is not None and size_bytes != wanted_bytes:
-            low, high = sorted((size_bytes, wanted_bytes))
-            self._add(name, "size", low, high, f"{wanted_bytes} bytes", f"{size_bytes} bytes")
-        if record is not None:
-            size_bytes = wanted_bytes
+        there_bytes = reader.size_bytes
         header_bytes = self._header_bytes(name, reader, record)
         region = bytearray(header_bytes)
         got = self._read(name, "header", reader, 0, memoryview(region))
         header = None
         if got is not None:
             self.findings.bytes += got
+            size_bytes = there_bytes if record is None else wanted_bytes
             header = self._header(name, memoryview(region)[:got], record, size_bytes)
+        if record is not None and there_bytes != wanted_bytes:
+            self._add_size(name, there_bytes, wanted_bytes, header, header_bytes)
         if header is None:
-            self.findings.unchecked_bytes += size_bytes - header_bytes
+            self.findings.unchecked_bytes += max(0, there_bytes - header_bytes)
             return []
         return list(_ranges(name, reader, header, header_bytes))
+
+    def _add_size(
+        self, name: str, there_bytes: int, wanted_bytes: int, header: Header | None, data_at: int
+    ) -> None:
+        expected = f"{wanted_bytes} bytes"
+        if there_bytes > wanted_bytes:
+            found = f"{there_bytes} bytes: the file is too long"
+            self._add(name, "size", wanted_bytes, there_bytes, expected, found)
+            return
+        lost = () if header is None else _touched(header, there_bytes - data_at, wanted_bytes)
+        found = f"{there_bytes} bytes: the file is too short"
+        self._add(name, "size", there_bytes, there_bytes, expected, found, lost)
 
     def _header_bytes(self, name: str, reader: Reader, record: manifest.FileRecord | None) -> int:
         if record is not None:
@@ -195,7 +217,7 @@ class _Check:
         try:
             return region_bytes_of(bytes(prefix), size_bytes=reader.size_bytes, where=name)
         except Corrupt as error:
-            self._add(name, "header", 0, 8, error.expected, error.found)
+            self._add(name, "header", 0, min(8, reader.size_bytes), error.expected, error.found)
             return 0
 
     def _header(
@@ -205,8 +227,8 @@ class _Check:
         if record is not None:
             found = f"{DIGEST_NAME}:{digest(region).hex()}"
             if found != record.header_digest:
-                stop = record.header_bytes
-                self._add(name, "header", 0, stop, record.header_digest, found)
+                # The region as far as it goes: a short file may end within it.
+                self._add(name, "header", 0, len(region), record.header_digest, found)
                 return None
         elif not len(region):
             return None
@@ -220,7 +242,8 @@ class _Check:
 
     def read(self, ranges: list[_Range], threads: int, progress: Progress | None) -> None:
         """Read every range and compare; the first error that is no damage is raised at the end."""
-        total = self.findings.bytes + sum(part.stop - part.start for part in ranges)
+        ranges = [part for part in ranges if part.there_bytes or part.start == part.stop]
+        total = self.findings.bytes + sum(part.there_bytes for part in ranges)
         if progress is not None:
             progress(self.findings.bytes, total)
         with _buffers(threads) as buffers, ThreadPoolExecutor(threads) as workers:
@@ -228,9 +251,9 @@ class _Check:
             def work(part: _Range) -> None:
                 self._compare(part, buffers)
                 with self._mutex:
-                    self.findings.bytes += part.stop - part.start
+                    self.findings.bytes += part.there_bytes
                     if part.object_name is None:
-                        self.findings.blocks += len(part.digests) // DIGEST_BYTES
+                        self.findings.blocks += -(-part.there_bytes // BLOCK_BYTES)
                     if progress is not None:
                         progress(self.findings.bytes, total)
 
@@ -250,7 +273,8 @@ class _Check:
                 self._check(part, what, part.start, part.stop, view[:got], part.digests)
                 return
             first = (part.start - part.header_bytes) // BLOCK_BYTES
-            for number in range(len(part.digests) // DIGEST_BYTES):
+            # Blocks behind the end of a short file are not there: its size was damage already.
+            for number in range(-(-part.there_bytes // BLOCK_BYTES)):
                 at = number * BLOCK_BYTES
                 stop = min(part.stop, part.start + at + BLOCK_BYTES)
                 expected = part.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
@@ -266,9 +290,11 @@ class _Check:
         found = digest(data)
         if found == expected and len(data) == stop - start:
             return
-        text = found.hex() if len(data) == stop - start else f"only {len(data)} bytes"
+        text = found.hex()
+        if len(data) != stop - start:
+            text = f"only {len(data)} of {stop - start} bytes: the file is too short"
         touches = _touched(part.header, start - part.header_bytes, stop - part.header_bytes)
-        self._add(part.file, what, start, stop, expected.hex(), text, touches)
+        self._add(part.file, what, start, start + len(data), expected.hex(), text, touches)
 
     def _read(
         self, file: str, what: str, reader: Reader, start: int, into: memoryview
@@ -279,7 +305,8 @@ class _Check:
         except StorageFailed as error:
             if error.transient:
                 raise
-            self._add(file, what, start, start + len(into), "readable bytes", error.found)
+            stop = min(start + len(into), reader.size_bytes)
+            self._add(file, what, start, stop, "readable bytes", error.found)
             return None
 
     def _add(

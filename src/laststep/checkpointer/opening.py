@@ -12,11 +12,12 @@ import weakref
 from typing import TYPE_CHECKING, Self
 
 from laststep.catalog.content import Content, DataFile
+from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.catalog.verify import VerifyReport, verify_checkpoint
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Corrupt, NotFound, Usage
-from laststep.format.manifest import Commit, decode
+from laststep.format.manifest import DAMAGE_REMEDY, Commit, decode
 from laststep.storage.directory import DirectoryStore, absolute
 from laststep.terms import BLOCK_BYTES, DTYPES, MANIFEST_NAME
 
@@ -55,10 +56,15 @@ class Catalog:
         return len([one for one in self._run.lineage() if one.commit is not None])
 
     def __getitem__(self, step: int) -> Checkpoint:
-        found = [one for one in self._run.checkpoints() if one.step == step]
+        listed = self._run.checkpoints()
+        found = [one for one in listed if one.step == step]
         found.sort(key=lambda one: one.on_lineage)
         if not found:
-            raise NotFound(f"there is no checkpoint of step {step}", where=self._run.store.url)
+            raise NotFound(
+                f"there is no checkpoint of step {step}", where=self._run.store.url,
+                found=nearest_steps((one.step for one in listed), step),
+                remedy="catalog.steps() lists all of the lineage, `laststep ls` the rest",
+            )  # fmt: skip
         return self._open(found[-1])
 
     def steps(self) -> list[int]:
@@ -66,15 +72,19 @@ class Catalog:
         return [one.step for one in self._run.lineage() if one.commit is not None]
 
     def latest(self) -> Checkpoint:
-        """The newest checkpoint of the lineage."""
-        newest = self._run.newest()
-        if newest is None:
+        """The newest checkpoint of the lineage whose manifest can be read."""
+        # Not `Run.newest`: a file that is missing raises, instead of giving an older checkpoint to
+        # somebody who would not notice.
+        readable = [one for one in self._run.lineage() if one.commit is not None]
+        if not readable:
             raise NotFound("the run has no checkpoint yet", where=self._run.store.url)
-        return self._open(newest)
+        return self._open(readable[-1])
 
     def _open(self, listed: Listed) -> Checkpoint:
         if listed.commit is None:
-            raise listed.error or Corrupt("the manifest cannot be read", where=listed.folder)
+            raise listed.error or Corrupt(
+                "the manifest cannot be read", where=listed.folder, remedy=DAMAGE_REMEDY
+            )
         return Checkpoint(self._run.store, listed.folder, listed.commit)
 
 
@@ -201,15 +211,24 @@ class StoredTensor:
         base = first * BLOCK_BYTES
         end = min(last * BLOCK_BYTES, file.header.tensor_bytes)
         buffer = bytearray(end - base)
+        at = file.record.header_bytes + base
         for _ in range(2):
-            file.reader.read_into(file.record.header_bytes + base, memoryview(buffer))
+            got = file.reader.read_into(at, memoryview(buffer))
             bad = _wrong_block(buffer, file.header.blocks, first)
-            if bad is None:
+            if got == len(buffer) and bad is None:
                 return buffer[first_byte - base : first_byte - base + size]
+        if got < len(buffer):
+            raise Corrupt(
+                f"cannot read {self.name}: a data file is too short", where=file.where,
+                expected=f"at least {at + len(buffer)} bytes",
+                found=f"{at + got} bytes" if got else f"at most {at} bytes", remedy=DAMAGE_REMEDY,
+            )  # fmt: skip
+        start = at + (bad or 0) * BLOCK_BYTES
+        stop = min(start + BLOCK_BYTES, at + len(buffer))
         raise Corrupt(
             f"cannot read {self.name}: stored bytes have changed",
-            where=f"{file.where}, block {bad}",
-            remedy="`laststep verify` lists all damage",
+            where=f"{file.where}, block {first + (bad or 0)} (bytes {start}-{stop})",
+            remedy=DAMAGE_REMEDY,
         )
 
     def __repr__(self) -> str:
@@ -222,11 +241,11 @@ def _close_files(files: list[DataFile]) -> None:
 
 
 def _wrong_block(buffer: bytearray, blocks: bytes, first: int) -> int | None:
+    """The first block of the buffer whose digest is wrong; `first` is its first one in the file."""
     view = memoryview(buffer)
-    for offset in range(0, len(buffer), BLOCK_BYTES):
-        number = first + offset // BLOCK_BYTES
-        expected = blocks[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        if digest(view[offset : offset + BLOCK_BYTES]) != expected:
+    for number in range(-(-len(buffer) // BLOCK_BYTES)):
+        expected = blocks[(first + number) * DIGEST_BYTES : (first + number + 1) * DIGEST_BYTES]
+        if digest(view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]) != expected:
             return number
     return None
 
@@ -239,7 +258,9 @@ def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         data = store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=_MANIFEST_LIMIT)
     except NotFound:
-        raise NotFound("there is no checkpoint", where=full, expected=MANIFEST_NAME) from None
+        raise NotFound(
+            "there is no checkpoint", where=full, expected=MANIFEST_NAME, remedy="check the path"
+        ) from None
     decision = decode(data, where=f"{full}/{MANIFEST_NAME}")
     if not isinstance(decision, Commit):
         raise NotFound("this checkpoint was given up", where=full, found=decision.reason)

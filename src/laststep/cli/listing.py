@@ -1,9 +1,10 @@
 """`laststep ls`: the checkpoints of a run, the last committed at the bottom.
 
 With --json: `run`, `checkpoints` and `attempts`. A checkpoint has `step`, `folder`, `created_s`,
-`size_bytes`, `metrics`, `lineage` ("current", "abandoned" or "superseded"), `superseded_by`,
-`pinned`, `epoch`, `attempt` and `error` (null, or why its manifest cannot be read). An attempt, a
-save that is not committed, has `step`, `folder`, `size_bytes` and `alive`.
+`size_bytes` (of its data files), `metrics`, `lineage` ("current", "abandoned" or "superseded"),
+`superseded_by`, `pinned`, `epoch`, `attempt`, `error` (null, or why its manifest cannot be read)
+and `incomplete` (null, or which data file is missing or has the wrong size). An attempt, a save
+that is not committed, has `step`, `folder`, `size_bytes` and `alive`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def ls(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
     """List the checkpoints of a run, newest last."""
     opened = places.open_run(run)
-    checkpoints, attempts = opened.checkpoints(), opened.attempts()
+    checkpoints, attempts = opened.look()
     if as_json:
         output.print_json(
             {
@@ -62,6 +63,7 @@ def _document(item: Listed) -> dict[str, object]:
         "epoch": item.epoch,
         "attempt": item.attempt,
         "error": None if item.error is None else str(item.error),
+        "incomplete": item.incomplete,
     }
 
 
@@ -75,6 +77,8 @@ def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[Attempt])
         )
         for item in checkpoints:
             lineage = "●" if item.on_lineage else lineage_of(item)
+            if item.incomplete is not None:
+                lineage += " incomplete"
             table.add_row(
                 str(item.step),
                 output.time_text(item.created_s),
@@ -89,9 +93,26 @@ def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[Attempt])
     for item in checkpoints:
         if item.error is not None:
             console.print(f"step {item.step} is damaged: {item.error}")
+        elif item.incomplete is not None:
+            console.print(f"step {item.step} is incomplete: {item.incomplete}")
     for attempt in attempts:
-        state = "in progress" if attempt.alive else "left unfinished by a dead writer"
-        console.print(
-            f"step {attempt.step} is {state} ({attempt.folder}, "
-            f"{output.size_text(attempt.size_bytes)} so far)"
-        )
+        size = output.size_text(attempt.size_bytes)
+        if _is_overtaken(attempt, checkpoints):
+            state, size = "partly deleted", f"{size} left"
+        else:
+            state = "in progress" if attempt.alive else "left unfinished by a dead writer"
+            size += " so far"
+        console.print(f"step {attempt.step} is {state} ({attempt.folder}, {size})")
+
+
+def _is_overtaken(attempt: Attempt, checkpoints: Sequence[Listed]) -> bool:
+    """Whether a folder without a manifest had one: it loses that first when it is deleted.
+
+    A writer commits in the order of its attempts, and a new one gives up what the dead left open.
+    """
+    return any(
+        later.attempt > attempt.attempt
+        if later.epoch == attempt.epoch
+        else later.epoch > attempt.epoch and not attempt.alive
+        for later in checkpoints
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from laststep.catalog.listing import nearest_steps
 from laststep.catalog.names import EPOCHS_FOLDER, RUN_NAME, parse_folder
 from laststep.catalog.run import Run
 from laststep.errors import NotFound
@@ -46,6 +47,12 @@ class Place:
 def open_run(path: str) -> Run:
     """The run in that folder; `NotFound` where there is none."""
     folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        remedy = "name a folder"
+        for above in folder.resolve().parents[:2]:
+            if _is_run(above):
+                remedy = f"its run may be {above}"
+        raise NotFound("there is no run", where=path, found="a file", remedy=remedy)
     if not folder.is_dir():
         raise NotFound("there is no run", where=path, found="no such folder")
     if not _is_run(folder):
@@ -75,11 +82,11 @@ def find(run: Run, step: int | None) -> Listed:
         choice = [item for item in choice if item.on_lineage] or choice
         what = f"there is no checkpoint of step {step}"
     if not choice:
-        steps = sorted({item.step for item in listed})
+        there = [item.step for item in listed]
         raise NotFound(
             what,
             where=run.store.url,
-            found=f"steps {', '.join(map(str, steps[-10:]))}" if steps else "no checkpoint",
+            found=nearest_steps(there, max(there, default=0) if step is None else step),
             remedy="`laststep ls` lists them",
         )
     return choice[-1]

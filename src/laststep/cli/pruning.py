@@ -1,8 +1,8 @@
 """`laststep prune`: delete what no rule keeps, and say for each checkpoint why it stays or goes.
 
 With --json: `dry_run`, `freed_bytes`, `deleted` (folders), and `checkpoints`, each with `step`,
-`folder`, `keep`, `reasons` and `size_bytes`. The newest good checkpoint, the one that the current
-job resumed from and pinned ones stay whatever is asked for.
+`folder`, `keep`, `reasons` and `size_bytes` (what deleting it frees). The newest good checkpoint,
+the one that the current job resumed from and pinned ones stay whatever is asked for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
         Literal["min", "max"], typer.Option(help="Whether small or large is good.")
     ] = "min",
     abandoned: Annotated[
-        bool, typer.Option("--abandoned", help="Also delete abandoned and unreadable ones.")
+        bool, typer.Option("--abandoned", help="Also delete abandoned and broken ones.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -122,7 +122,7 @@ def _freed_bytes(plan: PrunePlan, deleted: tuple[str, ...]) -> int:
 
 
 def _print(plan: PrunePlan) -> None:
-    table = output.table("step", "", "size", "why", "folder", right=("step", "size"))
+    table = output.table("step", "", "on disk", "why", "folder", right=("step", "on disk"))
     for verdict in plan.verdicts:
         table.add_row(
             str(verdict.step),
@@ -152,7 +152,7 @@ def _check_what_stays(run: Run) -> None:
     and an older one that is about to go the only good one."""
     newest = run.newest()
     if newest is None:
-        raise Corrupt("no checkpoint of this run can be read", where=run.store.url,
+        raise Corrupt("no checkpoint of this run is whole", where=run.store.url,
                       remedy="`laststep verify` lists all damage; nothing was deleted")  # fmt: skip
     report = verify_checkpoint(run.store, newest.folder)
     if report.damage:

@@ -1,11 +1,12 @@
 """`laststep show`: what one checkpoint holds.
 
-With --json: `step`, `epoch`, `attempt`, `folder`, `run`, `created_s`, `size_bytes`, `format`,
-`laststep` (the version that wrote it), `metrics`, `metadata`, `lineage` (as in `ls`; null outside a
-run), `pinned`, `continues`, `references`, `self_contained`, `items` (`name`, `kind`, `file`,
-`tensors`, `size_bytes`), `files` (`name`, `size_bytes`, `header_bytes`, `header_digest`, `error`),
-and `tensors` and `objects`, each with `name` (item/name), `file`, `size_bytes`, the tensors also
-with `dtype` and `shape`. Reads manifest and headers, never data; `verify` does that.
+With --json: `step`, `epoch`, `attempt`, `folder`, `run`, `created_s`, `size_bytes` (of its data
+files, as its manifest lists them), `format`, `laststep` (the version that wrote it), `metrics`,
+`metadata`, `lineage` (as in `ls`; null outside a run), `pinned`, `continues`, `references`,
+`self_contained`, `items` (`name`, `kind`, `file`, `tensors`, `size_bytes`), `files` (`name`,
+`size_bytes`, `header_bytes`, `header_digest`, `error`), and `tensors` and `objects`, each with
+`name` (item/name), `file`, `size_bytes`, the tensors also with `dtype` and `shape`. Reads manifest
+and headers, never data; `verify` does that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from laststep.catalog.decision import MANIFEST_LIMIT_BYTES
+from laststep.catalog import decision
 from laststep.cli import output, places
 from laststep.cli.listing import lineage_of
 from laststep.codecs.digests import digest_text
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laststep.format.manifest import Commit, FileRecord
-    from laststep.storage.store import Store
+    from laststep.storage.store import Reader, Store
 
 _SHOWN_TENSORS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A data file and its header, or why that cannot be read."""
+    """A data file, its header if that can be read, and what is wrong with the file."""
 
     record: FileRecord
     header: Header | None
@@ -55,6 +56,10 @@ def show(
     place = places.resolve(path, step)
     commit = _commit(place)
     files = [_file(place.store, place.folder, record) for record in commit.files]
+    if any(file.error is not None for file in files):
+        gone = decision.deleted(place.store, place.folder)
+        if gone is not None:
+            raise gone
     if as_json:
         output.print_json(_document(place, commit, files))
         return
@@ -67,7 +72,10 @@ def show(
 
 def _commit(place: places.Place) -> Commit:
     name = f"{place.folder}/{MANIFEST_NAME}"
-    data = place.store.read(name, limit_bytes=MANIFEST_LIMIT_BYTES)
+    try:
+        data = place.store.read(name, limit_bytes=decision.MANIFEST_LIMIT_BYTES)
+    except NotFound as error:
+        raise decision.deleted(place.store, place.folder) or error from error
     decided = manifest.decode(data, where=f"{place.store.url}/{name}")
     if isinstance(decided, manifest.Abort):
         raise NotFound(
@@ -79,20 +87,31 @@ def _commit(place: places.Place) -> Commit:
 
 
 def _file(store: Store, folder: str, record: FileRecord) -> _File:
+    name = f"{folder}/{record.name}"
+    error: LaststepError | None = None
     try:
-        header = _header(store, f"{folder}/{record.name}", record)
-    except (Corrupt, NotFound) as error:
-        return _File(record=record, header=None, error=error)
-    return _File(record=record, header=header, error=None)
-
-
-def _header(store: Store, name: str, record: FileRecord) -> Header:
-    region = bytearray(record.header_bytes)
-    reader = store.open_reader(name, cached=True)
+        reader = store.open_reader(name, cached=True)
+    except NotFound as missing:
+        return _File(record=record, header=None, error=missing)
     try:
-        region = region[: reader.read_into(0, memoryview(region))]
+        if reader.size_bytes != record.size_bytes:
+            how = "short" if reader.size_bytes < record.size_bytes else "long"
+            error = Corrupt(
+                f"a data file is too {how}",
+                expected=f"{record.size_bytes} bytes",
+                found=f"{reader.size_bytes} bytes",
+            )
+        header = _header(reader, name, record)
+    except Corrupt as damage:
+        return _File(record=record, header=None, error=error or damage)
     finally:
         reader.close()
+    return _File(record=record, header=header, error=error)
+
+
+def _header(reader: Reader, name: str, record: FileRecord) -> Header:
+    region = bytearray(record.header_bytes)
+    region = region[: reader.read_into(0, memoryview(region))]
     found = digest_text(bytes(region))
     if found != record.header_digest:
         expected = record.header_digest
@@ -176,6 +195,7 @@ def _document(place: places.Place, commit: Commit, files: list[_File]) -> dict[s
 
 def _print_facts(console: Console, place: places.Place, commit: Commit) -> None:
     size = output.size_text(sum(record.size_bytes for record in commit.files))
+    size += f" in {output.count_text(len(commit.files), 'data file')}"
     listed = place.listed
     lineage = "not in a run" if listed is None else lineage_of(listed)
     if listed is not None and listed.superseded_by is not None:

@@ -2,8 +2,9 @@
 
 With --json: `sound`, and `checkpoints`, each with `step` (null for a folder outside a run whose
 manifest is damaged), `folder`, `files`, `blocks`, `bytes`, `unchecked_bytes` and `damage`: a list
-of `file`, `what`, `start`, `stop`, `expected`, `found` and `touches` (what lies in those bytes).
-Ends with status 3 where there is damage.
+of `file`, `what`, `start`, `stop`, `expected`, `found` and `touches` (what lies in those bytes);
+and `deleted_meanwhile`, the folders of a run that retention took before their turn came, which is
+no damage. Ends with status 3 where there is damage.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import typer
 from laststep.catalog.verify import VerifyReport, verify_checkpoint
 from laststep.cli import output, places
 from laststep.cli.status import DAMAGED
+from laststep.errors import NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,31 +37,39 @@ def verify(
     as_json: output.AsJson = False,
 ) -> None:
     """Check every byte of a run's checkpoints, or of one, against its digests."""
-    chosen = _chosen(path, step)
+    named = step is not None or places.is_checkpoint(path)
+    chosen = [places.resolve(path, step)] if named else _all(path)
     reports: list[tuple[places.Place, VerifyReport]] = []
+    deleted: list[str] = []
     console = output.console()
     for place in chosen:
-        with _bar(place.folder) as progress:
-            report = verify_checkpoint(
-                place.store, place.folder, threads=threads, progress=progress
-            )
+        try:
+            with _bar(place.folder) as progress:
+                report = verify_checkpoint(
+                    place.store, place.folder, threads=threads, progress=progress
+                )
+        except NotFound:
+            if named:  # That very one was asked for, and nothing was checked.
+                raise
+            deleted.append(place.folder)
+            if not as_json:
+                console.print(f"{place.folder}: deleted meanwhile")
+            continue
         reports.append((place, report))
         if not as_json:
             _print(place, report)
     sound = not any(report.damage for _, report in reports)
     if as_json:
         documents = [_document(place, report) for place, report in reports]
-        output.print_json({"sound": sound, "checkpoints": documents})
+        output.print_json({"sound": sound, "checkpoints": documents, "deleted_meanwhile": deleted})
     elif not chosen:
         console.print(f"{path} has no checkpoint yet")
     if not sound:
         raise typer.Exit(DAMAGED)
 
 
-def _chosen(path: str, step: int | None) -> list[places.Place]:
-    """One checkpoint, or all of a run."""
-    if step is not None or places.is_checkpoint(path):
-        return [places.resolve(path, step)]
+def _all(path: str) -> list[places.Place]:
+    """All checkpoints of a run."""
     run = places.open_run(path)
     return [
         places.Place(store=run.store, folder=listed.folder, listed=listed)
@@ -107,8 +117,13 @@ def _line(damage: Damage) -> str:
     names = ", ".join(damage.touches[:_SHOWN_NAMES])
     more = len(damage.touches) - _SHOWN_NAMES
     touched = f" (holds {names}{f' and {more} more' if more > 0 else ''})" if names else ""
+    place = ""
+    if damage.stop > damage.start:
+        place = f", bytes {damage.start} to {damage.stop}"
+    elif damage.start:
+        place = f", from byte {damage.start} on"
     return (
-        f"{damage.file}: {damage.what}, bytes {damage.start} to {damage.stop}{touched}: "
+        f"{damage.file}: {damage.what}{place}{touched}: "
         f"expected {damage.expected}, found {damage.found}"
     )
 

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 Metric = float | int | str | bool
 
+DAMAGE_REMEDY = (
+    "`laststep verify` lists all damage; restore() without a step takes the newest good checkpoint"
+)
+"""What to do about stored bytes that are not what was written."""
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _MAX_NAME_BYTES = 255
 _DIGEST = re.compile(re.escape(DIGEST_NAME) + r":[0-9a-f]{32}")
@@ -145,7 +150,9 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
 
 
 def _corrupt(where: str, expected: str, found: str) -> Corrupt:
-    return Corrupt("cannot read a manifest", where=where, expected=expected, found=found)
+    return Corrupt(
+        "cannot read a manifest", where=where, expected=expected, found=found, remedy=DAMAGE_REMEDY
+    )
 
 
 def _verified(data: bytes, where: str) -> bytes:

@@ -35,6 +35,7 @@ _REMEDIES = {
     errno.EIO: "the device failed: look at `dmesg` and save to another place",
     errno.EROFS: "the filesystem is mounted read-only, often after an error: look at `dmesg`",
     errno.EACCES: "give this user the right to write there",
+    errno.ENOTDIR: "the path, or a part of it, is a file: name a folder",
     errno.EPERM: "give this user the right to do so, or use a filesystem that allows it",
     errno.ENOLCK: "this filesystem has no locks: mount it with locking, or use another one",
     errno.EMFILE: "raise the limit on open files (`ulimit -n`)",

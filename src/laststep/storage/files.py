@@ -37,25 +37,32 @@ class FileWriter:
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data` at `offset`."""
         self._check_open("write")
-        flat = data.cast("B")
-        if offset % self.alignment_bytes or flat.nbytes % self.alignment_bytes:
-            raise self._misaligned(offset, flat.nbytes)
-        done = 0
-        while done < flat.nbytes:
-            try:
-                count = self._disk.write(self._fd, flat[done:], offset + done)
-            except OSError as error:
-                if error.errno == errno.EINVAL and self.alignment_bytes > 1:
-                    raise self._misaligned(offset, flat.nbytes) from error
-                raise failed("write", self._path, error) from error
-            if count <= 0:
-                raise StorageFailed(
-                    "cannot write", where=self._path, found="a write of 0 bytes without an error"
-                )
-            done += count
-            if self.alignment_bytes > 1:
-                # The rest of a short direct write has to start on a boundary again.
-                done = done if done == flat.nbytes else done // ALIGN_BYTES * ALIGN_BYTES
+        # Views are released, not dropped: an error's traceback keeps the frames that hold them, and
+        # the memory below could then not be closed by a caller who is handling that error.
+        with data.cast("B") as flat:
+            if offset % self.alignment_bytes or flat.nbytes % self.alignment_bytes:
+                raise self._misaligned(offset, flat.nbytes)
+            done = 0
+            while done < flat.nbytes:
+                with flat[done:] as rest:
+                    done += self._write_some(offset + done, rest)
+                if self.alignment_bytes > 1 and done < flat.nbytes:
+                    # The rest of a short direct write has to start on a boundary again.
+                    done = done // ALIGN_BYTES * ALIGN_BYTES
+
+    def _write_some(self, offset: int, rest: memoryview) -> int:
+        """One write, which may be short, but is never empty."""
+        try:
+            count = self._disk.write(self._fd, rest, offset)
+        except OSError as error:
+            if error.errno == errno.EINVAL and self.alignment_bytes > 1:
+                raise self._misaligned(offset, rest.nbytes) from error
+            raise failed("write", self._path, error) from error
+        if count <= 0:
+            raise StorageFailed(
+                "cannot write", where=self._path, found="a write of 0 bytes without an error"
+            )
+        return count
 
     def finish(self, size_bytes: int) -> None:
         """Cut to size, sync, close. A failed sync is final: a second one would lie."""

@@ -1,0 +1,132 @@
+"""Looking at a run beside somebody who deletes: what goes meanwhile is gone, never damaged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.catalog.content import Content
+from laststep.catalog.retention import Policy
+from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.verify import verify_checkpoint
+from laststep.errors import Corrupt, NotFound
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from laststep.storage.files import FileReader
+    from laststep.storage.store import Entry
+
+Save = Callable[..., str]
+
+
+class Overtaken(DirectoryStore):
+    """A store in which somebody deletes a folder right before, or in, a call that looks at it."""
+
+    def __init__(self, path: Path, *, victim: str, at: str) -> None:
+        super().__init__(path)
+        self._victim = victim
+        self._at = at
+
+    def _delete(self) -> None:
+        self._at = ""
+        self.delete_folder(self._victim, first=MANIFEST_NAME)
+
+    def list(self, folder: str) -> list[Entry]:
+        if folder == self._victim and self._at == "list":
+            self._delete()
+        entries = super().list(folder)
+        if folder == self._victim and self._at == "within list":
+            self._delete()
+            # What had been looked at before it went is there; what came after it is not.
+            return [entry for entry in entries if entry.name == MANIFEST_NAME]
+        return entries
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        if name.startswith(self._victim) and self._at == "read":
+            self._delete()
+        return super().read(name, limit_bytes=limit_bytes)
+
+    def open_reader(self, name: str, *, cached: bool = False) -> FileReader:
+        if name == f"{self._victim}/m.safetensors" and self._at == "open":
+            self._delete()
+        return super().open_reader(name, cached=cached)
+
+
+@pytest.fixture
+def folders(run: Run, save: Save) -> list[str]:
+    epoch = run.claim_epoch(None)
+    return [save(run, step, epoch, step) for step in range(1, 4)]
+
+
+@pytest.mark.parametrize("at", ["list", "within list", "read"])
+def test_a_checkpoint_that_goes_while_it_is_looked_at_is_not_listed(
+    at: str, folders: list[str], tmp_path: Path
+) -> None:
+    for look in (Run.checkpoints, Run.attempts):
+        victim = folders.pop(0)
+        run = Run.open(Overtaken(tmp_path / "run", victim=victim, at=at))
+        found = look(run)
+        assert victim not in [item.folder for item in found]
+        assert not (tmp_path / "run" / victim).exists()
+        assert [item.folder for item in run.checkpoints()] == folders
+        assert all(item.is_whole for item in run.checkpoints())
+
+
+def test_one_look_shows_a_save_either_as_an_attempt_or_as_a_checkpoint(
+    run: Run, folders: list[str]
+) -> None:
+    attempt = run.begin(step=9, epoch=1, attempt=4)
+    checkpoints, attempts = run.look()
+    assert [item.folder for item in checkpoints] == folders
+    assert [item.folder for item in attempts] == [attempt]
+
+
+def test_to_verify_what_goes_meanwhile_is_not_found_and_no_damage(
+    folders: list[str], tmp_path: Path
+) -> None:
+    store = Overtaken(tmp_path / "run", victim=folders[0], at="open")
+    with pytest.raises(NotFound, match="was deleted meanwhile"):
+        verify_checkpoint(store, folders[0])
+    with pytest.raises(NotFound):
+        verify_checkpoint(store, folders[0])
+
+
+def test_to_open_what_goes_meanwhile_is_not_found_and_not_corrupt(
+    run: Run, folders: list[str], tmp_path: Path
+) -> None:
+    commits = [item.commit for item in run.checkpoints()]
+    store = Overtaken(tmp_path / "run", victim=folders[0], at="open")
+    with pytest.raises(NotFound, match="was deleted meanwhile"):
+        Content(store, folders[0], commits[0])
+    (tmp_path / "run" / folders[1] / "m.safetensors").unlink()
+    with pytest.raises(Corrupt, match=r"a data file is missing.*restore\(\) without a step"):
+        Content(store, folders[1], commits[1])
+
+
+def test_beside_a_pruner_nothing_is_ever_shown_as_damaged(
+    run: Run, save: Save, tmp_path: Path
+) -> None:
+    epoch = run.claim_epoch(None)
+    for step in range(1, 31):
+        save(run, step, epoch, step)
+    stop = threading.Event()
+    wrong: list[str] = []
+
+    def look() -> None:
+        store = DirectoryStore(tmp_path / "run")
+        while not stop.is_set():
+            items = Run.open(store).checkpoints()
+            wrong.extend(item.folder for item in items if not item.is_whole)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    plan_prune(run, Policy(keep_last=1)).execute()
+    stop.set()
+    thread.join()
+    assert wrong == []

@@ -1,0 +1,135 @@
+"""Checkpoints whose files are not all there, or not whole: seen by a look, counted by no rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.catalog.listing import nearest_steps
+from laststep.catalog.retention import Policy
+from laststep.catalog.run import Run, plan_prune
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Save = Callable[..., str]
+
+
+@pytest.fixture
+def five(run: Run, save: Save) -> list[str]:
+    """The folders of five checkpoints, the best of which is the last."""
+    epoch = run.claim_epoch(None)
+    return [save(run, step, epoch, step, metrics={"loss": 9.0 - step}) for step in range(1, 6)]
+
+
+def spoil(folder: Path, how: str) -> None:
+    file = folder / "m.safetensors"
+    if how == "missing":
+        file.unlink()
+    elif how == "short":
+        file.write_bytes(file.read_bytes()[:4999])
+    elif how == "long":
+        file.write_bytes(file.read_bytes() + b"x")
+    elif how == "folder":
+        file.unlink()
+        file.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("missing", "m.safetensors is missing"),
+        ("short", "m.safetensors has 4999 bytes instead of 5000"),
+        ("long", "m.safetensors has 5001 bytes instead of 5000"),
+        ("folder", "m.safetensors is missing"),
+    ],
+)
+def test_a_checkpoint_with_a_wrong_file_is_incomplete_and_not_the_newest(
+    how: str, told: str, run: Run, five: list[str], tmp_path: Path
+) -> None:
+    spoil(tmp_path / "run" / five[-1], how)
+    item = run.checkpoints()[-1]
+    assert item.incomplete == told
+    assert item.commit is not None
+    assert item.on_lineage
+    assert not item.is_whole
+    newest = run.newest()
+    assert newest is not None
+    assert newest.folder == five[-2]
+    run.check_step_free(5)  # what cannot be restored blocks no step
+
+
+def test_what_is_incomplete_counts_for_no_rule_and_the_newest_whole_one_stays(
+    run: Run, five: list[str], tmp_path: Path
+) -> None:
+    for number in (3, 4):
+        spoil(tmp_path / "run" / five[number], "short")
+    plan = plan_prune(run, Policy(keep_last=1))
+    assert plan.deletions == (five[1], five[0])
+    reasons = {verdict.folder: verdict.reasons for verdict in plan.verdicts}
+    assert reasons[five[2]] == ("the newest", "one of the last 1")
+    assert reasons[five[4]] == (
+        "incomplete (m.safetensors has 4999 bytes instead of 5000): kept as evidence",
+    )
+    best = plan_prune(run, Policy(keep_best=1, best_metric="loss", keep_abandoned=False))
+    kept = [verdict.folder for verdict in best.verdicts if verdict.keep]
+    assert kept == [five[2]]
+    reasons = {verdict.folder: verdict.reasons for verdict in best.verdicts}
+    assert reasons[five[4]] == ("incomplete (m.safetensors has 4999 bytes instead of 5000)",)
+
+
+def test_what_would_be_freed_is_what_is_there(run: Run, five: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run" / five[0]
+    spoil(folder, "missing")
+    plan = plan_prune(run, Policy(keep_last=4, keep_abandoned=False))
+    assert plan.deletions == (five[0],)
+    assert plan.freed_bytes == (folder / MANIFEST_NAME).stat().st_size
+    assert run.checkpoints()[0].size_bytes == 5000
+
+
+def test_one_that_is_incomplete_supersedes_nothing(run: Run, save: Save, tmp_path: Path) -> None:
+    epoch = run.claim_epoch(None)
+    old, new = save(run, 7, epoch, 1), save(run, 7, epoch, 2)
+    spoil(tmp_path / "run" / new, "short")
+    assert [item.folder for item in run.lineage()] == [old, new]
+    plan = plan_prune(run, Policy(keep_last=1))
+    assert plan.deletions == ()
+    (tmp_path / "run" / new / "m.safetensors").write_bytes(bytes(5000))
+    assert plan_prune(run, Policy(keep_last=1)).deletions == (old,)
+
+
+def test_a_retention_looks_once_into_each_folder(
+    run: Run, five: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.checkpoints()  # from here on manifests are remembered
+    looked: list[str] = []
+    look = DirectoryStore.list
+    monkeypatch.setattr(
+        DirectoryStore, "list", lambda self, name: looked.append(name) or look(self, name)
+    )
+    monkeypatch.setattr(
+        DirectoryStore, "read", lambda self, name, **_: pytest.fail(f"{name} was read")
+    )
+    monkeypatch.setattr(
+        DirectoryStore, "open_reader", lambda self, name, **_: pytest.fail(f"{name} was opened")
+    )
+    plan_prune(run, Policy(keep_last=2))
+    assert sorted(looked) == ["", "epochs", *five]
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted", "text"),
+    [
+        ([], 5, "no checkpoint"),
+        ([10], 5, "step 10"),
+        ([30, 10, 20, 20], 25, "steps 10, 20, 30"),
+        (range(0, 1000, 10), 55, "steps 30, 40, 50, 60, 70, 80, and 94 more"),
+        (range(0, 1000, 10), 5000, "steps 940, 950, 960, 970, 980, 990, and 94 more"),
+    ],
+)
+def test_the_nearest_steps_are_named(steps: list[int], wanted: int, text: str) -> None:
+    assert nearest_steps(steps, wanted) == text

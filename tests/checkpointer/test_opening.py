@@ -1,0 +1,115 @@
+"""`laststep.open` on runs that lack something: each error says what there is, and what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+from laststep.terms import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OTHERWISE = r"`laststep verify` lists all damage; restore\(\) without a step takes the newest good"
+
+
+@pytest.fixture
+def run(run_folder: Path) -> Path:
+    """Steps 0, 10, …, 90 of a tensor that ends within its second block."""
+    state = {"t": torch.zeros(BLOCK_BYTES + 4000, dtype=torch.uint8)}
+    with laststep.Checkpointer(run_folder, state=state, flush="thread", progress=False) as ckpt:
+        for step in range(0, 100, 10):
+            ckpt.save(step)
+    return run_folder
+
+
+def files(run: Path, step: int) -> Path:
+    [folder] = run.glob(f"step-{step:08d}.*")
+    return folder
+
+
+def test_a_step_that_is_not_there_is_answered_with_its_neighbours(run: Path) -> None:
+    catalog = laststep.open(run)
+    with pytest.raises(laststep.NotFound) as raised:
+        catalog[55]
+    assert raised.value.what == "there is no checkpoint of step 55"
+    assert raised.value.found == "steps 30, 40, 50, 60, 70, 80, and 4 more"
+    assert raised.value.remedy == "catalog.steps() lists all of the lineage, `laststep ls` the rest"
+    assert 55 not in catalog
+
+
+def test_a_file_in_the_place_of_a_run_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no run")
+    with pytest.raises(laststep.LaststepError, match="is a file: name a folder"):
+        laststep.open(tmp_path / "file")
+
+
+def test_a_missing_file_and_a_short_one_are_told_with_a_remedy(run: Path) -> None:
+    (files(run, 30) / "state.safetensors").unlink()
+    short = files(run, 90) / "state.safetensors"
+    size = short.stat().st_size
+    with short.open("r+b") as file:
+        file.truncate(size - 1)
+    catalog = laststep.open(run)
+    with pytest.raises(laststep.Corrupt, match=f"a data file is missing.*{OTHERWISE}"):
+        catalog[30].tensors()
+    told = f"too short at .*: expected {size} bytes, found {size - 1} bytes; {OTHERWISE}"
+    with pytest.raises(laststep.Corrupt, match=told):
+        catalog.latest().tensors()  # nobody asked for an older one
+    with pytest.raises(laststep.Corrupt, match=told):
+        laststep.load(run)
+
+
+def test_a_manifest_that_cannot_be_read_is_told_with_a_remedy(run: Path) -> None:
+    (files(run, 30) / "manifest.json").write_bytes(b"{")
+    with pytest.raises(laststep.Corrupt, match=f"cannot read a manifest.*{OTHERWISE}"):
+        laststep.open(run)[30]
+    files(run, 40).rename(run / "step-00000041.1-5")
+    with pytest.raises(laststep.Corrupt, match=f"not that of its folder.*{OTHERWISE}"):
+        laststep.open(run)[41]
+
+
+def test_the_bytes_that_are_named_lie_within_the_file(run: Path) -> None:
+    path = files(run, 50) / "state.safetensors"
+    size = path.stat().st_size
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    place = rf"block 1 \(bytes {size - 4000}-{size}\)"
+    with laststep.open(run)[50] as checkpoint:
+        tensor = checkpoint.tensor("state/t")
+        with pytest.raises(laststep.Corrupt, match=f"cannot read state/t.*{place}.*{OTHERWISE}"):
+            tensor[:]
+        assert tensor[0] == 0
+    state = {"t": torch.ones(BLOCK_BYTES + 4000, dtype=torch.uint8)}
+    with laststep.Checkpointer(run, state=state, flush="thread", progress=False) as ckpt:  # noqa: SIM117
+        with pytest.raises(laststep.Corrupt, match=place):
+            ckpt.restore(50)
+
+
+def test_a_file_that_is_cut_while_it_is_open_is_short(run: Path) -> None:
+    path = files(run, 50) / "state.safetensors"
+    size = path.stat().st_size
+    with laststep.open(run)[50] as checkpoint:
+        tensor = checkpoint.tensor("state/t")
+        with path.open("r+b") as file:
+            file.truncate(size - 1000)
+        told = f"too short.*expected at least {size} bytes, found {size - 1000} bytes; {OTHERWISE}"
+        with pytest.raises(laststep.Corrupt, match=told):
+            tensor[:]
+
+
+def test_a_checkpoint_that_was_deleted_since_it_was_listed_is_not_found(run: Path) -> None:
+    catalog = laststep.open(run)
+    checkpoint = catalog[30]
+    folder = files(run, 30)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    with pytest.raises(laststep.NotFound, match="the checkpoint was deleted meanwhile"):
+        checkpoint.tensors()
+    with pytest.raises(laststep.NotFound):
+        checkpoint.verify()

@@ -1,0 +1,34 @@
+"""Retention by the flusher, in a run of which something was lost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("flush", ["thread", "process"])
+def test_a_checkpoint_that_lost_a_file_takes_no_place_among_the_last(
+    flush: str, run_folder: Path
+) -> None:
+    state = {"t": torch.zeros(400_000)}
+    keep = laststep.Keep(last=2)
+    with laststep.Checkpointer(
+        run_folder, state=state, keep=keep, flush=flush, progress=False
+    ) as ckpt:
+        ckpt.restore()
+        for step in range(3):
+            ckpt.save(step).wait()
+        [lost] = run_folder.glob("step-00000002.*/state.safetensors")
+        lost.unlink()
+        ckpt.save(3)
+    # Steps 3 and 1 can be restored; step 2 stays for somebody to look at.
+    assert laststep.open(run_folder).steps() == [1, 2, 3]
+    with laststep.Checkpointer(run_folder, state=state, flush=flush, progress=False) as ckpt:
+        assert ckpt.restore(1).step == 1
