@@ -14,7 +14,6 @@ from laststep.version import VERSION as __version__  # noqa: N811 (every package
 if TYPE_CHECKING:
     from laststep.checkpointer.core import Checkpointer, Restored
     from laststep.checkpointer.keep import Keep
-    from laststep.checkpointer.loading import Problems
     from laststep.checkpointer.oneoff import load, save
     from laststep.checkpointer.opening import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
     from laststep.checkpointer.restoring import Skipped
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         LaststepError,
         Mismatch,
         NotFound,
+        Problems,
         StorageFailed,
         Torn,
         Usage,
@@ -38,15 +38,14 @@ if TYPE_CHECKING:
 _WHERE = {
     "laststep.checkpointer.core": ("Checkpointer", "Restored"),
     "laststep.checkpointer.keep": ("Keep",),
-    "laststep.checkpointer.loading": ("Problems",),
     "laststep.checkpointer.oneoff": ("load", "save"),
     "laststep.checkpointer.opening": ("Catalog", "Checkpoint", "StoredTensor", "open"),
     "laststep.checkpointer.restoring": ("Skipped",),
     "laststep.config": ("Capture", "FlushIn", "OnBusy"),
     "laststep.engine.handle": ("SaveHandle", "SaveReport"),
     "laststep.errors": (
-        "Aborted", "Corrupt", "Exists", "LaststepError", "Mismatch", "NotFound", "StorageFailed",
-        "Torn", "Usage",
+        "Aborted", "Corrupt", "Exists", "LaststepError", "Mismatch", "NotFound", "Problems",
+        "StorageFailed", "Torn", "Usage",
     ),
     "laststep.state.provider": ("ABSENT", "State", "StateProvider"),
     "laststep.state.tensors": ("register_tensor_type",),

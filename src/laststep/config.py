@@ -5,6 +5,7 @@ Knows nothing of what they do; nothing here is read from the environment.
 
 from __future__ import annotations
 
+import numbers
 import os
 from dataclasses import dataclass
 from enum import StrEnum
@@ -34,13 +35,17 @@ class FlushIn(StrEnum):
 
 
 class OnBusy(StrEnum):
-    """What save() does while an earlier save still holds the memory that it needs."""
+    """What save() does while an earlier save still holds the memory that it needs, or while
+    `MAX_UNCOMMITTED` earlier ones are not committed yet."""
 
     WAIT = "wait"
     SKIP = "skip"
 
 
 MIN_SLOTS = 4
+MAX_UNCOMMITTED = 8
+"""Saves that may be under way at once. Memory bounds large states; small ones in a tight loop would
+pile up attempts, all of which are lost if both processes die."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +77,56 @@ class Settings:
             except ValueError:
                 choices = ", ".join(repr(choice.value) for choice in kind)
                 raise Usage(
-                    f"unknown setting {name}", expected=f"one of {choices}", found=repr(value)
+                    f"unknown setting {name}",
+                    expected=f"one of {choices}",
+                    found=repr(value),
+                    remedy="choose one of these, or leave it out",
                 ) from None
+        for name in ("writers", "device_margin_bytes", "host_memory_bytes"):
+            self._check_number(name)
+        for name in ("allow_pickle", "progress"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "progress" and value is None):
+                raise Usage(
+                    f"{name} is not True or False",
+                    expected="a bool" + (" or None" if name == "progress" else ""),
+                    found=repr(value),
+                    remedy=f"pass {name}=True or {name}=False",
+                )
+        self._check_ranges()
+
+    def _check_number(self, name: str) -> None:
+        """A whole number, as an int; text, floats and booleans are none."""
+        value = getattr(self, name)
+        if name == "host_memory_bytes" and value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            example = "4" if name == "writers" else "1 << 30"
+            raise Usage(
+                f"{name} is not a whole number",
+                expected="an int",
+                found=f"{value!r}, a {type(value).__name__}",
+                remedy=f"pass an int, such as {name}={example}"
+                + (" for 1 GiB" if name.endswith("_bytes") else ""),
+            )
+        object.__setattr__(self, name, int(value))
+
+    def _check_ranges(self) -> None:
         least = MIN_SLOTS * CHUNK_BYTES
         if self.host_memory_bytes is not None and self.host_memory_bytes < least:
             raise Usage(
                 "host_memory_bytes is too small",
                 expected=f"at least {least} ({MIN_SLOTS} slots of {CHUNK_BYTES})",
                 found=str(self.host_memory_bytes),
+                remedy="raise it: a state larger than it passes through it in pieces",
             )
         if not 1 <= self.writers <= 64:
-            raise Usage("writers is out of range", expected="1 to 64", found=str(self.writers))
+            raise Usage(
+                "writers is out of range", expected="1 to 64", found=str(self.writers),
+                remedy="pass about as many as there are cores to spare",
+            )  # fmt: skip
         if self.device_margin_bytes < 0:
             raise Usage(
                 "device_margin_bytes is negative", expected="0 or more",
-                found=str(self.device_margin_bytes),
+                found=str(self.device_margin_bytes), remedy="pass 0 to leave no margin",
             )  # fmt: skip

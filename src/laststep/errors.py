@@ -7,6 +7,10 @@ as `(kind, fields)` through `to_wire` and `from_wire`; they never travel as pick
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+_SHOWN_PROBLEMS = 50
+
 
 class LaststepError(Exception):
     """The root of the tree; catch it to catch everything that laststep raises on purpose."""
@@ -60,10 +64,58 @@ class Corrupt(LaststepError):
     """Stored bytes are not what was written; an older checkpoint may still be good."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problems:
+    """What did not fit between a checkpoint and the live state; empty, and false, when all is well.
+
+    `Mismatch.problems` and, with strict=False, `Restored.problems` are one of these.
+    """
+
+    missing: tuple[str, ...] = ()
+    """Live, but not stored: full names, `item` or `item/name`."""
+    unexpected: tuple[str, ...] = ()
+    """Stored, but not live: full names likewise."""
+    mismatched: tuple[str, ...] = ()
+    """In both, but different in shape, dtype, class or structure: one text for each."""
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.missing) + len(self.unexpected) + len(self.mismatched)
+
+    def lines(self) -> tuple[str, ...]:
+        """All of it as text, one line for each."""
+        return (
+            *(f"missing: {name} is not in the checkpoint" for name in self.missing),
+            *(f"unexpected: {name} is not in the live state" for name in self.unexpected),
+            *(f"mismatched: {text}" for text in self.mismatched),
+        )
+
+
 class Mismatch(LaststepError):
     """The checkpoint is sound but does not fit the live state; see `.problems` for all of it."""
 
-    problems: tuple[str, ...] = ()
+    problems: Problems = Problems()
+    """Everything that does not fit; the message lists the first fifty."""
+
+    @classmethod
+    def of(cls, problems: Problems, *, where: str, remedy: str) -> Mismatch:
+        """The error for these problems, of a checkpoint `where`."""
+        count = len(problems)
+        places = "1 place" if count == 1 else f"{count} places"
+        error = cls(
+            f"the checkpoint does not fit the live state in {places}", where=where, remedy=remedy
+        )
+        error.problems = problems
+        return error
+
+    def __str__(self) -> str:
+        lines = [f"\n  {line}" for line in self.problems.lines()[:_SHOWN_PROBLEMS]]
+        if len(self.problems) > _SHOWN_PROBLEMS:
+            lines.append(f"\n  … and {len(self.problems) - _SHOWN_PROBLEMS} more (see .problems)")
+        return super().__str__() + (":" if lines else "") + "".join(lines)
 
 
 class StorageFailed(LaststepError):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import laststep
+from laststep.checkpointer import restoring
 from laststep.storage.files import FileReader
 
 if TYPE_CHECKING:
@@ -491,3 +492,27 @@ def test_what_is_overwritten_goes_once_its_successor_is_committed(run_folder: Pa
     assert sorted(catalog.steps()) == [7, 8]
     assert catalog[7].tensor("one/a")[:].tolist() == [5, 5, 5]
     assert len(list(run_folder.glob("step-*"))) == 2
+
+
+def test_a_checkpoint_that_retention_takes_meanwhile_is_no_damage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    state = {"n": 0}
+    with laststep.Checkpointer(tmp_path, state=state) as ckpt:
+        for step in (1, 2):
+            state["n"] = step
+            ckpt.save(step)
+        ckpt.wait()
+        handle = ckpt.save(3)
+        handle.wait()
+        newest = handle.report.folder
+        really_open = restoring._open
+
+        def open_late(store: object, listed: object) -> object:
+            if listed.folder == newest:
+                shutil.rmtree(tmp_path / newest)
+            return really_open(store, listed)
+
+        monkeypatch.setattr(restoring, "_open", open_late)
+        restored = ckpt.restore()
+    assert (restored.step, restored.skipped, state["n"]) == (2, (), 2)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import os
 import time
 import weakref
@@ -19,9 +18,8 @@ from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from laststep import flusher
 from laststep.catalog.run import Run
-from laststep.checkpointer import lifetimes, sizing
+from laststep.checkpointer import arguments, lifetimes, neighbours, places, queueing, sizing
 from laststep.checkpointer.keep import Keep
-from laststep.checkpointer.loading import Problems
 from laststep.checkpointer.parts import Memory, take_state
 from laststep.checkpointer.pausing import without_collection
 from laststep.checkpointer.restoring import Skipped, Wanted, restore_into
@@ -33,7 +31,7 @@ from laststep.engine.copy.capture import Capturer
 from laststep.engine.handle import SaveHandle, SaveReport
 from laststep.engine.pool import Pool
 from laststep.engine.wire import Continue
-from laststep.errors import Aborted, Exists, LaststepError, NotFound, Usage
+from laststep.errors import Aborted, Exists, LaststepError, NotFound, Problems, Usage
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
 from laststep.plan.save import PlanCache
 from laststep.state.items import providers_for
@@ -114,9 +112,10 @@ class Checkpointer:
         self._preflight: threading.Thread | None = None
         self._closed = False
         self._pid = os.getpid()
-        self._store = DirectoryStore(run)
+        self._store = DirectoryStore(arguments.run_path(run))
         self.path = self._store.url
-        self._providers = providers_for({**(items or {}), **more_items})
+        self._providers = providers_for(arguments.all_items(items, more_items))
+        places.look_at(self._store)
         self._keep = keep
         self._bus = Bus()
         for subscriber in (log_event, *subscribers):
@@ -145,6 +144,7 @@ class Checkpointer:
             raise
         self._abandons = self._newest_step()
         lifetimes.watch(self, at_exit=self._finish_at_exit, in_child=self._abandon)
+        neighbours.enter(self, self.path, self._under_way)
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -164,9 +164,10 @@ class Checkpointer:
         """
         began = time.perf_counter()
         self._check_usable("save")
+        step = arguments.plain_step(step)
+        arguments.check_metrics(metrics)
         self._raise_failed()
         self._revive()
-        step = _plain_step(step)
         self._warn_of_branch()
         self._check_step(step, overwrite=overwrite)
         handle = SaveHandle(step)
@@ -271,25 +272,31 @@ class Checkpointer:
     # -- restoring --------------------------------------------------------------------------------
 
     def restore(
-        self, step: int | None = None, *, only: Sequence[str] | None = None, strict: bool = True
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        only: Sequence[str] | str | None = None,
+        strict: bool = True,
     ) -> Restored:
         """Restore the newest checkpoint that verifies, or exactly the given step.
 
         `only` names items, or globs over `item/tensor` names; nothing else is read or changed, and
-        a run that is under way goes on from where it is.
+        a run that is under way goes on from where it is. Saves to this run that are under way in
+        this process are waited for; what failed of one's own is raised.
         """
         self._check_usable("restore", mixed_is_fine=True)
-        self.wait()
-        self._revive()
-        mixed = self._mixed
+        mixed, only = self._mixed, arguments.patterns(only)
         wanted = Wanted(
-            step=step, only=only, strict=strict, allow_pickle=self._settings.allow_pickle,
-            threads=self._settings.readers(),
+            step=None if step is None else arguments.plain_step(step), only=only, strict=strict,
+            allow_pickle=self._settings.allow_pickle, threads=self._settings.readers(),
         )  # fmt: skip
+        self.wait()
+        own_pids = neighbours.wait_for_others(self, self.path)
+        self._revive()
         with without_collection(), self._pool.at_rest():
             outcome = restore_into(
                 self._store, self._providers, self._pool, self._bus, wanted,
-                touched=self._mark_mixed, flusher_pid=self._client.helper_pid or os.getpid(),
+                touched=self._mark_mixed, own_pids=own_pids,
             )  # fmt: skip
         if outcome is None:
             self._taken = set()
@@ -347,12 +354,16 @@ class Checkpointer:
                 f"cannot {what} in a forked process",
                 expected=f"process {self._pid}, which made the Checkpointer",
                 found=f"process {os.getpid()}",
+                remedy="make one in this process, with a run of its own",
             )
 
     def _check_usable(self, what: str, *, mixed_is_fine: bool = False) -> None:
         self._check_process(what)
         if self._closed:
-            raise Usage(f"cannot {what}: the Checkpointer is closed")
+            raise Usage(
+                f"cannot {what}: the Checkpointer is closed",
+                remedy="make a new one for the same run",
+            )
         require_single_rank()
         if self._mixed is not None and not mixed_is_fine:
             raise Usage(
@@ -395,14 +406,12 @@ class Checkpointer:
         """Say once that saving without restoring leaves what is there behind."""
         if self._abandons is not None and not self._resumed:
             log.warning(
-                "%s holds step %d, which was not restored: this save begins a new line beside it",
-                self.path, self._abandons,
+                "%s holds step %d, which was not restored: this save begins a new line beside it; "
+                "call restore() first to continue instead", self.path, self._abandons,
             )  # fmt: skip
         self._abandons = None
 
     def _check_step(self, step: int, *, overwrite: bool) -> None:
-        if not 0 <= step < 1 << 62:
-            raise Usage("a step is a number", expected="an int of 0 or more", found=repr(step))
         if step in self._taken and not overwrite:
             raise Exists(
                 f"step {step} has been saved already", where=self.path,
@@ -410,27 +419,26 @@ class Checkpointer:
             )  # fmt: skip
 
     def _make_room(self, handle: SaveHandle) -> float:
-        """Wait for, or give way to, an earlier capture that still needs the memory."""
-        running = [
-            job for h in self._handles if (job := self._jobs.get(h)) and not job.over.is_set()
-        ]
-        reason = "an earlier save is still being captured" if running else None
-        flushing = any(not h.committed.over() for h in self._handles)
-        if reason is None and flushing and self._pool.room_bytes < self._plans.last_bytes:
-            reason = "an earlier save still holds the host memory that this one needs"
+        """Wait for, or give way to, earlier saves that stand in the way; returns the seconds."""
+        under_way = [h for h in self._handles if not h.committed.over()]
+        jobs = [self._jobs.get(h) for h in self._handles]
+        capturing = [job for job in jobs if job is not None and not job.over.is_set()]
+        short = self._pool.room_bytes < self._plans.last_bytes
+        reason = queueing.obstacle(under_way, capturing, short_of_room=short)
         if reason is None:
             return 0.0
-        if self._settings.on_busy is OnBusy.SKIP:
-            handle.report.skipped = reason
-            for stage in (handle.captured, handle.durable, handle.committed):
-                stage.skip()
-            self._bus.emit(SaveSkipped(step=handle.step, reason=reason))
-            return 0.0
-        # Room in the pool is waited for slot by slot, while the capture runs.
-        began = time.perf_counter()
-        for job in running[-1:]:
-            job.over.wait()
-        return time.perf_counter() - began
+        if self._settings.on_busy is OnBusy.WAIT:
+            return queueing.wait_for_turn(under_way, capturing)
+        handle.report.skipped = reason
+        for stage in (handle.captured, handle.durable, handle.committed):
+            stage.skip()
+        self._bus.emit(SaveSkipped(step=handle.step, reason=reason))
+        return 0.0
+
+    def _under_way(self) -> neighbours.UnderWay:
+        handles = tuple(handle for handle in self._handles if not handle.committed.over())
+        pid = None if self._closed else self._client.helper_pid
+        return neighbours.UnderWay(handles=handles, flusher_pid=pid or os.getpid())
 
     def _announce(self, handle: SaveHandle, size_bytes: int, tensors: int) -> None:
         handle.report.size_bytes, handle.report.tensors = size_bytes, tensors
@@ -474,13 +482,6 @@ class Checkpointer:
         """In a forked child: this object belongs to the parent."""
         self._client.abandon()
         self._closed = True
-
-
-def _plain_step(step: SupportsIndex) -> int:
-    """A step as an int; NumPy's integers are welcome, booleans and floats are not."""
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise Usage("a step is a number", expected="an int of 0 or more", found=repr(step))
-    return operator.index(step)
 
 
 def _timing_of(job: Job) -> Callable[[SaveReport], None]:

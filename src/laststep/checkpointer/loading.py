@@ -7,14 +7,16 @@ is touched.
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+import logging
 from typing import TYPE_CHECKING
 
+from laststep.checkpointer.parts import naming
 from laststep.engine.copy.place import Placer
 from laststep.engine.read import ReadFile, read_all
-from laststep.errors import Mismatch, NotFound
+from laststep.errors import Mismatch, NotFound, Problems
 from laststep.plan.load import Read, Want, plan_reads
 from laststep.state.matching import Match, load_item, match_item
+from laststep.state.modules import loads_in_its_own_way
 from laststep.state.tensors import collect, copy_tensors
 
 if TYPE_CHECKING:
@@ -26,27 +28,12 @@ if TYPE_CHECKING:
     from laststep.engine.pool import Pool
     from laststep.state.provider import StateProvider
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problems:
-    """What did not fit between a checkpoint and the live state; empty when all is well."""
-
-    missing: tuple[str, ...] = ()
-    """Live, but not stored."""
-    unexpected: tuple[str, ...] = ()
-    """Stored, but not live."""
-    mismatched: tuple[str, ...] = ()
-    """In both, but different in shape, dtype or structure."""
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.mismatched)
-
-    def lines(self) -> tuple[str, ...]:
-        return (
-            *(f"missing: {name} is not in the checkpoint" for name in self.missing),
-            *(f"unexpected: {name} is not in the live state" for name in self.unexpected),
-            *(f"mismatched: {text}" for text in self.mismatched),
-        )
+VALUE = "state"
+"""The item that holds a one-off state."""
+_VALUES = frozenset({"value", "group"})
+"""Kinds of items that are restored into the live dicts themselves."""
 
 
 def selection(only: Sequence[str] | None, item: str) -> tuple[bool, Callable[[str], bool] | None]:
@@ -70,10 +57,14 @@ def fit(
     only: Sequence[str] | None,
     *,
     strict: bool,
+    where: str,
+    remedy: str,
 ) -> tuple[list[Match], Problems]:
-    """Fit all wanted items; raises one `Mismatch` that lists everything when `strict`."""
+    """Fit all wanted items; raises one `Mismatch` that lists everything when `strict`. `where` (the
+    checkpoint's folder) and `remedy` are for its message."""
     matches: list[Match] = []
     missing, unexpected, mismatched = [], [], []
+    removed: dict[str, list[str]] = {}
     for name, provider in providers.items():
         wanted, selected = selection(only, name)
         if not wanted:
@@ -81,19 +72,27 @@ def fit(
         if name not in content.items:
             missing.append(name)
             continue
-        state = provider.describe()
-        live = collect(state.value, volatile=state.volatile, allow_pickle=True)
         item = content.item(name)
         if selected is not None and not any(map(selected, item.names())):
             continue
+        with naming(name):
+            state = provider.describe()
+            live = collect(state.value, volatile=state.volatile, allow_pickle=True)
         match = match_item(item, provider, state, live, selected)
-        matches.append(match)
+        match.exact = strict and selected is None
+        if () not in match.foreign:
+            matches.append(match)
         missing += [f"{name}/{n}" for n in match.missing]
         unexpected += [f"{name}/{n}" for n in match.unexpected]
         mismatched += [
             f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}"
             for text in match.mismatched
         ]
+        newer = match.newer_values() if match.whole else []
+        if not strict:
+            missing += [f"{name}/{n}" for n in newer]
+        elif newer and provider.kind in _VALUES:
+            removed[name] = newer
     if only is None:
         unexpected += [name for name in content.items if name not in providers]
     else:
@@ -102,8 +101,37 @@ def fit(
         missing=tuple(missing), unexpected=tuple(unexpected), mismatched=tuple(mismatched)
     )
     if problems and strict:
-        raise mismatch(content.folder, problems)
+        remedy += _way_by_hooks(problems, content, providers, where)
+        raise Mismatch.of(problems, where=where, remedy=remedy)
+    _warn_of_removed(removed)
     return matches, problems
+
+
+def _way_by_hooks(
+    problems: Problems, content: Content, providers: Mapping[str, StateProvider], where: str
+) -> str:
+    """The way out for modules that translate the names of older checkpoints when they load: tensors
+    that are restored in place do not pass through their hooks."""
+    named = {text.partition("/")[0] for text in (*problems.missing, *problems.unexpected)}
+    for name in sorted(named.intersection(providers)):
+        if any(loads_in_its_own_way(part) for part in providers[name].parts()):
+            stored = f"laststep.load({where!r})"
+            if set(content.items) != {VALUE}:
+                stored += f"[{name!r}]"
+            return (
+                f"; {name} has hooks for loading, which a restore in place does not run: "
+                f"its load_state_dict({stored}) does"
+            )
+    return ""
+
+
+def _warn_of_removed(removed: Mapping[str, Sequence[str]]) -> None:
+    for item, names in removed.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        log.warning(
+            "%s goes back to what was saved, without %s%s; strict=False would keep them",
+            item, ", ".join(names[:3]), more,
+        )  # fmt: skip
 
 
 def _check_all_used(
@@ -124,19 +152,6 @@ def _check_all_used(
                 found=f"items {', '.join(sorted(names))}",
                 remedy="`laststep show --all` lists the names",
             )  # fmt: skip
-
-
-def mismatch(folder: str, problems: Problems) -> Mismatch:
-    """One error that lists everything that does not fit."""
-    lines = problems.lines()
-    shown = "".join(f"\n  {line}" for line in lines[:50])
-    more = f"\n  … and {len(lines) - 50} more (see .problems)" if len(lines) > 50 else ""
-    error = Mismatch(
-        f"{folder} does not fit the live state in {len(lines)} places:{shown}{more}\n ",
-        remedy="pass strict=False to restore what fits, or only=[…] to restore a part",
-    )
-    error.problems = lines
-    return error
 
 
 def load_all(content: Content, device: str) -> list[Match]:

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laststep.catalog.run import Run
 from laststep.checkpointer.core import Checkpointer
-from laststep.checkpointer.loading import fit, load_all, transfer
+from laststep.checkpointer.loading import VALUE, fit, load_all, transfer
 from laststep.checkpointer.opening import Catalog, Checkpoint, open_folder
+from laststep.checkpointer.places import check_new_folder
 from laststep.config import MIN_SLOTS
 from laststep.dist.ranks import require_single_rank
 from laststep.engine.pool import Pool
-from laststep.errors import Exists, NotFound
+from laststep.errors import Exists, NotFound, Usage
 from laststep.state.items import providers_for
 from laststep.storage.directory import DirectoryStore, absolute
 from laststep.terms import CHUNK_BYTES, MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from laststep.catalog.content import Content
 
-VALUE = "state"
-"""The item that holds a one-off state."""
 _LOAD_SLOTS = 16
 
 
@@ -44,6 +44,7 @@ def save(state: object, path: str | os.PathLike[str], *, allow_pickle: bool = Fa
 def write_folder(items: Mapping[str, object], full: str, *, allow_pickle: bool) -> None:
     """Save items to a folder of their own: into a run beside it, whose only checkpoint is moved."""
     target = Path(full)
+    check_new_folder(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.parent / f".{target.name}.tmp-{os.getpid()}-{time.monotonic_ns()}"
     try:
@@ -80,6 +81,7 @@ def load(
     With `into`, the state is written into it in place and returned.
     """
     checkpoint, is_run = _find(path)
+    where = f"{absolute(path)}/{checkpoint.folder}" if is_run else absolute(path)
     pool = Pool(max(_LOAD_SLOTS, MIN_SLOTS) * CHUNK_BYTES, pinned=False)
     pool.want(pool.cap_bytes)
     try:
@@ -90,8 +92,11 @@ def load(
             transfer(content, matches, pool, threads=4)
             values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
             return values[VALUE] if single else values
-        providers = providers_for({VALUE: into} if single else into)  # type: ignore[arg-type]
-        matches, _ = fit(content, providers, None, strict=strict)
+        providers = providers_for({VALUE: into} if single else _items_in(into, content))
+        matches, _ = fit(
+            content, providers, None, strict=strict, where=where,
+            remedy="pass strict=False to load what fits, or leave `into` out to see what is stored",
+        )  # fmt: skip
         transfer(content, matches, pool, threads=4)
         for match in matches:
             providers[match.item.name].restore(match.tree(allow_pickle=allow_pickle))
@@ -99,6 +104,16 @@ def load(
     finally:
         checkpoint.close()
         pool.close()
+
+
+def _items_in(into: object, content: Content) -> Mapping[str, object]:
+    if not isinstance(into, Mapping):
+        names = ", ".join(f"{name!r}: …" for name in content.items)
+        raise Usage(
+            "cannot tell which item `into` is", expected="a dict with all items of the checkpoint",
+            found=f"a {type(into).__name__}", remedy=f"pass into={{{names}}}",
+        )  # fmt: skip
+    return into
 
 
 def _find(path: str | os.PathLike[str]) -> tuple[Checkpoint, bool]:

@@ -7,6 +7,7 @@ left to the capture thread.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from laststep.state.stored import encode_item
 from laststep.state.tensors import CollectCache, collect, hold_scalar, plain_scalar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import torch
 
@@ -46,7 +47,7 @@ class Taken:
         ]:
             shared = next(i for i, file in enumerate(plan.files) if file.object_names)
             trees = tuple(
-                (shared, f"{name}/{TREE_NAME}", encode_item(collected))
+                (shared, f"{name}/{TREE_NAME}", _encoded(name, collected))
                 for name, collected in self.collected.items()
             )
             items = tuple(
@@ -94,9 +95,12 @@ def take_state(
     sources: list[torch.Tensor] = []
     collected: dict[str, Collected] = {}
     for name, provider in providers.items():
-        state = provider.describe()
         cache = memory.caches.setdefault(name, CollectCache())
-        one = collect(state.value, volatile=state.volatile, allow_pickle=allow_pickle, cache=cache)
+        with naming(name):
+            state = provider.describe()
+            one = collect(
+                state.value, volatile=state.volatile, allow_pickle=allow_pickle, cache=cache
+            )
         collected[name] = one
         sources += one.sources
         specs.append(memory.spec(name, provider.kind, one.pieces, standalone=state.standalone))
@@ -106,11 +110,51 @@ def take_state(
     return Taken(
         specs=tuple(specs), pieces=memory.pieces, sources=tuple(sources), collected=collected,
         metrics=held,
-        metadata=objects.decode(objects.encode(metadata), where="metadata"),
+        metadata=_plain_metadata(metadata),
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def naming(item: str) -> Iterator[None]:
+    """Have errors inside say whose state they are about."""
+    try:
+        yield
+    except Usage as error:
+        raise _about(error, f"item {item!r}") from None
+    except Exception as error:  # out of a state_dict or a provider of the user's own
+        error.add_note(f"while laststep looked at item {item!r}")
+        raise
+
+
+def _about(error: Usage, whose: str, *, remedy: str | None = None) -> Usage:
+    """The same error, which also says whose value it is about."""
+    return Usage(
+        error.what, where=whose if error.where is None else f"{error.where} of {whose}",
+        expected=error.expected, found=error.found, remedy=remedy or error.remedy,
+    )  # fmt: skip
+
+
+def _encoded(name: str, collected: Collected) -> bytes:
+    try:
+        return encode_item(collected)
+    except Usage as error:
+        # What can be pickled was, if that was allowed: this is a member of a set, or a key.
+        remedy = "use plain values as keys and in sets, or leave it out"
+        raise _about(error, f"item {name!r}", remedy=remedy) from error
+
+
+def _plain_metadata(metadata: object) -> object:
+    """A copy of the metadata, which is stored as plain values whatever allow_pickle says."""
+    try:
+        return objects.decode(objects.encode(metadata), where="metadata")
+    except Usage as error:
+        remedy = "make it plain, e.g. with str() or float(), or save it as an item"
+        raise _about(error, "the metadata", remedy=remedy) from error
 
 
 def _metric(name: str, value: object) -> object:
     if not isinstance(name, str):
-        raise Usage("a metric's name is a string", found=repr(name))
+        raise Usage(
+            "a metric's name is a string", found=repr(name), remedy="pass metrics={'loss': loss}"
+        )
     return hold_scalar(name, value)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laststep.catalog.content import Content
+from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
-from laststep.checkpointer.loading import Problems, fit, transfer
-from laststep.errors import Corrupt, LaststepError, NotFound
+from laststep.checkpointer.loading import fit, transfer
+from laststep.errors import Corrupt, LaststepError, NotFound, Problems
 from laststep.events import Bus, PassedOver
 from laststep.events import Restored as RestoredEvent
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from laststep.catalog.listing import Listed
+    from laststep.catalog.run import LiveWriter
     from laststep.engine.pool import Pool
     from laststep.format.manifest import Commit
     from laststep.state.provider import StateProvider
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _PATIENCE_S = 120.0
 _LOOK_S = 0.05
+_REMEDY = "pass strict=False to restore what fits, or only=[…] to restore a part"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,28 +77,47 @@ def restore_into(
     wanted: Wanted,
     *,
     touched: Callable[[str], None],
-    flusher_pid: int,
+    own_pids: frozenset[int],
 ) -> Outcome | None:
     """Restore; None where there is nothing yet and no step was asked for. `touched` is called with
-    the folder's name before the first live byte changes. Saves of `flusher_pid`, this trainer's
-    own, are over."""
+    the folder's name before the first live byte changes. Saves by `own_pids`, which flush for this
+    process, are over."""
     try:
         run = Run.open(store)
     except NotFound:
         if wanted.step is not None:
             raise
         return None
-    wait_for_flusher(run, own_pid=flusher_pid)
+    wait_for_flushers(run, own_pids=own_pids)
     lineage = run.lineage()
-    candidates = list(reversed(lineage)) if wanted.step is None else [_named(run, wanted.step)]
+    left = list(lineage) if wanted.step is None else [_named(run, wanted.step)]
     skipped: list[Skipped] = []
     last: Corrupt | None = None
     changed = False
-    for listed in candidates:
+    passed: set[str] = set()
+    while left:
+        listed = left.pop()
+        passed.add(listed.folder)
         began = time.perf_counter()
         try:
-            with _open(store, listed) as content:
-                matches, problems = fit(content, providers, wanted.only, strict=wanted.strict)
+            content = _open(store, listed)
+        except NotFound as gone:
+            if wanted.step is not None:
+                raise
+            # Retention takes a checkpoint only after a commit, so there may be a newer one now.
+            log.info("looking again: %s", gone)
+            lineage = run.lineage()
+            left = [one for one in lineage if one.folder not in passed]
+            continue
+        except Corrupt as error:
+            last = _pass_over(listed, error, wanted, bus, skipped)
+            continue
+        try:
+            with content:
+                matches, problems = fit(
+                    content, providers, wanted.only, strict=wanted.strict,
+                    where=f"{store.url}/{listed.folder}", remedy=_REMEDY,
+                )  # fmt: skip
                 touched(listed.folder)
                 changed_before, changed = changed, True
                 size = transfer(content, matches, pool, threads=wanted.threads)
@@ -103,11 +125,7 @@ def restore_into(
                 tree = match.tree(allow_pickle=wanted.allow_pickle)
                 providers[match.item.name].restore(tree)
         except Corrupt as error:
-            if wanted.step is not None:
-                raise
-            last = error
-            skipped.append(Skipped(step=listed.step, folder=listed.folder, reason=str(error)))
-            bus.emit(PassedOver(step=listed.step, folder=listed.folder, reason=str(error)))
+            last = _pass_over(listed, error, wanted, bus, skipped)
             continue
         seconds = time.perf_counter() - began
         bus.emit(
@@ -123,6 +141,17 @@ def restore_into(
     if last is not None:
         raise _none_left(store, skipped) from last
     return None
+
+
+def _pass_over(
+    listed: Listed, error: Corrupt, wanted: Wanted, bus: Bus, skipped: list[Skipped]
+) -> Corrupt:
+    """Go on to an older one and say so; a step that was asked for has none to stand in for it."""
+    if wanted.step is not None:
+        raise error
+    skipped.append(Skipped(step=listed.step, folder=listed.folder, reason=str(error)))
+    bus.emit(PassedOver(step=listed.step, folder=listed.folder, reason=str(error)))
+    return error
 
 
 def _open(store: Store, listed: Listed) -> Content:
@@ -149,31 +178,43 @@ def _named(run: Run, step: int) -> Listed:
     if found:
         log.warning("step %d is not on the lineage of this run: %s", step, found[-1].folder)
         return found[-1]
-    steps = [one.step for one in run.lineage()]
-    shown = ", ".join(map(str, steps[-8:])) or "none"
     raise NotFound(
-        f"there is no checkpoint of step {step}", where=run.store.url, found=f"steps {shown}"
-    )
+        f"there is no checkpoint of step {step}", where=run.store.url,
+        found=nearest_steps((one.step for one in run.checkpoints()), step),
+        remedy="restore() without a step takes the newest",
+    )  # fmt: skip
 
 
-def wait_for_flusher(run: Run, *, own_pid: int) -> None:
-    """A trainer that died may have left a flusher that is finishing its last save: let it. What a
-    failed disk kept our own from deciding is not waited for."""
+def wait_for_flushers(run: Run, *, own_pids: frozenset[int]) -> None:
+    """A trainer that died may have left a flusher that is finishing its last save: let it. Whether
+    its trainer is dead cannot be known, so a live one is waited for likewise. What a failed disk
+    kept our own from deciding is not."""
+    deadline = time.monotonic() + _PATIENCE_S
+    for writer in _other_writers(run, own_pids):
+        who = f"process {writer.pid} on {writer.host}" if writer.pid else "another process"
+        saves = ", ".join(writer.attempts)
+        log.info("waiting for %s, which is finishing %s", who, saves)
+        while any(
+            attempt.alive and attempt.folder in writer.attempts for attempt in run.attempts()
+        ):
+            if time.monotonic() >= deadline:
+                log.warning(
+                    "%s is alive and has not committed %s after %.0f s: restoring the newest "
+                    "checkpoint that is committed", who, saves, _PATIENCE_S,
+                )  # fmt: skip
+                break
+            time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
+
+
+def _other_writers(run: Run, own_pids: frozenset[int]) -> list[LiveWriter]:
+    """Writers that are alive, have undecided saves and do not work for this process."""
+    found: list[LiveWriter] = []
     try:
         writer = run.live_writer()
-    except LaststepError:
-        return
-    if writer is None or not writer.attempts or writer.pid == own_pid:
-        return
-    log.info(
-        "waiting for process %d, which is finishing %s", writer.pid, ", ".join(writer.attempts)
-    )
-    deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline:
-        undecided = {attempt.folder for attempt in run.attempts() if attempt.alive}
-        if not undecided.intersection(writer.attempts):
-            return
-        time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
-    log.warning(
-        "process %d is still at it after %.0f s; going on without it", writer.pid, _PATIENCE_S
-    )
+        while writer is not None:
+            if writer.attempts and writer.pid not in own_pids:
+                found.append(writer)
+            writer = run.live_writer(below=writer.epoch)
+    except LaststepError as error:
+        log.warning("cannot tell whether another process is saving to this run: %s", error)
+    return found

@@ -8,8 +8,10 @@ import mmap
 import secrets
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laststep.checkpointer.places import counts_room
 from laststep.checkpointer.watching import human
 from laststep.config import MIN_SLOTS, Settings
 from laststep.engine.memory import available_bytes
@@ -94,10 +96,13 @@ def start_preflight(
 
 
 def _free(store: Store) -> int | None:
+    """Room left; None where nobody can tell."""
     try:
-        return store.free_bytes()
+        free = store.free_bytes()
     except LaststepError:
         return None
+    # Filesystems that count no blocks answer 0, which is not the same as a full disk.
+    return free if free or counts_room(Path(store.url)) else None
 
 
 def _write_rate(store: Store, size_bytes: int) -> float | None:

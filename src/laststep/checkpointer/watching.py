@@ -55,19 +55,20 @@ def log_event(event: Event) -> None:
 
 
 def _log_preflight(event: events.Preflight) -> None:
-    kept = "all" if event.kept_checkpoints is None else str(event.kept_checkpoints)
-    free = "unknown" if event.free_disk_bytes is None else human(event.free_disk_bytes)
-    seconds = "unknown" if event.estimated_s is None else f"{event.estimated_s:.1f}"
-    needed = human(event.needed_disk_bytes)
+    kept, needed = event.kept_checkpoints, human(event.needed_disk_bytes)
+    free = "free room unknown"
+    if event.free_disk_bytes is not None:
+        free = f"{human(event.free_disk_bytes)} free"
+    room = "every checkpoint is kept" if kept is None else f"{needed} needed to keep {kept}"
+    seconds = "" if event.estimated_s is None else f"; about {event.estimated_s:.1f} s"
     log.info(
-        "every save: %s; host memory up to %s; disk: %s free, %s needed to keep %s; about %s s",
-        human(event.state_bytes), human(event.host_memory_bytes), free, needed, kept, seconds,
+        "every save: %s; host memory up to %s; disk: %s, %s%s",
+        human(event.state_bytes), human(event.host_memory_bytes), free, room, seconds,
     )  # fmt: skip
     if event.free_disk_bytes is not None and event.free_disk_bytes < event.needed_disk_bytes:
-        log.warning(
-            "the disk is short: %s free, %s needed for %s kept checkpoints and one on its way",
-            free, needed, kept,
-        )  # fmt: skip
+        count = "one checkpoint" if kept in (None, 1) else f"{kept} checkpoints"
+        log.warning("the disk is short: %s, %s needed for %s and one on its way",
+                    free, needed, count)  # fmt: skip
 
 
 class ProgressBar:

@@ -104,14 +104,17 @@ def plan_save(items: tuple[ItemSpec, ...]) -> SavePlan:
 
 def _split(refs: list[tuple[int, int]], items: tuple[ItemSpec, ...]) -> list[list[tuple[int, int]]]:
     """Cut a list of pieces so that no file's header grows past its bound."""
+    names = [items[item].pieces[piece].name for item, piece in refs]
+    if refs and 6 * sum(map(len, names)) + _ENTRY_BYTES * len(refs) <= MAX_HEADER_BYTES // 2:
+        return [refs]
     groups: list[list[tuple[int, int]]] = []
     room = 0
-    for item, piece in refs:
-        need = 6 * len(items[item].pieces[piece].name) + _ENTRY_BYTES
+    for ref, name in zip(refs, names, strict=True):
+        need = 6 * len(name) + _ENTRY_BYTES
         if need > room:
             groups.append([])
             room = MAX_HEADER_BYTES // 2
-        groups[-1].append((item, piece))
+        groups[-1].append(ref)
         room -= need
     return groups
 
@@ -123,22 +126,20 @@ def _place(
     items: tuple[ItemSpec, ...],
     object_names: tuple[str, ...],
 ) -> FilePlan:
-    def order(ref: tuple[int, int]) -> tuple[int, str, str]:
-        spec = items[ref[0]].pieces[ref[1]]
-        return -DTYPES[spec.dtype].size_bytes, spec.device, spec.dtype
-
+    alike: dict[tuple[str, str], list[tuple[int, int, Piece]]] = {}
+    for index, number in refs:
+        spec = items[index].pieces[number]
+        alike.setdefault((spec.device, spec.dtype), []).append((index, number, spec))
     placed: list[Placed] = []
     entries: list[TensorEntry] = []
     offset = 0
-    for ref in sorted(refs, key=order):
-        spec = items[ref[0]].pieces[ref[1]]
-        stop = offset + spec.size_bytes
-        full = spec.name if item is not None else f"{items[ref[0]].name}/{spec.name}"
-        placed.append(Placed(ref[0], ref[1], offset, stop))
-        entries.append(
-            TensorEntry(name=full, dtype=spec.dtype, shape=spec.shape, start=offset, stop=stop)
-        )
-        offset = stop
+    for key in sorted(alike, key=lambda key: (-DTYPES[key[1]].size_bytes, *key)):
+        for index, number, spec in alike[key]:
+            stop = offset + spec.size_bytes
+            name_in_file = spec.name if item is not None else f"{items[index].name}/{spec.name}"
+            placed.append(Placed(index, number, offset, stop))
+            entries.append(TensorEntry(name_in_file, key[1], spec.shape, offset, stop))
+            offset = stop
     fixed = tuple(entries)
     region = reserve_bytes(item=item, tensors=fixed, object_names=object_names, tensor_bytes=offset)
     return FilePlan(

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.state.tree import PLAIN, Path
+from laststep.codecs.objects import Tagged
+from laststep.state.tree import OWNED, PLAIN, Owned, Path
 
 if TYPE_CHECKING:
     import weakref
@@ -55,6 +56,10 @@ class _Walk:
 
     def container(self, node: object, path: Path) -> object:
         kind = type(node)
+        if kind is Owned:
+            if type(node.state) not in _CONTAINERS:  # type: ignore[attr-defined]
+                raise _Different
+            return Tagged(OWNED, [node.owner, self.container(node.state, path)])  # type: ignore[attr-defined]
         if kind is dict or kind is OrderedDict:
             copied = {} if kind is dict else OrderedDict()
             known, parent = self._known, None
@@ -93,7 +98,7 @@ class _Walk:
         return entries if kind is list else tuple(entries)
 
 
-_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, Owned})
 
 
 def walk_known(

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING
 
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import Usage
-from laststep.state.names import path_of
+from laststep.state.names import name_of, path_of
 from laststep.state.provider import ABSENT, State, StateProvider, lies_under
 from laststep.state.stored import StoredItem, TensorSpec
 from laststep.state.tensors import (
     DTYPE_NAMES,
     allocate,
     open_view,
+    repeats_itself,
     revive,
     same_memory,
 )
-from laststep.state.tree import Path, rebuild, tensor_names
+from laststep.state.tree import OWNED, Path, owned, owners, rebuild, show_path, tensor_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,12 @@ class Match:
     whole: bool
     fresh: tuple[Path, ...] = ()
     """What is handed over whole or not at all."""
+    foreign: tuple[Path, ...] = ()
+    """What an object of another class gave: it is left alone."""
+    newer: tuple[Path, ...] = ()
+    """Live entries of dicts that are not stored."""
+    exact: bool = False
+    """Whether these go, so that the dicts become what was stored; else they stay."""
     reads: dict[str, torch.Tensor] = field(default_factory=dict)
     """Stored tensor → contiguous memory that its bytes are read into."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -52,12 +59,27 @@ class Match:
 
     def tree(self, *, allow_pickle: bool) -> object:
         """The loaded state; after the reads and copies."""
-        tree = self.item.tree if self.whole else _without_plain(self.item.tree, self.fresh)
-        return rebuild(
+        tree = _without(self.item.tree, self.foreign)
+        if not self.whole:
+            tree = _without_plain(tree, self.fresh)
+        value = rebuild(
             tree,
             leaf=lambda ref: self.values[ref.name],
             revive=lambda tagged: revive(tagged, where=self.item.name, allow_pickle=allow_pickle),
         )
+        if not self.exact:
+            for path in self.newer:
+                _mark_absent(value, path)
+        return value
+
+    def newer_values(self) -> list[str]:
+        """The names of live entries that are not stored and hold no tensors; those that do are
+        `missing`."""
+        names = [_name(path) for path in self.newer]
+        return [
+            name for name in names
+            if not any(other == name or other.startswith(f"{name}/") for other in self.missing)
+        ]  # fmt: skip
 
 
 def match_item(
@@ -69,10 +91,15 @@ def match_item(
 ) -> Match:
     """Fit one item. `selected` picks tensors by name for a partial restore; None takes all."""
     match = Match(item=item, whole=selected is None, fresh=state.fresh)
+    match.values = dict.fromkeys(item.names(), ABSENT)
     if selected is None:
+        _refuse_foreign(match, live)
+        if () in match.foreign:
+            return match
         match.mismatched += provider.check(_outline(item))
     names = [name for name in item.names() if selected is None or selected(name)]
-    match.values = dict.fromkeys(item.names(), ABSENT)
+    if match.foreign:
+        names = [name for name in names if not lies_under(path_of(name), match.foreign)]
     if selected is not None and (one := _under(names, state.fresh)) is not None:
         raise Usage(
             f"{item.name}/{one} can only be restored with the rest of its state",
@@ -80,8 +107,13 @@ def match_item(
         )
     fresh = _pair(match, names, state, live)
     _allocate_fresh(match, fresh, provider, live)
+    not_paired = (*state.fresh, *state.loose, *match.foreign)
     if selected is None:
-        _find_missing(match, state, live)
+        _find_missing(match, not_paired, live)
+    if () not in not_paired:
+        match.newer = tuple(
+            path for path in _newer(item.tree, live.tree, ()) if not lies_under(path, not_paired)
+        )
     return match
 
 
@@ -118,12 +150,28 @@ def _pair(match: Match, names: list[str], state: State, live: Collected) -> list
     return fresh
 
 
+def _refuse_foreign(match: Match, live: Collected) -> None:
+    """State of another class than the live object's may look alike and mean something else."""
+    ours = owners(live.tree)
+    for path, theirs in owners(match.item.tree).items():
+        if ours.get(path, theirs) != theirs:
+            match.foreign += (path,)
+            text = f"is a {ours[path]}, stored is a {theirs}"
+            match.mismatched.append(f"{show_path(path)} {text}" if path else text)
+
+
 def _differs(match: Match, name: str, target: torch.Tensor) -> bool:
     spec = match.item.spec_of(name)
     found = TensorSpec(DTYPE_NAMES[target.dtype], tuple(target.shape))
     if spec != found:
         match.mismatched.append(
             f"{name}: stored {spec.dtype}{list(spec.shape)}, live {found.dtype}{list(found.shape)}"
+        )
+        return True
+    if repeats_itself(target):
+        match.mismatched.append(
+            f"{name}: the live tensor is expanded, so several elements are one place in memory, "
+            "which cannot be written; make it contiguous"
         )
         return True
     return False
@@ -196,25 +244,71 @@ def _place_fresh(match: Match, devices: dict[str, str]) -> None:
         match.values[name] = landing if view is None else open_view(landing, view)
 
 
-def _find_missing(match: Match, state: State, live: Collected) -> None:
+def _find_missing(match: Match, not_paired: tuple[Path, ...], live: Collected) -> None:
     stored = _replaced(live.tree).union(match.values)
     match.missing = [
         name
         for name in live.tensors
-        if name not in stored and not lies_under(path_of(name), (*state.fresh, *state.loose))
+        if name not in stored and not lies_under(path_of(name), not_paired)
     ]
+
+
+def _newer(stored: object, live: object, path: Path) -> list[Path]:
+    """The entries of dicts in the live tree that the stored one does not have."""
+    theirs, found = _entries(stored), []
+    for key, inner in _entries(live).items():
+        if key in theirs:
+            found += _newer(theirs[key], inner, (*path, key))
+        elif isinstance(live, dict) and isinstance(stored, dict):
+            found.append((*path, key))
+    return found
+
+
+def _entries(node: object) -> dict[object, object]:
+    """The parts of a container by their keys, as paths have them; of anything else, none."""
+    if isinstance(node, dict):
+        return node
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return dict(zip(node._fields, node, strict=True))
+    return dict(enumerate(node)) if isinstance(node, list | tuple | deque) else {}
+
+
+def _name(path: Path) -> str:
+    try:
+        return name_of(path)
+    except Usage:  # a key that only a tensor's name would need to spell
+        return show_path(path)
+
+
+def _mark_absent(tree: object, path: Path) -> None:
+    """Note in a loaded tree that an entry of a dict was not restored."""
+    for key in path[:-1]:
+        tree = _entries(tree).get(key)
+    if isinstance(tree, dict):
+        tree[path[-1]] = ABSENT
 
 
 def _outline(item: StoredItem) -> object:
     """The tree with specs in place of tensors, for a provider to check."""
-    return rebuild(
-        item.tree, leaf=lambda ref: item.spec_of(ref.name), revive=lambda tagged: tagged.tag
-    )
+
+    def see(tagged: Tagged) -> object:
+        return owned(tagged).state if tagged.tag == OWNED else tagged.tag
+
+    return rebuild(item.tree, leaf=lambda ref: item.spec_of(ref.name), revive=see)
 
 
 def _under(names: list[str], prefixes: tuple[Path, ...]) -> str | None:
     """The first name that lies under one of the prefixes."""
     return next((name for name in names if lies_under(path_of(name), prefixes)), None)
+
+
+def _without(node: object, gone: tuple[Path, ...], path: Path = ()) -> object:
+    """The tree with ABSENT at these paths."""
+    if path in gone:
+        return ABSENT
+    if gone and type(node) is dict:
+        return {key: _without(inner, gone, (*path, key)) for key, inner in node.items()}
+    return node
 
 
 def _without_plain(node: object, whole: tuple[Path, ...], path: Path = ()) -> object:
@@ -228,6 +322,9 @@ def _without_plain(node: object, whole: tuple[Path, ...], path: Path = ()) -> ob
 
     if isinstance(node, TensorRef):
         return node
+    if isinstance(node, Tagged) and node.tag == OWNED:
+        inner = owned(node)
+        return Tagged(OWNED, [inner.owner, _without_plain(inner.state, whole, path)])
     if isinstance(node, Tagged):
         return node if _refers(node) else ABSENT
     if type(node) in (dict, OrderedDict):

@@ -10,11 +10,9 @@ import functools
 from typing import TYPE_CHECKING
 
 from laststep.state.provider import ABSENT, State, StateProvider
-from laststep.state.tensors import is_tensor, same_memory
+from laststep.state.tensors import is_module, is_tensor, same_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
 _WRAPPED_AS_MODULE = frozenset({"DistributedDataParallel", "DataParallel"})
@@ -32,24 +30,19 @@ def _inner_name(module: torch.nn.Module) -> str | None:
     return None
 
 
-def walk_modules(module: torch.nn.Module) -> Iterator[tuple[str, str, torch.nn.Module]]:
-    """(own prefix, plain prefix, module) of every submodule, wrappers looked through, each once."""
-    seen: set[int] = set()
+def walk_modules(module: torch.nn.Module) -> list[tuple[str, str, torch.nn.Module]]:
+    """(own prefix, plain prefix, module) of every submodule, wrappers looked through."""
+    found: list[tuple[str, str, torch.nn.Module]] = []
 
-    def visit(
-        node: torch.nn.Module, own: str, plain: str
-    ) -> Iterator[tuple[str, str, torch.nn.Module]]:
-        if id(node) in seen and not own:
-            return
-        seen.add(id(node))
-        yield own, plain, node
+    def visit(node: torch.nn.Module, own: str, plain: str) -> None:
+        found.append((own, plain, node))
         wrapped = _inner_name(node)
         for name, child in node._modules.items():
             if child is not None:
-                inner_plain = plain if name == wrapped else f"{plain}{name}."
-                yield from visit(child, f"{own}{name}.", inner_plain)
+                visit(child, f"{own}{name}.", plain if name == wrapped else f"{plain}{name}.")
 
-    yield from visit(module, "", "")
+    visit(module, "", "")
+    return found
 
 
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:
@@ -60,6 +53,15 @@ def parameter_names(module: torch.nn.Module) -> dict[int, str]:
             if parameter is not None:
                 names.setdefault(id(parameter), plain + name)
     return names
+
+
+def loads_in_its_own_way(part: object) -> bool:
+    """Whether it is a module of which any takes a hand in `load_state_dict`, e.g. to translate the
+    names of older checkpoints."""
+    return is_module(part) and any(
+        node._load_state_dict_pre_hooks or not _loads_as_standard(type(node))
+        for _, _, node in walk_modules(part)  # type: ignore[arg-type]
+    )
 
 
 class ModuleProvider(StateProvider):
@@ -77,7 +79,7 @@ class ModuleProvider(StateProvider):
     def describe(self) -> State:
         value: dict[str, object] = {}
         volatile: set[tuple[object, ...]] = set()
-        nodes = list(walk_modules(self._module))
+        nodes = walk_modules(self._module)
         self.passive = all(_is_standard(node) for _, _, node in nodes)
         if self.passive:
             # What state_dict() would give, without its one detach() per tensor.
@@ -102,7 +104,7 @@ class ModuleProvider(StateProvider):
         if not isinstance(value, dict):
             return
         live = self._module.state_dict(keep_vars=False)
-        nodes = list(walk_modules(self._module))
+        nodes = walk_modules(self._module)
         plain_of = _plain_names(nodes)
         own_of = {_plain(name, plain_of): name for name in live}
         aliases = _aliases(nodes)
@@ -134,6 +136,14 @@ def _is_standard_class(kind: type[torch.nn.Module]) -> bool:
         return True  # these only look at versions of their state
     root = next(k for k in kind.__mro__ if (k.__module__, k.__name__) == _MODULE)
     own_ways = ("state_dict", "_save_to_state_dict", "get_extra_state", "_load_from_state_dict")
+    return all(getattr(kind, name) is getattr(root, name) for name in own_ways)
+
+
+def _loads_as_standard(kind: type[torch.nn.Module]) -> bool:
+    if kind.__module__.startswith("torch."):
+        return True  # these only look at versions of their state
+    root = next(k for k in kind.__mro__ if (k.__module__, k.__name__) == _MODULE)
+    own_ways = ("load_state_dict", "_load_from_state_dict")
     return all(getattr(kind, name) is getattr(root, name) for name in own_ways)
 
 

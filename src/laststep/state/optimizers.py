@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from laststep.errors import Usage
 from laststep.state.provider import ABSENT, State, StateProvider, has_absent
 from laststep.state.tensors import is_tensor, put_tensor
+from laststep.state.tree import Owned
 
 if TYPE_CHECKING:
     import torch
@@ -63,20 +64,17 @@ class OptimizerProvider(StateProvider):
                 remedy="write a provider for this optimizer (docs/guides/providers.md)",
             )
         return State(
-            value={
-                "class": type(self._optimizer).__name__,
-                "state": {n: dict(s) for n, s in by_name.items()},
-                "groups": groups,
-            },
+            # Another rule's state would be taken for this one's, and its options with it.
+            value=Owned(
+                type(self._optimizer).__name__,
+                {"state": {n: dict(s) for n, s in by_name.items()}, "groups": groups},
+            ),
             loose=((),),
         )
 
     def check(self, stored: object) -> list[str]:
-        if not isinstance(stored, dict) or set(stored) != {"class", "state", "groups"}:
+        if not isinstance(stored, dict) or not {"state", "groups"} <= set(stored):
             return ["is not the state of an optimizer"]
-        if stored["class"] != type(self._optimizer).__name__:
-            # Another rule's state would be taken for this one's, and its options with it.
-            return [f"is a {type(self._optimizer).__name__}, stored is a {stored['class']}"]
         theirs = [list(group["params"]) for group in stored["groups"]]
         names = self._named()
         ours = [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from laststep.codecs.objects import Tagged, TensorRef
-from laststep.errors import Usage
+from laststep.errors import Corrupt, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -21,6 +22,19 @@ Path = tuple[object, ...]
 MAX_DEPTH = 200
 PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, range, slice})
 _SMALL_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A state and the class of the object that gave it. Only the state is handed out again; the
+    class is there to notice that it would go to an object of another class."""
+
+    owner: str
+    state: object
+
+
+OWNED: Final = "owned"
+"""The tag of an `Owned` in a stored tree: `[owner, state]`."""
 
 
 class NotMine:
@@ -155,6 +169,26 @@ def tensor_names(tree: object) -> list[str]:
 
     rebuild(tree, leaf=see, revive=lambda tagged: None)
     return names
+
+
+def owned(tagged: Tagged) -> Owned:
+    """What a tag of an `Owned` stands for; `Corrupt` where it is none."""
+    match tagged.value:
+        case [str(owner), state]:
+            return Owned(owner, state)
+    raise Corrupt("the owner of a state is malformed", found=repr(tagged.value)[:80])
+
+
+def owners(tree: object, path: Path = ()) -> dict[Path, str]:
+    """The classes of the objects that gave a tree or its parts, by path."""
+    if type(tree) is Tagged and tree.tag == OWNED:
+        return {path: owned(tree).owner}
+    found: dict[Path, str] = {}
+    if type(tree) is dict:
+        for key, inner in tree.items():
+            if type(inner) in (Tagged, dict):
+                found |= owners(inner, (*path, key))
+    return found
 
 
 def show_path(path: Path) -> str:

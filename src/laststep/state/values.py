@@ -15,6 +15,7 @@ import numpy as np
 from laststep.errors import Usage
 from laststep.state.provider import ABSENT, State, StateProvider, has_absent
 from laststep.state.tensors import is_tensor, put_tensor, set_torch_rng_states, torch_rng_states
+from laststep.state.tree import Owned
 
 
 @runtime_checkable
@@ -40,10 +41,27 @@ class StateDictProvider(StateProvider):
         return (self._owner,)
 
     def describe(self) -> State:
-        return State(value=self._owner.state_dict(), fresh=((),))
+        return State(value=_owned(self._owner, self._owner.state_dict()), fresh=((),))
 
     def restore(self, value: object) -> None:
         self._owner.load_state_dict(value)  # type: ignore[arg-type]
+
+
+def _owned(owner: object, state: object) -> object:
+    """A state with the class of its owner, if that is one of torch's."""
+    kind = _kind_of_torch(owner)
+    return state if kind is None else Owned(kind, state)
+
+
+def _kind_of_torch(owner: object) -> str | None:
+    """The class of torch that an object is, or derives from: a user may rename a class of theirs
+    and still resume. Schedules that consist of others are told apart by these too."""
+    found = (k.__name__ for k in type(owner).__mro__ if k.__module__.startswith("torch."))
+    kind = next(found, None)
+    inner = getattr(owner, "_schedulers", None)
+    if kind is None or not isinstance(inner, list | tuple):
+        return kind
+    return f"{kind}({', '.join(_kind_of_torch(one) or '…' for one in inner)})"
 
 
 class ScalerProvider(StateProvider):
@@ -62,7 +80,7 @@ class ScalerProvider(StateProvider):
     def describe(self) -> State:
         scaler = self._scaler
         if not scaler.is_enabled() or scaler._scale is None:
-            return State(value=scaler.state_dict(), fresh=((),))
+            return State(value=_owned(scaler, scaler.state_dict()), fresh=((),))
         value = {
             "scale": scaler._scale,
             "growth_factor": scaler.get_growth_factor(),
@@ -70,7 +88,7 @@ class ScalerProvider(StateProvider):
             "growth_interval": scaler.get_growth_interval(),
             "_growth_tracker": scaler._growth_tracker,
         }
-        return State(value=value, fresh=((),))
+        return State(value=_owned(scaler, value), fresh=((),))
 
     def restore(self, value: object) -> None:
         if isinstance(value, dict) and value:
@@ -127,6 +145,9 @@ def _put(live: Any, loaded: Any) -> Any:
         for key, inner in loaded.items():
             if key in live or not has_absent(inner):
                 live[key] = _put(live.get(key), inner)
+        # What came to be after the checkpoint goes, as in a list; what is to stay is ABSENT here.
+        for key in [key for key in live if key not in loaded]:
+            del live[key]
         return live
     if isinstance(live, list | deque) and isinstance(loaded, list | deque):
         merged = _merged(list(live), list(loaded))

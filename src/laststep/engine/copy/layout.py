@@ -81,8 +81,19 @@ class Layout:
 
 
 class _Placed(NamedTuple):
+    """A piece's bytes [start, stop) of a file."""
+
     piece: int
     dtype: str
+    device: str
+    start: int
+    stop: int
+    staged_at: int
+
+
+class _Stretch(NamedTuple):
+    """Staged pieces that are neighbours both in the file and in their staging buffer."""
+
     device: str
     start: int
     stop: int
@@ -100,11 +111,8 @@ def lower(plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
     gathers: dict[str, list[_Placed]] = defaultdict(list)
     chunks: list[ChunkLayout] = []
     for index, file in enumerate(plan.files):
-        placed = _stage(plan, file, numbers, ways, staging)
-        for one in placed:
-            if one.staged_at >= 0:
-                gathers[one.device].append(one)
-        chunks.extend(_chunks(index, file, placed))
+        parts = _stage(plan, file, numbers, ways, staging, gathers)
+        chunks.extend(_chunks(index, file, parts))
     return Layout(
         ways=ways,
         staging_bytes=dict(staging),
@@ -128,25 +136,32 @@ def _stage(
     numbers: list[int],
     ways: tuple[Way, ...],
     staging: dict[str, int],
-) -> list[_Placed]:
-    """The non-empty pieces of a file, and where each staged one lies in its device's buffer."""
-    placed: list[_Placed] = []
-    last_stop: dict[str, int] = {}
-    for one in file.placed:
-        if one.start == one.stop:
+    gathers: dict[str, list[_Placed]],
+) -> list[_Placed | _Stretch]:
+    """The bytes of a file in order: pieces that are copied straight, and stretches of staged ones.
+    Gives each staged piece its place in the device's buffer and enters it into `gathers`."""
+    parts: list[_Placed | _Stretch] = []
+    stretch: _Stretch | None = None  # the last part, which the next piece may lengthen
+    for item, piece, start, stop in file.placed:
+        if start == stop:
             continue
-        spec = plan.items[one.item].pieces[one.piece]
-        number = numbers[one.item] + one.piece
-        at = -1
-        if ways[number] is Way.STAGED:
-            if last_stop.get(spec.device) != one.start:
-                # A new stretch: aligned, so that copies are wide whatever the file's offsets.
-                staging[spec.device] = align_up(staging[spec.device], 16)
-            at = staging[spec.device]
-            staging[spec.device] += one.stop - one.start
-            last_stop[spec.device] = one.stop
-        placed.append(_Placed(number, spec.dtype, spec.device, one.start, one.stop, at))
-    return placed
+        spec = plan.items[item].pieces[piece]
+        number, device = numbers[item] + piece, spec.device
+        if ways[number] is not Way.STAGED:
+            parts.append(_Placed(number, spec.dtype, device, start, stop, -1))
+            stretch = None
+            continue
+        if stretch is None or stretch.device != device or stretch.stop != start:
+            # A new stretch: aligned, so that copies are wide whatever the file's offsets.
+            at = align_up(staging[device], 16)
+            stretch = _Stretch(device, start, stop, at)
+            parts.append(stretch)
+        else:
+            at = staging[device]
+            stretch = parts[-1] = _Stretch(device, stretch.start, stop, stretch.staged_at)
+        staging[device] = at + stop - start
+        gathers[device].append(_Placed(number, spec.dtype, device, start, stop, at))
+    return parts
 
 
 def _gather_groups(ones: list[_Placed]) -> tuple[Group, ...]:
@@ -155,33 +170,30 @@ def _gather_groups(ones: list[_Placed]) -> tuple[Group, ...]:
 
     def flush() -> None:
         if run:
-            start = run[0].staged_at
-            stop = run[-1].staged_at + run[-1].stop - run[-1].start
-            spans = tuple(Span(one.piece, 0, _elements(one), whole=True) for one in run)
-            groups.append(
-                Group(dtype=run[0].dtype, device=run[0].device, start=start, stop=stop, spans=spans)
+            dtype, device, at = run[0].dtype, run[0].device, run[0].staged_at
+            size = DTYPES[dtype].size_bytes
+            # Positional: one for each of perhaps 100,000 tensors.
+            spans = tuple(
+                [Span(one.piece, 0, (one.stop - one.start) // size, True) for one in run]  # noqa: FBT003
             )
+            groups.append(Group(dtype=dtype, device=device, start=at, stop=end, spans=spans))
             run.clear()
 
+    end = 0
     for one in ones:
-        if run:
-            end = run[-1].staged_at + run[-1].stop - run[-1].start
-            if one.dtype != run[-1].dtype or one.staged_at != end:
-                flush()
+        if run and (one.dtype != run[-1].dtype or one.staged_at != end):
+            flush()
         run.append(one)
+        end = one.staged_at + one.stop - one.start
     flush()
     return tuple(groups)
 
 
-def _elements(one: _Placed) -> int:
-    return (one.stop - one.start) // DTYPES[one.dtype].size_bytes
-
-
-def _chunks(index: int, file: FilePlan, placed: list[_Placed]) -> list[ChunkLayout]:
+def _chunks(index: int, file: FilePlan, parts: list[_Placed | _Stretch]) -> list[ChunkLayout]:
     """Cut a file at chunk boundaries; elements never straddle one, since sizes divide it."""
     chunks: list[ChunkLayout] = []
     builder: _Builder | None = None
-    for one in placed:
+    for one in parts:
         low = one.start
         while low < one.stop:
             number = low // CHUNK_BYTES
@@ -209,10 +221,11 @@ class _Builder:
         self._run: tuple[str, str, int, int] | None = None
         """Of the spans in hand: dtype, device, first and last byte in the file."""
 
-    def add(self, one: _Placed, low: int, high: int) -> None:
-        """Bytes [low, high) of the file are those of this piece."""
-        if one.staged_at >= 0:
-            self._add_staged(one, low, high)
+    def add(self, one: _Placed | _Stretch, low: int, high: int) -> None:
+        """Bytes [low, high) of the file are those of this piece or stretch."""
+        if isinstance(one, _Stretch):
+            start = one.staged_at + low - one.start
+            self._staged.append(Staged(one.device, start, low - self._base, high - low))
             return
         run = self._run
         if run is None or run[0] != one.dtype or run[1] != one.device or run[3] != low:
@@ -229,17 +242,6 @@ class _Builder:
         size = min(CHUNK_BYTES, file.tensor_bytes - self._base)
         return ChunkLayout(file=index, start=self._base, size_bytes=size,
                            staged=tuple(self._staged), direct=tuple(self._direct))  # fmt: skip
-
-    def _add_staged(self, one: _Placed, low: int, high: int) -> None:
-        """Neighbours in the file that are neighbours in their staging buffer become one copy."""
-        start, at, size = one.staged_at + low - one.start, low - self._base, high - low
-        if self._staged:
-            last = self._staged[-1]
-            touching = last.start + last.size_bytes == start and last.at + last.size_bytes == at
-            if last.device == one.device and touching:
-                self._staged[-1] = last._replace(size_bytes=last.size_bytes + size)
-                return
-        self._staged.append(Staged(one.device, start, at, size))
 
     def _close_run(self) -> None:
         if self._run is not None:

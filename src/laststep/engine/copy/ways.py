@@ -40,17 +40,16 @@ def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> 
     small = host_bytes <= HOST_STAGING_BYTES
     needs = dict.fromkeys(rooms, 0)
     ways: list[Way] = []
-    for piece in pieces:
-        if piece.device == "cpu":
-            at_once = piece.volatile if mode is Capture.LAZY else small
-            staged = at_once or not piece.contiguous
+    device_first = mode in (Capture.AUTO, Capture.DEVICE)
+    for _name, _dtype, _shape, size, device, contiguous, volatile in pieces:
+        if device == "cpu":
+            staged = not contiguous or (volatile if mode is Capture.LAZY else small)
         else:
-            fits = needs[piece.device] + piece.size_bytes <= rooms[piece.device]
-            wanted = fits and mode in (Capture.AUTO, Capture.DEVICE)
-            staged = piece.volatile or not piece.contiguous or wanted
+            fits = needs[device] + size <= rooms[device]
             if mode is Capture.DEVICE and not fits:
-                raise _too_little(pieces, piece.device, rooms[piece.device])
-            needs[piece.device] += piece.size_bytes if staged else 0
+                raise _too_little(pieces, device, rooms[device])
+            staged = volatile or not contiguous or (fits and device_first)
+            needs[device] += size if staged else 0
         ways.append(Way.STAGED if staged else Way.DIRECT)
     return Choice(pieces=pieces, ways=tuple(ways), needs=needs)
 

@@ -19,7 +19,7 @@ from laststep.state.names import name_of
 from laststep.state.pieces import Collected, Piece, View
 from laststep.state.sharing import Extent, find_overlaps, find_ties
 from laststep.state.tensors.kinds import DTYPE_NAMES, PLAIN_TENSORS, handler_for
-from laststep.state.tree import NOT_MINE, Path, copy_tree, show_path
+from laststep.state.tree import NOT_MINE, OWNED, Owned, Path, copy_tree, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -67,6 +67,9 @@ class Collector:
             return Tagged("scalar", [value.dtype.str, value.tobytes()])
         if type(value) is Counter:  # MultiStepLR keeps its milestones in one
             return Tagged("counter", copy_tree(dict(value), self, path, allow_pickle=False))
+        if kind is Owned:
+            state = copy_tree(value.state, self, path, allow_pickle=self._allow_pickle)  # type: ignore[attr-defined]
+            return Tagged(OWNED, [value.owner, state])  # type: ignore[attr-defined]
         if type(value) is bytes:  # larger than what the tree keeps as text
             blob = torch.frombuffer(bytearray(value), dtype=torch.uint8)
             return Tagged("bytes", self._keep(path, blob))

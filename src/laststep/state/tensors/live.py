@@ -48,6 +48,13 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
+def repeats_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements are one place in memory, as after `expand`: torch refuses to write
+    into such a tensor."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(size > 1 and step == 0 for size, step in pairs)
+
+
 def put_tensor(live: torch.Tensor, loaded: torch.Tensor | float) -> torch.Tensor:
     """Give a live tensor a loaded value, unless it was restored in place; returns what is to stand:
     the live tensor, or the loaded one where a sparse tensor of another size cannot be filled."""
@@ -80,7 +87,12 @@ def hold_scalar(name: str, value: object) -> object:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             found = f"{value.dtype}{list(value.shape)}"
-            raise Usage(f"metric {name!r} is not one number", found=found)
+            raise Usage(
+                f"metric {name!r} is not one number",
+                expected="a number, a string or a tensor of one element",
+                found=found,
+                remedy="reduce it first, e.g. with mean()",
+            )
         held = value.detach().clone()
         event = None
         if held.is_cuda:
@@ -94,6 +106,7 @@ def hold_scalar(name: str, value: object) -> object:
             f"metric {name!r} is not a number",
             expected="a number, a string or a tensor of one element",
             found=type(value).__name__,
+            remedy="pass float(value), or put it into metadata",
         )
     return value
 

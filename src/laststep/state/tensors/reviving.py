@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Final, cast
 import numpy as np
 import torch
 
+from laststep.codecs.objects import Tagged
 from laststep.errors import Corrupt, Usage
 from laststep.state.tensors.kinds import handler_named
+from laststep.state.tree import OWNED, owned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from laststep.codecs.objects import Tagged
 
 _SparseParts = tuple[str, tuple[int, ...], dict[str, object]]
 """Layout, shape, and the tensors that a sparse tensor is made of."""
@@ -113,4 +113,5 @@ _REVIVERS: Final[dict[str, Callable[[object], object]]] = {
     "size": lambda value: torch.Size(cast(tuple[int, ...], value)),
     "sparse": lambda value: _revive_sparse(*cast(_SparseParts, value)),
     "subclass": _revive_subclass,
+    OWNED: lambda value: owned(Tagged(OWNED, value)).state,
 }

@@ -1,0 +1,59 @@
+"""The Checkpointers of this process, by run: a restore waits for what the others have under way.
+
+Two on one run are common in a notebook, where a cell that is run again makes a second one while the
+first still flushes. Nothing is kept alive by being listed here, and a forked child starts with
+nothing: what the parent has under way is not its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from laststep.engine.handle import SaveHandle
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderWay:
+    """What a Checkpointer has not finished, and the process that does it."""
+
+    handles: tuple[SaveHandle, ...]
+    flusher_pid: int
+
+
+_Tell = weakref.WeakMethod["Callable[[], UnderWay]"]
+_entered: weakref.WeakKeyDictionary[object, tuple[Path, _Tell]] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_entered.clear)
+
+
+def enter(who: object, run: str, under_way: Callable[[], UnderWay]) -> None:
+    """`who` saves to that run; its method `under_way` says what it has not finished."""
+    _entered[who] = Path(run).resolve(), weakref.WeakMethod(under_way)
+
+
+def wait_for_others(who: object, run: str) -> frozenset[int]:
+    """Wait until the saves that others had under way are over; how they ended is theirs to tell.
+    Returns the processes that flush for this run on behalf of this one."""
+    pids = {os.getpid()}
+    for one, (place, tell) in list(_entered.items()):
+        method = tell()
+        if method is None or place != Path(run).resolve():
+            continue
+        under_way = method()
+        pids.add(under_way.flusher_pid)
+        if one is who or not under_way.handles:
+            continue
+        steps = ", ".join(str(handle.step) for handle in under_way.handles)
+        log.info("waiting for another Checkpointer of %s, which is saving step %s", run, steps)
+        for handle in under_way.handles:
+            handle.committed.over_within(None)
+    return frozenset(pids)

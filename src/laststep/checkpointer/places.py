@@ -1,0 +1,109 @@
+"""Look at the folder of a run before anything is saved: is there one, or can one be made?
+
+Only looks and makes nothing: a process that only restores needs no right to write, so a run that is
+there is left alone even where it is read-only (docs/decisions/0008).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from laststep.catalog.run import Run
+from laststep.errors import LaststepError, NotFound, StorageFailed
+from laststep.storage.directory import TEMPORARY
+
+if TYPE_CHECKING:
+    from laststep.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+_ELSEWHERE = "choose another path for the run"
+
+
+def look_at(store: Store) -> None:
+    """Say whether a run is new; `StorageFailed` where there is none and none can be made."""
+    path = Path(store.url)
+    there = _nearest(path)
+    if there == path:
+        try:
+            Run.open(store)
+        except NotFound:
+            pass
+        except StorageFailed:
+            raise
+        except LaststepError:
+            return  # something of a run is there; restore() says what is wrong with it
+        else:
+            return
+    _check_can_be_made(path, there)
+    strangers = [entry.name for entry in store.list("")]
+    if strangers:
+        shown = ", ".join(strangers[:3]) + (", …" if len(strangers) > 3 else "")
+        log.warning(
+            "%s is not empty and holds no run (found %s): a new run begins there; "
+            "check the path if you meant to resume one", path, shown,
+        )  # fmt: skip
+    elif TEMPORARY not in path.name:  # such as laststep.save makes, which is no run
+        log.info("new run at %s", path)
+
+
+def check_new_folder(path: Path) -> None:
+    """`StorageFailed` where a folder that is not there yet cannot be made."""
+    _check_can_be_made(path, _nearest(path))
+
+
+def counts_room(path: Path) -> bool:
+    """Whether the filesystem that holds a path, or will, counts its room at all; /proc does not."""
+    try:
+        return os.statvfs(_nearest(path)).f_blocks > 0
+    except (OSError, LaststepError):
+        return False
+
+
+def _nearest(path: Path) -> Path:
+    """The folder at a path, or else the nearest above it; `StorageFailed` where something else is
+    in the way."""
+    for place in (path, *path.parents):
+        try:
+            place.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if place.is_symlink():
+                raise _unusable(
+                    path, f"{place} is a link to {place.readlink()}, which is not there",
+                    f"remove the link, or {_ELSEWHERE}",
+                ) from None  # fmt: skip
+            continue
+        except OSError as error:
+            raise _unusable(path, f"{error.strerror} ({_code(error)})", _ELSEWHERE) from error
+        if not place.is_dir():
+            raise _unusable(path, f"{place} is not a folder", f"remove it, or {_ELSEWHERE}")
+        return place
+    return Path("/")
+
+
+def _check_can_be_made(path: Path, there: Path) -> None:
+    longest = os.pathconf(there, "PC_NAME_MAX")
+    for part in path.relative_to(there).parts:
+        if 0 < longest < len(os.fsencode(part)):
+            found = f"a name of {len(os.fsencode(part))} bytes where {longest} are the most"
+            raise _unusable(path, found, "choose a shorter name")
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        number = errno.EROFS if read_only else errno.EACCES
+        remedy = "mount it writable" if read_only else "give this user the right to write there"
+        raise _unusable(path, f"{os.strerror(number)} in {there}", f"{remedy}, or {_ELSEWHERE}")
+
+
+def _unusable(path: Path, found: str, remedy: str) -> StorageFailed:
+    return StorageFailed(
+        "cannot keep a run", where=str(path), expected="a folder that can be written",
+        found=found, remedy=remedy,
+    )  # fmt: skip
+
+
+def _code(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, str(error.errno))

@@ -1,0 +1,43 @@
+"""What stands in the way of one more save, and waiting for it.
+
+Runs on the training thread. Memory bounds how many large states are under way, a count how many
+small ones are; room in the pool itself is waited for slot by slot, while the capture runs.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from laststep.config import MAX_UNCOMMITTED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.engine.copy.job import Job
+    from laststep.engine.handle import SaveHandle
+
+
+def obstacle(
+    uncommitted: Sequence[SaveHandle], capturing: Sequence[Job], *, short_of_room: bool
+) -> str | None:
+    """Why the next save cannot begin at once, in words."""
+    if capturing:
+        return "an earlier save is still being captured"
+    if len(uncommitted) >= MAX_UNCOMMITTED:
+        return f"{len(uncommitted)} earlier saves are not committed yet"
+    if uncommitted and short_of_room:
+        return "an earlier save still holds the host memory that this one needs"
+    return None
+
+
+def wait_for_turn(uncommitted: Sequence[SaveHandle], capturing: Sequence[Job]) -> float:
+    """Wait until one more save may begin; returns the seconds. Failures are told by the next call,
+    as always."""
+    began = time.perf_counter()
+    # They are finished in order: once one is over, so are those before it.
+    for handle in uncommitted[: max(len(uncommitted) - MAX_UNCOMMITTED + 1, 0)][-1:]:
+        handle.committed.over_within(None)
+    for job in capturing[-1:]:
+        job.over.wait()
+    return time.perf_counter() - began

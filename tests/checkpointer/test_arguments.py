@@ -1,0 +1,125 @@
+"""Arguments that cannot work are refused at once, with what was expected, found, and what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+import laststep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def assert_tells_all(error: laststep.Usage) -> None:
+    assert all((error.what, error.expected, error.found, error.remedy))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"writers": "4"}, {"writers": 2.0}, {"writers": True}, {"writers": 0}, {"writers": None},
+        {"host_memory_bytes": "1GB"}, {"host_memory_bytes": 1e9}, {"host_memory_bytes": 5},
+        {"device_margin_bytes": "0"}, {"device_margin_bytes": None}, {"device_margin_bytes": -1},
+        {"allow_pickle": "no"}, {"progress": 1}, {"capture": 3}, {"flush": []}, {"on_busy": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_setting_of_the_wrong_type_is_refused(setting: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(laststep.Usage, match=next(iter(setting))) as caught:
+        laststep.Checkpointer(tmp_path / "run", s={"a": 1}, **setting)
+    assert_tells_all(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_integer_of_numpy_is_a_setting_and_a_step(tmp_path: Path) -> None:
+    with laststep.Checkpointer(
+        tmp_path / "run", s={"a": 1}, writers=np.int64(2), flush="thread", progress=False,
+        host_memory_bytes=np.uint32(64 << 20),
+    ) as checkpointer:  # fmt: skip
+        checkpointer.save(np.int16(3)).wait()
+        assert checkpointer.restore(np.int64(3)).step == 3
+
+
+@pytest.mark.parametrize("run", [None, 3, b"bytes", "", "nul\0byte"])
+def test_a_run_that_is_no_path_is_refused(run: object) -> None:
+    with pytest.raises(laststep.Usage, match="path") as caught:
+        laststep.Checkpointer(run, s={"a": 1})
+    assert_tells_all(caught.value)
+
+
+def test_items_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(laststep.Usage, match="items is not a mapping") as caught:
+        laststep.Checkpointer(tmp_path / "run", items=[{"a": 1}])
+    assert_tells_all(caught.value)
+
+
+@pytest.mark.parametrize("step", [torch.tensor(3), torch.tensor([3]), torch.tensor(2.5)])
+def test_a_tensor_as_a_step_is_refused_with_the_way_to_pass_it(
+    step: torch.Tensor, opened: object, training: object
+) -> None:
+    with opened(training) as checkpointer:
+        for call in (checkpointer.save, checkpointer.restore):
+            with pytest.raises(laststep.Usage, match=r"step=int\(step\)") as caught:
+                call(step)
+            assert_tells_all(caught.value)
+        checkpointer.save(0).wait()
+
+
+@pytest.mark.parametrize("step", [True, np.array([1, 2]), 1.0, -1, "3"])
+def test_a_step_that_is_no_number_is_refused_by_save_and_restore(
+    step: object, opened: object, training: object
+) -> None:
+    with opened(training) as checkpointer:
+        for call in (checkpointer.save, checkpointer.restore):
+            with pytest.raises(laststep.Usage, match="a step is a number") as caught:
+                call(step)
+            assert_tells_all(caught.value)
+
+
+@pytest.mark.parametrize("metrics", [0.5, [("loss", 1)], "loss", torch.tensor(1.0)])
+def test_metrics_without_names_are_refused_and_nothing_is_begun(
+    metrics: object, opened: object, training: object, run_folder: Path
+) -> None:
+    with opened(training) as checkpointer:
+        with pytest.raises(laststep.Usage, match=r"metrics=\{'loss': loss\}") as caught:
+            checkpointer.save(0, metrics=metrics)
+        assert_tells_all(caught.value)
+        assert not run_folder.exists()
+        checkpointer.save(0, metrics={}).wait()
+
+
+def test_a_lone_module_is_not_all_items_of_a_run(saved: Callable[..., Path], fresh: object) -> None:
+    run = saved(1)
+    with pytest.raises(laststep.Usage, match=r"pass into=\{'model': …, 'optimizer': …") as caught:
+        laststep.load(run, into=fresh.model)
+    assert_tells_all(caught.value)
+
+
+def test_one_pattern_may_stand_for_itself(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    saved(1)
+    fresh.become(7)
+    with opened(fresh) as checkpointer:
+        checkpointer.restore(only="model")
+        assert fresh.values() == {"model": {1}, "optimizer": {7}, "plain": {7}, "blob": {7}}
+        checkpointer.restore(only="blob/mo*")
+        assert fresh.blob["more"].unique().tolist() == [1]
+        with pytest.raises(laststep.NotFound, match="modle"):
+            checkpointer.restore(only="modle")
+
+
+@pytest.mark.parametrize("only", [3, [3], ["model", None], b"model"])
+def test_parts_that_are_no_text_are_refused(
+    only: object, saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    saved(1)
+    with opened(fresh) as checkpointer:
+        with pytest.raises(laststep.Usage, match="only") as caught:
+            checkpointer.restore(only=only)
+        assert_tells_all(caught.value)

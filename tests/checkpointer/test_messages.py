@@ -1,0 +1,248 @@
+"""What errors and log lines say: what, where, expected, found, and what to do next."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import laststep
+from laststep import events
+from laststep.checkpointer.watching import log_event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def test_a_mismatch_says_where_and_what_to_do_in_one_sentence_and_then_lists_all(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    run = saved(1)
+    fresh.blob["data"] = torch.zeros(9, dtype=torch.uint8)
+    with opened(fresh) as checkpointer:
+        with pytest.raises(laststep.Mismatch) as caught:
+            checkpointer.restore()
+        one = caught.value
+        first, *rest = str(one).splitlines()
+        assert one.where == f"{run}/step-00000001.1-1"
+        assert first == (
+            f"the checkpoint does not fit the live state in 1 place at {one.where}; "
+            "pass strict=False to restore what fits, or only=[…] to restore a part:"
+        )
+        assert rest == ["  mismatched: blob/data: stored uint8[3145728], live uint8[9]"]
+        fresh.blob["more"] = torch.zeros(9)
+        with pytest.raises(laststep.Mismatch, match="in 2 places at "):
+            checkpointer.restore()
+
+
+def test_problems_are_the_same_type_wherever_they_are_told(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    saved(1)
+    fresh.blob["new"] = torch.zeros(9)
+    with opened(fresh) as checkpointer:
+        with pytest.raises(laststep.Mismatch) as caught:
+            checkpointer.restore()
+        told = checkpointer.restore(strict=False).problems
+    assert type(caught.value.problems) is type(told) is laststep.Problems
+    assert caught.value.problems == told
+    assert len(told) == 1
+    assert told.lines() == ("missing: blob/new is not in the checkpoint",)
+    assert not laststep.Problems()
+    assert not laststep.Mismatch("something").problems
+
+
+def test_a_long_list_is_cut_in_the_message_only(tmp_path: Path) -> None:
+    laststep.save({f"t{n}": torch.zeros(1) for n in range(70)}, tmp_path / "one")
+    with pytest.raises(laststep.Mismatch) as caught:
+        laststep.load(tmp_path / "one", into={"a": 1})
+    assert len(caught.value.problems) == 70
+    assert str(caught.value).endswith("\n  … and 20 more (see .problems)")
+
+
+def test_load_suggests_only_what_it_can_do(tmp_path: Path) -> None:
+    laststep.save({"a": torch.zeros(2)}, tmp_path / "one")
+    with pytest.raises(laststep.Mismatch, match="strict=False") as caught:
+        laststep.load(tmp_path / "one", into={"a": torch.zeros(3)})
+    assert "only=" not in str(caught.value)
+    assert caught.value.where == str(tmp_path / "one")
+    with laststep.Checkpointer(tmp_path / "run", m=nn.Linear(1, 1), flush="thread") as ckpt:
+        ckpt.save(0)
+    with pytest.raises(laststep.Mismatch) as caught:
+        laststep.load(tmp_path / "run", into={"m": nn.Linear(2, 2)})
+    assert caught.value.where == f"{tmp_path}/run/step-00000000.1-1"
+
+
+class Renamed(nn.Module):
+    """Loads checkpoints in which its layer had another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Linear(2, 2)
+        self.register_load_state_dict_pre_hook(self._translate)
+
+    @staticmethod
+    def _translate(module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}old.")]:
+            state[name.replace("old.", "new.")] = state.pop(name)
+
+
+class Overriding(nn.Module):
+    """The same by overriding a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Linear(2, 2)
+
+    def _load_from_state_dict(self, state: dict[str, object], prefix: str, *rest: object) -> None:
+        Renamed._translate(self, state, prefix)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("kind", [Renamed, Overriding])
+def test_a_module_that_translates_names_is_told_the_way_that_does_so(
+    kind: type[nn.Module], tmp_path: Path
+) -> None:
+    stored = nn.ModuleDict({"old": nn.Linear(2, 2)})
+    run, settings = tmp_path / "run", {"flush": "thread", "progress": False}
+    with laststep.Checkpointer(run, model=stored, n={"n": 1}, **settings) as checkpointer:
+        checkpointer.save(0)
+    live = kind()
+    with (
+        laststep.Checkpointer(run, model=live, n={"n": 1}, **settings) as checkpointer,
+        pytest.raises(laststep.Mismatch, match="model has hooks for loading") as caught,
+    ):
+        checkpointer.restore()
+    remedy = caught.value.remedy
+    way = remedy[remedy.index("load_state_dict(") : remedy.rindex(" does")]
+    eval(f"live.{way}", {"live": live, "laststep": laststep})  # noqa: S307 (what a user would type)
+    assert torch.equal(live.new.weight, stored["old"].weight)
+    with (
+        laststep.Checkpointer(run, model=nn.Linear(1, 1), n={"n": 1}, **settings) as checkpointer,
+        pytest.raises(laststep.Mismatch) as caught,
+    ):
+        checkpointer.restore()
+    assert "hooks" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": {"f": lambda: None}}, r"cannot save a builtins.function at a\['f'\] of item 'odd'"),
+        ([object()], r"cannot save a builtins.object at 0 of item 'odd'"),
+        ({"t": torch.empty(2, device="meta")}, r"meta tensor.* at t of item 'odd'"),
+        ({object(): torch.zeros(2)}, r"cannot name a tensor at item 'odd'"),
+    ],
+)
+def test_what_cannot_be_saved_is_told_with_the_name_of_its_item(
+    value: object, message: str, run_folder: Path
+) -> None:
+    items = {"fine": {"a": 1}, "odd": value}
+    with laststep.Checkpointer(run_folder, items=items, flush="thread") as checkpointer:
+        with pytest.raises(laststep.Usage, match=message) as caught:
+            checkpointer.save(0)
+        assert caught.value.remedy
+
+
+def test_what_shows_only_when_it_is_serialised_names_its_item_and_suggests_no_pickle(
+    run_folder: Path,
+) -> None:
+    odd = {"set": {object()}}
+    with laststep.Checkpointer(
+        run_folder, odd=odd, flush="thread", allow_pickle=True
+    ) as checkpointer:
+        checkpointer.save(0)
+        with pytest.raises(laststep.Usage, match="of item 'odd'") as caught:
+            checkpointer.wait()
+    assert "set" in str(caught.value)
+    assert "pickle" not in str(caught.value)
+
+
+class Broken:
+    def state_dict(self) -> dict[str, object]:
+        raise ZeroDivisionError
+
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+
+def test_an_error_out_of_a_state_dict_is_left_as_it_is_and_says_whose_it_was(
+    run_folder: Path,
+) -> None:
+    with laststep.Checkpointer(run_folder, broken=Broken(), flush="thread") as checkpointer:
+        with pytest.raises(ZeroDivisionError) as caught:
+            checkpointer.save(0)
+        assert caught.value.__notes__ == ["while laststep looked at item 'broken'"]
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_metadata_that_cannot_be_stored_is_told_with_a_remedy_that_works(
+    allow_pickle: bool, run_folder: Path
+) -> None:
+    with laststep.Checkpointer(
+        run_folder, s={"a": 1}, flush="thread", allow_pickle=allow_pickle
+    ) as checkpointer:
+        for wrong in ({"f": object()}, {"f": torch.zeros(1)}):
+            with pytest.raises(laststep.Usage, match="at f of the metadata") as caught:
+                checkpointer.save(0, metadata=wrong)
+            assert "pickle" not in str(caught.value)
+            assert "float()" in str(caught.value)
+
+
+def test_a_closed_checkpointer_says_what_to_do(run_folder: Path) -> None:
+    checkpointer = laststep.Checkpointer(run_folder, s={"a": 1}, flush="thread")
+    checkpointer.close()
+    for call in (lambda: checkpointer.save(0), checkpointer.restore):
+        with pytest.raises(laststep.Usage, match="is closed; make a new one for the same run"):
+            call()
+
+
+def test_a_save_that_branches_off_says_how_to_continue(
+    saved: Callable[..., Path], opened: object, fresh: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(3)
+    with opened(fresh) as checkpointer:
+        checkpointer.save(4)
+    assert "holds step 3, which was not restored" in caplog.text
+    assert "call restore() first to continue instead" in caplog.text
+
+
+def preflight(**fields: object) -> events.Preflight:
+    known = {
+        "state_bytes": 100 << 20, "host_memory_bytes": 1 << 30, "free_disk_bytes": 10 << 30,
+        "needed_disk_bytes": 200 << 20, "kept_checkpoints": None, "estimated_s": None,
+    }  # fmt: skip
+    return events.Preflight(**{**known, **fields})
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (preflight(), "disk: 10.74 GB free, every checkpoint is kept"),
+        (preflight(estimated_s=0.24), "every checkpoint is kept; about 0.2 s"),
+        (preflight(kept_checkpoints=3), "disk: 10.74 GB free, 209.72 MB needed to keep 3"),
+        (preflight(free_disk_bytes=None), "disk: free room unknown, every checkpoint is kept"),
+    ],
+)
+def test_the_line_before_the_first_save_reads_well_whatever_is_unknown(
+    event: events.Preflight, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="laststep")
+    log_event(event)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(line)
+
+
+@pytest.mark.parametrize(
+    ("kept", "count"), [(None, "one checkpoint"), (1, "one checkpoint"), (4, "4 checkpoints")]
+)
+def test_a_disk_that_is_short_is_told(
+    kept: int | None, count: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_event(preflight(kept_checkpoints=kept, free_disk_bytes=0))
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    expected = f"the disk is short: 0 B free, 209.72 MB needed for {count} and one on its way"
+    assert record.getMessage() == expected

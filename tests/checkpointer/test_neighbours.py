@@ -1,0 +1,144 @@
+"""A restore waits for saves to the same run that somebody else has under way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+import laststep
+from laststep import flusher
+from laststep.checkpointer import restoring
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PATIENCE_S = 60.0
+
+
+class Held:
+    """Flushes of this process that stand still before they are durable, until told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on = threading.Event()
+        self.reached = threading.Event()
+        finish = flusher.SaveFlush.finish
+
+        def held(flush: object, *arguments: object) -> object:
+            self.reached.set()
+            self.go_on.wait(PATIENCE_S)
+            return finish(flush, *arguments)
+
+        monkeypatch.setattr(flusher.SaveFlush, "finish", held)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    made = Held(monkeypatch)
+    yield made
+    made.go_on.set()
+
+
+@pytest.mark.parametrize("flush", ["thread", "process"])
+def test_a_save_of_another_checkpointer_of_this_process_is_waited_for(
+    flush: str, held: Held, opened: object, training: object, fresh: object,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO, logger="laststep")
+    first = opened(training)
+    training.become(5)
+    first.save(5)
+    threading.Timer(0.3, held.go_on.set).start()
+    with opened(fresh, flush=flush) as second:
+        assert second.restore().step == 5
+    assert fresh.is_wholly(5)
+    assert "which is saving step 5" in caplog.text
+    first.close()
+
+
+def test_how_anothers_save_ended_is_not_told_here(
+    opened: object, training: object, fresh: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = opened(training)
+    training.become(1)
+    first.save(1).wait()
+
+    def fail(*_: object) -> object:
+        raise laststep.StorageFailed("the disk is full")
+
+    monkeypatch.setattr(flusher.SaveFlush, "finish", fail)
+    first.save(2)
+    with opened(fresh) as second:
+        assert second.restore().step == 1
+    with pytest.raises(laststep.StorageFailed, match="disk is full"):
+        first.close()
+
+
+def test_saves_to_another_run_are_not_waited_for(
+    held: Held, opened: object, training: object, tmp_path: Path
+) -> None:
+    first = opened(training)
+    first.save(0)
+    with laststep.Checkpointer(tmp_path / "other", s={"a": 1}, flush="thread") as second:
+        assert second.restore().step is None
+    held.go_on.set()
+    first.close()
+
+
+def test_the_run_is_known_by_any_of_its_paths(
+    held: Held, opened: object, training: object, run_folder: Path, tmp_path: Path
+) -> None:
+    first = opened(training)
+    training.become(4)
+    first.save(4)
+    assert held.reached.wait(PATIENCE_S)
+    (tmp_path / "link").symlink_to(run_folder)
+    threading.Timer(0.3, held.go_on.set).start()
+    with laststep.Checkpointer(tmp_path / "link", items=training.items(), flush="thread") as second:
+        assert second.restore().step == 4
+    first.close()
+
+
+def test_a_forked_child_waits_for_nothing_of_its_parent(
+    held: Held, opened: object, training: object, run_folder: Path
+) -> None:
+    first = opened(training)
+    first.save(0)
+    assert held.reached.wait(PATIENCE_S)
+    from laststep.checkpointer import neighbours
+
+    pid = os.fork()
+    if pid == 0:
+        pids = neighbours.wait_for_others(object(), str(run_folder))
+        os._exit(42 if pids == {os.getpid()} else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
+    held.go_on.set()
+    first.close()
+
+
+def test_a_live_writer_that_does_not_commit_is_told(
+    held: Held, opened: object, training: object, fresh: object, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(restoring, "_PATIENCE_S", 0.2)
+    held.go_on.set()
+    first = opened(training)
+    training.become(1)
+    first.save(1).wait()
+    held.go_on.clear()
+    held.reached.clear()
+    first.save(2)
+    assert held.reached.wait(PATIENCE_S)
+    # As if it were another process, of which this one knows nothing.
+    monkeypatch.setattr("laststep.checkpointer.neighbours.wait_for_others", lambda *_: frozenset())
+    with opened(fresh) as second:
+        assert second.restore().step == 1
+    assert f"process {os.getpid()} on " in caplog.text
+    assert "is alive and has not committed step-00000002" in caplog.text
+    assert "restoring the newest checkpoint that is committed" in caplog.text
+    held.go_on.set()
+    first.close()

@@ -1,0 +1,299 @@
+"""What fits and what does not: other classes, entries that came later, memory that repeats."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import laststep
+from laststep.codecs import objects
+from laststep.codecs.objects import Tagged
+from laststep.state.tensors import CollectCache, collect
+from laststep.state.tree import Owned, owners
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Carry = "Callable[..., laststep.Restored]"
+
+
+def optimizer(kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> torch.optim.Optimizer:
+    return kind([nn.Parameter(torch.ones(2))], lr=1.0)
+
+
+class MyStep(lr_scheduler.StepLR):
+    """A user's own."""
+
+
+class Renamed(lr_scheduler.LambdaLR):
+    """A user's own, in one version of a program."""
+
+
+class RenamedSince(lr_scheduler.LambdaLR):
+    """The same, in the next."""
+
+
+def test_a_schedule_of_another_class_does_not_fit(carry: Carry) -> None:
+    stored = lr_scheduler.StepLR(optimizer(), 3, gamma=0.5)
+    live = lr_scheduler.ExponentialLR(optimizer(), 0.9)
+    before = dict(live.state_dict())
+    with pytest.raises(laststep.Mismatch) as caught:
+        carry({"schedule": stored}, {"schedule": live})
+    expected = "schedule is a ExponentialLR, stored is a StepLR"
+    assert caught.value.problems.mismatched == (expected,)
+    assert live.state_dict() == before
+    restored = carry({"schedule": stored}, {"schedule": live}, strict=False)
+    assert restored.problems.mismatched == (expected,)
+    assert live.state_dict() == before
+
+
+def test_a_schedule_that_consists_of_others_does_not_fit(carry: Carry) -> None:
+    def warm_up_and(other: Callable[..., object]) -> object:
+        made = optimizer()
+        parts = [lr_scheduler.LinearLR(made), other(made)]
+        return lr_scheduler.SequentialLR(made, parts, [2])
+
+    stored = warm_up_and(lambda o: lr_scheduler.ExponentialLR(o, 0.9))
+    with pytest.raises(laststep.Mismatch) as caught:
+        carry({"s": stored}, {"s": warm_up_and(lambda o: lr_scheduler.CosineAnnealingLR(o, 9))})
+    (told,) = caught.value.problems.mismatched
+    assert told == (
+        "s is a SequentialLR(LinearLR, CosineAnnealingLR), "
+        "stored is a SequentialLR(LinearLR, ExponentialLR)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("stored", "live"),
+    [
+        (lambda o: lr_scheduler.StepLR(o, 3), lambda o: MyStep(o, 3)),
+        (lambda o: Renamed(o, lambda _: 1.0), lambda o: RenamedSince(o, lambda _: 1.0)),
+    ],
+)
+def test_a_class_of_the_users_may_be_renamed(
+    stored: Callable[..., object], live: Callable[..., object], carry: Carry
+) -> None:
+    source, target = stored(optimizer()), live(optimizer())
+    for schedule in (source, source):
+        schedule.optimizer.step()
+        schedule.step()
+    carry({"schedule": source}, {"schedule": target})
+    assert target.last_epoch == 2
+
+
+class Stateful:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+class StatefulSince(Stateful):
+    """Another name."""
+
+
+def test_objects_that_are_none_of_torchs_are_not_told_apart(carry: Carry) -> None:
+    target = StatefulSince(0)
+    carry({"thing": Stateful(7)}, {"thing": target})
+    assert target.n == 7
+
+
+def test_a_scaler_is_not_taken_for_a_schedule(carry: Carry) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    live = lr_scheduler.StepLR(optimizer(), 3)
+    with pytest.raises(laststep.Mismatch, match="amp is a StepLR, stored is a GradScaler"):
+        carry({"amp": scaler}, {"amp": live})
+    scaler.scale(torch.ones(1))  # now its state is tensors
+    with pytest.raises(laststep.Mismatch, match="amp is a StepLR, stored is a GradScaler"):
+        carry({"amp": scaler}, {"amp": live})
+    assert live.last_epoch == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.GradScaler:FutureWarning")
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
+def test_a_scaler_by_its_older_name_is_the_same(carry: Carry) -> None:
+    older = torch.cuda.amp.GradScaler(init_scale=8.0)
+    target = torch.amp.GradScaler("cpu")
+    carry({"amp": older}, {"amp": target})
+
+
+def test_an_optimizer_of_another_class_is_left_alone_though_its_state_looks_alike(
+    carry: Carry,
+) -> None:
+    def trained(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        made = optimizer(kind)
+        made.param_groups[0]["params"][0].sum().backward()
+        made.step()
+        return made
+
+    stored, live = trained(torch.optim.Adam), trained(torch.optim.AdamW)
+    stored.param_groups[0]["lr"] = 0.5
+    parameter = live.param_groups[0]["params"][0]
+    live.state[parameter]["exp_avg"].fill_(7)
+    restored = carry({"optimizer": stored}, {"optimizer": live}, strict=False)
+    assert restored.problems.mismatched == ("optimizer is a AdamW, stored is a Adam",)
+    assert live.param_groups[0]["lr"] == 1.0
+    assert live.state[parameter]["exp_avg"].tolist() == [7, 7]
+
+
+def test_a_part_of_a_group_of_another_class_is_left_alone_and_the_rest_is_restored(
+    carry: Carry,
+) -> None:
+    def make(schedule: object, n: float) -> dict[str, object]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, n)
+        return {"model": model, "inner": {"schedule": schedule}, "n": n}
+
+    source = make(lr_scheduler.StepLR(optimizer(), 3), 1.0)
+    target = make(lr_scheduler.ExponentialLR(optimizer(), 0.9), 2.0)
+    before = dict(target["inner"]["schedule"].state_dict())
+    with pytest.raises(laststep.Mismatch, match=r"inner\['schedule'\] is a ExponentialLR, stored"):
+        carry({"all": source}, {"all": target})
+    restored = carry({"all": source}, {"all": target}, strict=False)
+    assert len(restored.problems) == 1
+    assert target["model"].weight.item() == 1.0
+    assert target["n"] == 1.0
+    assert target["inner"]["schedule"].state_dict() == before
+
+
+def test_what_was_handed_over_is_what_load_gives(tmp_path: Path) -> None:
+    """The class travels beside the state, not in it."""
+    schedule = lr_scheduler.StepLR(optimizer(), 3)
+    laststep.save(schedule, tmp_path / "one")
+    assert laststep.load(tmp_path / "one") == schedule.state_dict()
+
+
+def test_a_known_state_keeps_its_owner_on_the_quick_way() -> None:
+    state = {"a": Owned("Adam", {"t": torch.zeros(2), "lr": 0.1}), "b": Owned("StepLR", {"n": 1})}
+    cache = CollectCache()
+    first = collect(state, cache=cache)
+    assert cache.known
+    state["b"].state["n"] = 2
+    second = collect(state, cache=cache)
+    assert second.pieces is first.pieces  # nothing was taken apart anew
+    assert owners(second.tree) == owners(first.tree) == {("a",): "Adam", ("b",): "StepLR"}
+    assert collect(Owned("A", state), cache=CollectCache()).pieces == first.pieces
+    assert collect(Owned("A", 3), cache=cache).tree == Tagged("owned", ["A", 3])
+
+
+@pytest.mark.parametrize("value", [None, ["StepLR"], [3, {}], "StepLR"])
+def test_an_owner_that_makes_no_sense_is_damage(value: object) -> None:
+    tree = objects.decode(objects.encode({"a": Tagged("owned", value)}), where="here")
+    with pytest.raises(laststep.Corrupt, match="owner"):
+        owners(tree)
+
+
+def nested(n: int) -> dict[str, object]:
+    return {
+        "n": n,
+        "deep": {"a": n, "list": [{"x": n}], "tuple": ({"y": n},)},
+        "t": torch.full((2,), float(n)),
+    }
+
+
+def test_entries_that_came_after_the_checkpoint_go(
+    carry: Carry, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target = nested(1), nested(2)
+    target["later"] = "x"
+    target["deep"].update(b=2, c={"d": 3})
+    target["deep"]["list"][0]["z"] = 2
+    target["deep"]["tuple"][0][5] = 2
+    deep = target["deep"]
+    carry({"state": source}, {"state": target})
+    assert target["deep"] is deep
+    tensor = target.pop("t")
+    assert tensor.tolist() == source.pop("t").tolist()
+    assert target == source
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warning == (
+        "state goes back to what was saved, without deep/list/#0/z, deep/tuple/#0/#5, deep/b "
+        "and 2 more; strict=False would keep them"
+    )
+
+
+def test_entries_that_came_after_the_checkpoint_stay_where_only_what_fits_is_restored(
+    carry: Carry, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target = nested(1), nested(2)
+    target["later"] = "x"
+    target["deep"]["b"] = {"c": 3}
+    target["new"] = torch.zeros(1)
+    restored = carry({"state": source}, {"state": target}, strict=False)
+    assert set(restored.problems.missing) == {"state/later", "state/deep/b", "state/new"}
+    assert len(restored.problems) == 3
+    assert target["later"] == "x"
+    assert target["new"].tolist() == [0]
+    assert target["deep"] == {**source["deep"], "b": {"c": 3}}
+    assert target["n"] == 1
+    assert not [r for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_entries_that_came_after_the_checkpoint_stay_in_a_partial_restore(carry: Carry) -> None:
+    source, target = nested(1), nested(2)
+    source["empty"], target["empty"] = {}, {"a": 1}
+    target["later"] = "x"
+    target["deep"]["b"] = 3
+    carry({"state": source}, {"state": target}, only=["state/t"])
+    assert target["t"].tolist() == [1, 1]
+    assert target["later"] == "x"
+    assert target["empty"] == {"a": 1}
+    assert target["deep"] == {**nested(2)["deep"], "b": 3}
+
+
+def test_a_rollback_takes_back_what_was_noted_meanwhile(tmp_path: Path) -> None:
+    history: dict[str, object] = {"loss": {0: 1.0}}
+    with laststep.Checkpointer(tmp_path / "run", history=history, flush="thread") as checkpointer:
+        checkpointer.save(0).wait()
+        history["loss"][1] = 0.5
+        history["note"] = "diverged"
+        checkpointer.restore(0)
+    assert history == {"loss": {0: 1.0}}
+
+
+def test_a_provider_of_ones_own_is_told_what_was_not_restored(carry: Carry) -> None:
+    class Mine(laststep.StateProvider):
+        def __init__(self, state: dict[str, object]) -> None:
+            self.state = state
+            self.restored: object = None
+
+        def describe(self) -> laststep.State:
+            return laststep.State(value=self.state)
+
+        def restore(self, value: object) -> None:
+            self.restored = value
+
+    target = Mine({"a": 2, "b": 2})
+    restored = carry({"mine": Mine({"a": 1})}, {"mine": target}, strict=False)
+    assert target.restored == {"a": 1, "b": laststep.ABSENT}
+    assert restored.problems.missing == ("mine/b",)
+
+
+def test_a_live_tensor_that_repeats_its_memory_is_found_before_anything_is_touched(
+    carry: Carry,
+) -> None:
+    source = {"first": torch.ones(3), "wide": torch.arange(3.0).reshape(3, 1) * torch.ones(1, 4)}
+    target = {"first": torch.zeros(3), "wide": torch.zeros(3, 1).expand(3, 4)}
+    with pytest.raises(laststep.Mismatch, match="state/wide: the live tensor is expanded"):
+        carry({"state": source}, {"state": target})
+    assert target["first"].tolist() == [0, 0, 0]
+    restored = carry({"state": source}, {"state": target}, strict=False)
+    assert len(restored.problems) == 1
+    assert target["first"].tolist() == [1, 1, 1]
+    assert not target["wide"].any()
+
+
+def test_dimensions_of_one_element_do_not_count_as_repeated(carry: Carry) -> None:
+    target = {"t": torch.zeros(3).expand(1, 3), "none": torch.zeros(1).expand(0)}
+    carry({"s": {"t": torch.ones(1, 3), "none": torch.zeros(0)}}, {"s": target})
+    assert target["t"].tolist() == [[1, 1, 1]]
