@@ -31,6 +31,7 @@ def _run(chosen: options.Options) -> report.Report:
         training = GPTTraining(chosen.size_bytes, "cpu", batch=1, length=16)
         plan = Plan(
             repetitions=chosen.repetitions,
+            peer_repetitions=chosen.peer_repetitions,
             baseline_iterations=2 if chosen.quick else 3,
             loads=chosen.wants("load"),
             memory=True,

@@ -51,9 +51,12 @@ def _run(chosen: options.Options) -> report.Report:
         torch.cuda.empty_cache()
         parts.keep(chosen, result)
     if chosen.wants("small"):
-        small = parts.small_tensors(chosen, wanted, "cuda", time.monotonic() + 60)
+        small = parts.small_tensors(chosen, wanted, "cuda", time.monotonic() + 120)
         if small is not None:
             result.rotations["small tensors"] = small
+            parts.keep(chosen, result)
+    if chosen.wants("save") and ours:
+        _short(chosen, result, ours)
     result.bars = bars.gpu_bars(
         result.rotations.get("long iterations"),
         result.rotations.get("short iterations"),
@@ -73,7 +76,7 @@ def _rotations(
     ours: list[Make],
     deadline: float,
 ) -> None:
-    """All peers at long iterations; ours again at short ones, and after every iteration."""
+    """All peers at long iterations, and ours after every iteration."""
     training = GPTTraining(chosen.size_bytes, "cuda", batch=1, length=LENGTH)
     batch = training.pace_for(LONG_S, LENGTH)
     parts.say(f"long iterations: batch {batch}")
@@ -82,18 +85,21 @@ def _rotations(
         repetitions=chosen.repetitions, measure_all=True,
     )  # fmt: skip
     parts.keep(chosen, result)
-    if not ours:
-        return
-    if chosen.wants("every"):
+    if ours and chosen.wants("every"):
         parts.say("a save after every iteration, of the whole state")
         result.every_iteration.append(
             parts.every(chosen, "whole state", training, rounds=1, iterations=4)
         )
+
+
+def _short(chosen: options.Options, result: report.Report, ours: list[Make]) -> None:
+    """Ours at iterations that are as short as their launches allow."""
+    training = GPTTraining(chosen.size_bytes, "cuda", batch=1, length=LENGTH)
     batch = training.pace_for(SHORT_S, LENGTH)
     parts.say(f"short iterations: batch {batch}")
     result.rotations["short iterations"] = _rotation(
         chosen, training, ours, None, time.monotonic() + 60,
-        repetitions=min(2, chosen.repetitions), measure_all=False,
+        repetitions=1, measure_all=False,
     )  # fmt: skip
 
 
@@ -119,6 +125,7 @@ def _rotation(
 ) -> Rotation:
     plan = Plan(
         repetitions=repetitions,
+        peer_repetitions=chosen.peer_repetitions,
         baseline_iterations=8,
         loads=measure_all and chosen.wants("load"),
         memory=measure_all,

@@ -17,6 +17,8 @@ class Options:
 
     size_bytes: int
     repetitions: int
+    peer_repetitions: int
+    """Of everybody else: some are slow, and only ours must be told from noise."""
     folder: Path
     json: Path
     parts: tuple[str, ...]
@@ -38,6 +40,7 @@ def parse(kind: str, *, gb: float, quick_gb: float, names: list[str], budget_s: 
     parser = argparse.ArgumentParser(prog=f"bench/{kind}.py", description=__doc__)
     parser.add_argument("--gb", type=float, help=f"size of the state in GB (default {gb})")
     parser.add_argument("--reps", type=int, help="repetitions (default 3; the last for memory)")
+    parser.add_argument("--peer-reps", type=int, help="repetitions of peers (default as --reps)")
     parser.add_argument("--quick", action="store_true", help="a small state and one repetition")
     parser.add_argument("--dir", type=Path, help="folder for the files (default bench/out/tmp)")
     parser.add_argument("--json", type=Path, help=f"result (default bench/out/{kind}.json)")
@@ -56,9 +59,11 @@ def parse(kind: str, *, gb: float, quick_gb: float, names: list[str], budget_s: 
     parent = given.dir or HERE / "out" / "tmp"
     parent.mkdir(parents=True, exist_ok=True)
     host_bytes = int(given.host_gb * 1e9) if given.host_gb else int(1.25 * size_bytes)
+    repetitions = given.reps or (1 if given.quick else 3)
     return Options(
         size_bytes=size_bytes,
-        repetitions=given.reps or (1 if given.quick else 3),
+        repetitions=repetitions,
+        peer_repetitions=given.peer_reps or repetitions,
         folder=Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=parent)),
         json=given.json or HERE / "out" / f"{kind}.json",
         parts=tuple(word for word in chosen if word in PARTS) or PARTS,

@@ -61,6 +61,7 @@ def small_tensors(
     say("small tensors")
     plan = Plan(
         repetitions=min(2, chosen.repetitions),
+        peer_repetitions=chosen.peer_repetitions,
         baseline_iterations=4,
         loads=False,
         memory=False,

@@ -66,6 +66,7 @@ class Plan:
     """How much to measure."""
 
     repetitions: int
+    peer_repetitions: int
     baseline_iterations: int
     loads: bool
     memory: bool
@@ -106,6 +107,8 @@ def rotate(
         order = [*range(turn, len(makers)), *range(turn)]
         for i in order:
             peer = result.peers[i]
+            if repetition >= plan.peer_repetitions and not peer.name.startswith("laststep"):
+                continue
             if repetition and time.monotonic() + took_s.get(peer.name, 0) > plan.deadline:
                 peer.notes.append(f"repetition {repetition + 1} left out: out of time")
                 continue

@@ -129,3 +129,28 @@ def test_available_memory_is_that_of_the_machine_or_its_control_group() -> None:
     available = memory.available_bytes()
     total = memory._meminfo("MemTotal")
     assert 0 < available <= total
+
+
+def test_memory_that_is_ready_is_pinned_when_a_device_turns_up_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[int] = []
+    all_pinned = threading.Event()
+
+    def note(_self: Pool, slot: int) -> None:
+        pinned.append(slot)
+        if len(pinned) == 5:
+            all_pinned.set()
+
+    monkeypatch.setattr(Pool, "_pin", note)
+    made = make(5)
+    try:
+        made.want(3 * CHUNK_BYTES)
+        made.wait_ready()
+        assert pinned == []
+        made.pin()
+        made.want(5 * CHUNK_BYTES)
+        assert all_pinned.wait(20)
+        assert sorted(pinned) == [0, 1, 2, 3, 4]
+    finally:
+        made.close()

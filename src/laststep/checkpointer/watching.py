@@ -59,7 +59,8 @@ def _log_preflight(event: events.Preflight) -> None:
     free = "free room unknown"
     if event.free_disk_bytes is not None:
         free = f"{human(event.free_disk_bytes)} free"
-    room = "every checkpoint is kept" if kept is None else f"{needed} needed to keep {kept}"
+    grows = "what is kept grows with the run"
+    room = grows if kept is None else f"{needed} needed to keep {kept}"
     seconds = "" if event.estimated_s is None else f"; about {event.estimated_s:.1f} s"
     log.info(
         "every save: %s; host memory up to %s; disk: %s, %s%s",

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,9 @@ class Pool:
         self._bytes = torch.frombuffer(self._mapping.view, dtype=torch.uint8)
         self._pinned = pinned
         self._registered: list[int] = []
+        self._pageable: list[int] = []
+        """Slots that are ready and not pinned; of the growing thread."""
+        self._pinned_at_s = 0.0
         self._wanted = 0
         self._ready = 0
         self._urgent = 0
@@ -74,6 +78,13 @@ class Pool:
         """Have at least this much memory made ready in the background, within the cap."""
         with self._changed:
             self._wanted = min(max(self._wanted, -(-size_bytes // CHUNK_BYTES)), self.cap_slots)
+            self._changed.notify_all()
+
+    def pin(self) -> None:
+        """Have the memory pinned from now on, and what is ready already in the background: a device
+        has turned up that nobody expected at construction."""
+        with self._changed:
+            self._pinned = True
             self._changed.notify_all()
 
     @contextlib.contextmanager
@@ -145,46 +156,57 @@ class Pool:
     def _grow(self) -> None:
         while True:
             with self._changed:
-                while self._ready >= self._goal() and not self._closed:
+                while not (self._closed or self._late() or self._ready < self._goal()):
                     self._changed.wait()
                 if self._closed:
                     return
-                first, left = self._ready, self._goal() - self._ready
-                hasty = not self._pinned or self._no_pause()
-                count = min(_STEP_SLOTS, left) if hasty else 1
+                late = self._late()
+                first, count = self._ready, min(_STEP_SLOTS, self._goal() - self._ready)
             try:
-                self._make_ready(first, count)
+                if late:
+                    self._pause()
+                    self._pin(self._pageable.pop())
+                    continue
+                self._populate(first, count)
+                for slot in range(first, first + count):
+                    if self._pinned:
+                        self._pause()
+                        self._pin(slot)
+                    else:
+                        self._pageable.append(slot)
+                    self._add(slot)
             except Exception as error:  # noqa: BLE001 (whatever it is, saves must hear of it)
                 self._give_up(error)
                 return
-            self.slots.add(range(first, first + count))
-            with self._changed:
-                self._ready += count
-                self._changed.notify_all()
-                if self._pinned:
-                    self._changed.wait_for(self._no_pause, _PIN_PAUSE_S)
 
-    def _no_pause(self) -> bool:
-        """Whether nobody trains, or training waits for memory; with the lock held."""
-        return self._closed or self._resting_at is not None or self._urgent > 0
+    def _late(self) -> bool:
+        """Whether slots are ready that are to be pinned after all."""
+        return self._pinned and bool(self._pageable)
 
     def _goal(self) -> int:
         """How many slots are to be ready now; with the lock held."""
         return self._wanted if self._resting_at is None else min(self._wanted, self._resting_at)
 
-    def _make_ready(self, first: int, count: int) -> None:
-        starts = [slot * CHUNK_BYTES for slot in range(first, first + count)]
+    def _populate(self, first: int, count: int) -> None:
         if not self._pinned or count == 1:
-            self._mapping.populate(starts[0], count * CHUNK_BYTES)
-        else:  # where there is a GPU there are cores: zero the pages of several slots at once
-            with ThreadPoolExecutor(count, thread_name_prefix="laststep-populate") as threads:
-                list(threads.map(lambda start: self._mapping.populate(start, CHUNK_BYTES), starts))
-        if self._pinned:
-            for start in starts:
-                self._pin(start)
+            self._mapping.populate(first * CHUNK_BYTES, count * CHUNK_BYTES)
+            return
+        # Where there is a GPU there are cores: zero the pages of several slots at once.
+        starts = [slot * CHUNK_BYTES for slot in range(first, first + count)]
+        with ThreadPoolExecutor(count, thread_name_prefix="laststep-populate") as threads:
+            list(threads.map(lambda start: self._mapping.populate(start, CHUNK_BYTES), starts))
 
-    def _pin(self, start: int) -> None:
-        address = self._mapping.address + start
+    def _pause(self) -> None:
+        """Let launches through since the last slot was pinned, unless nobody trains, or training
+        waits for memory."""
+        left = self._pinned_at_s + _PIN_PAUSE_S - time.monotonic()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or self._resting_at is not None or self._urgent > 0, left
+            )
+
+    def _pin(self, slot: int) -> None:
+        address = self._mapping.address + slot * CHUNK_BYTES
         code = torch.cuda.cudart().cudaHostRegister(address, CHUNK_BYTES, 0)
         if int(code) != 0:
             raise StorageFailed(
@@ -194,6 +216,13 @@ class Pool:
                 remedy="lower host_memory_bytes or raise the limit of locked memory",
             )
         self._registered.append(address)
+        self._pinned_at_s = time.monotonic()
+
+    def _add(self, slot: int) -> None:
+        self.slots.add(range(slot, slot + 1))
+        with self._changed:
+            self._ready += 1
+            self._changed.notify_all()
 
     def _give_up(self, error: Exception) -> None:
         """Go on with the memory there is; only a pool without any memory is an error."""

@@ -64,7 +64,7 @@ class Capturer:
         self._last: Job | None = None
         self._devices: tuple[str, ...] = ()
         self._sources: Remembered | None = None
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="laststep-capture", daemon=True)
 
     def start(self, expected_bytes: dict[str, int]) -> None:
@@ -213,6 +213,10 @@ class Capturer:
             )
         if device not in self._staging:
             self._staging[device] = DeviceStaging(device, self._margin)
+            if self._thread.is_alive() and device not in self._devices:
+                # Nobody expected it at construction: this save goes slowly, later ones do not.
+                self._pool.pin()
+                self._jobs.put(functools.partial(prepare_kernels, torch.device(device)))
         return self._staging[device]
 
     def _lower(self, plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
@@ -363,6 +367,9 @@ class Capturer:
             job = self._jobs.get()
             if job is None:
                 return
+            if not isinstance(job, Job):
+                job()
+                continue
             try:
                 self._mover.move(job)
             except LaststepError as error:

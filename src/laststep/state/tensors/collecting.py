@@ -48,8 +48,8 @@ class Collector:
     def __init__(self, volatile: frozenset[Path], *, allow_pickle: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.volatile_names: set[str] = set()
-        self.paths: dict[str, Path] = {}
-        self.originals: dict[str, torch.Tensor] = {}
+        self.plain: list[tuple[Path, TensorRef, torch.Tensor]] = []
+        """The tensors that are stored just as they were met."""
         self._volatile = volatile
         self._allow_pickle = allow_pickle
 
@@ -84,8 +84,7 @@ class Collector:
     def _keep(self, path: Path, tensor: torch.Tensor) -> TensorRef:
         name = name_of(path)
         self.tensors[name] = tensor
-        self.paths[name] = path
-        if path in self._volatile:
+        if self._volatile and path in self._volatile:
             self.volatile_names.add(name)
         return TensorRef(name)
 
@@ -112,11 +111,11 @@ class Collector:
         if tensor.dtype not in DTYPE_NAMES:
             raise Usage(f"cannot save a tensor of {tensor.dtype}", where=show_path(path),
                         expected="a plain dtype", remedy="dequantise it first")  # fmt: skip
-        original = tensor
+        detached = tensor.detach() if tensor.requires_grad else tensor
         if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
-        ref = self._keep(path, tensor.detach() if tensor.requires_grad else tensor)
-        self.originals[ref.name] = original
+            return self._keep(path, detached.resolve_conj().resolve_neg())
+        ref = self._keep(path, detached)
+        self.plain.append((path, ref, tensor))
         return ref
 
     def _take_subclass(self, path: Path, tensor: torch.Tensor) -> object:
@@ -190,18 +189,18 @@ def collect(
 def _remember(cache: CollectCache, collector: Collector, collected: Collected) -> None:
     """Only what is as simple as it is common: every leaf a plain tensor, no overlapping views."""
     cache.known = []
-    simple = not collected.views and len(collector.originals) == len(collector.tensors)
-    if not simple or any(t.is_conj() or t.is_neg() for t in collector.originals.values()):
+    if collected.views or len(collector.plain) != len(collector.tensors):
         return
     cache.pieces, cache.ties = collected.pieces, collected.ties
+    ties = collected.ties
     parent: Path = ()
-    for name, tensor in collector.originals.items():
-        path = collector.paths[name] or (None,)
-        parent, key = (parent if parent == path[:-1] else path[:-1]), path[-1]
+    for path, ref, tensor in collector.plain:
+        above = path[:-1]
+        parent = parent if parent == above else above
         cache.known.append(
             Known(
-                weakref.ref(tensor), parent, key, tensor.data_ptr(), tensor.shape, tensor.stride(),
-                tensor.dtype, TensorRef(name), name not in collected.ties,
+                weakref.ref(tensor), parent, path[-1] if path else None, tensor.data_ptr(),
+                tensor.shape, tensor.stride(), tensor.dtype, ref, ref.name not in ties,
             )
         )  # fmt: skip
 
@@ -209,12 +208,14 @@ def _remember(cache: CollectCache, collector: Collector, collected: Collected) -
 def _collected(tree: object, collector: Collector) -> Collected:
     tensors = collector.tensors
     ties, views, bases = _sharing(tensors)
-    own = {n: t for n, t in tensors.items() if n not in ties and n not in views} | bases
+    own = tensors
+    if ties or views:
+        own = {n: t for n, t in tensors.items() if n not in ties and n not in views} | bases
     loose = {view.base for name, view in views.items() if name in collector.volatile_names}
     loose |= collector.volatile_names
     return Collected(
         tree=tree,
-        pieces=tuple(_piece(name, tensor, volatile=name in loose) for name, tensor in own.items()),
+        pieces=tuple(_pieces(own, loose)),
         sources=tuple(own.values()),
         ties=ties,
         views=views,
@@ -222,12 +223,21 @@ def _collected(tree: object, collector: Collector) -> Collected:
     )
 
 
-def _piece(name: str, tensor: torch.Tensor, *, volatile: bool) -> Piece:
-    device = tensor.device
-    return Piece(
-        name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes,
-        "cpu" if device.type == "cpu" else str(device), tensor.is_contiguous(), volatile,
-    )  # fmt: skip
+def _pieces(tensors: dict[str, torch.Tensor], volatile: set[str]) -> list[Piece]:
+    devices: dict[torch.device, str] = {}
+    found = []
+    for name, tensor in tensors.items():
+        device = devices.get(tensor.device)
+        if device is None:
+            device = "cpu" if tensor.device.type == "cpu" else str(tensor.device)
+            devices[tensor.device] = device
+        found.append(
+            Piece(
+                name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, device,
+                tensor.is_contiguous(), name in volatile,
+            )
+        )  # fmt: skip
+    return found
 
 
 def _lie_apart(tensors: Collection[torch.Tensor]) -> bool:
