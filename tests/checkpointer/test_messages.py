@@ -224,7 +224,10 @@ def preflight(**fields: object) -> events.Preflight:
         (preflight(), "disk: 10.74 GB free, what is kept grows with the run"),
         (preflight(estimated_s=0.24), "what is kept grows with the run; about 0.2 s"),
         (preflight(kept_checkpoints=3), "disk: 10.74 GB free, 209.72 MB needed to keep 3"),
-        (preflight(free_disk_bytes=None), "disk: free room unknown, what is kept grows with the run"),
+        (
+            preflight(free_disk_bytes=None),
+            "disk: free room unknown, what is kept grows with the run",
+        ),
     ],
 )
 def test_the_line_before_the_first_save_reads_well_whatever_is_unknown(

@@ -15,7 +15,7 @@ from laststep.errors import Corrupt
 from laststep.state.pieces import Piece
 from laststep.state.sharing import Extent, find_overlaps, find_ties
 from laststep.state.stored import TensorSpec, decode_item, encode_item
-from laststep.state.tensors import TORCH_DTYPES, collect
+from laststep.state.tensors import TORCH_DTYPES, CollectCache, collect
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
@@ -331,3 +331,14 @@ def test_an_items_tree_is_encoded_and_decoded_to_itself() -> None:
     assert item.views == collected.views
     assert set(item.names()) == {"a", "b", "c/#1/#0"}
     assert isinstance(collected.pieces[0], Piece)
+
+
+def test_the_first_look_at_a_state_finds_the_very_tensors_that_the_next_one_will() -> None:
+    layer = torch.nn.Linear(3, 2)
+    value = {"weight": layer.weight, "bias": layer.bias, "tied": layer.weight}
+    cache = CollectCache()
+    first = collect(value, cache=cache)
+    again = collect(value, cache=cache)
+    assert [id(source) for source in first.sources] == [id(layer.weight), id(layer.bias)]
+    assert [id(source) for source in again.sources] == [id(source) for source in first.sources]
+    assert again.pieces is first.pieces

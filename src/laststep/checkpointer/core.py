@@ -125,11 +125,11 @@ class Checkpointer:
             self._bus.subscribe(ProgressBar())
         cap, expected, on_device = sizing.memory_for(self._providers, self._settings)
         self._pool = Pool(cap, pinned=bool(on_device))
-        self._pool.want(expected)
         self._capturer = Capturer(
             self._pool, mode=self._settings.capture, margin_bytes=device_margin_bytes
         )
-        self._capturer.start(on_device)
+        staged = self._capturer.start(on_device)
+        self._pool.want(expected, without_pauses=not staged)
         if all(provider.cheap for provider in self._providers.values()):
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, self._rehearse)
         self._plans = PlanCache()

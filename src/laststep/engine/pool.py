@@ -53,6 +53,8 @@ class Pool:
         self._pinned_at_s = 0.0
         self._wanted = 0
         self._ready = 0
+        self._hurried = 0
+        """How many slots are to be ready without pauses."""
         self._urgent = 0
         """How many wait for memory and keep training waiting."""
         self._resting_at: int | None = None
@@ -74,10 +76,13 @@ class Pool:
             growth = self.cap_slots - self._ready
         return (self.slots.free + growth) * CHUNK_BYTES
 
-    def want(self, size_bytes: int) -> None:
-        """Have at least this much memory made ready in the background, within the cap."""
+    def want(self, size_bytes: int, *, without_pauses: bool = False) -> None:
+        """Have at least this much memory made ready in the background, within the cap; without
+        pauses where a save that finds it missing would cost training more."""
         with self._changed:
             self._wanted = min(max(self._wanted, -(-size_bytes // CHUNK_BYTES)), self.cap_slots)
+            if without_pauses:
+                self._hurried = self._wanted
             self._changed.notify_all()
 
     def pin(self) -> None:
@@ -202,7 +207,13 @@ class Pool:
         left = self._pinned_at_s + _PIN_PAUSE_S - time.monotonic()
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self._resting_at is not None or self._urgent > 0, left
+                lambda: (
+                    self._closed
+                    or self._resting_at is not None
+                    or self._urgent > 0
+                    or self._ready < self._hurried
+                ),
+                left,
             )
 
     def _pin(self, slot: int) -> None:

@@ -67,13 +67,15 @@ class Capturer:
         self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="laststep-capture", daemon=True)
 
-    def start(self, expected_bytes: dict[str, int]) -> None:
-        """Begin; what is expected on each device is set aside now, if it is spare."""
-        if self._mode in (Capture.AUTO, Capture.DEVICE):
-            for device, size in expected_bytes.items():
-                self._staging_on(device).set_aside(size)
+    def start(self, expected_bytes: dict[str, int]) -> bool:
+        """Begin; what is expected on each device is set aside now, if it is spare. False where it
+        is not, or not wanted: then captures will need all their host memory at once."""
+        staged = self._mode in (Capture.AUTO, Capture.DEVICE)
+        for device, size in expected_bytes.items() if staged else ():
+            staged = self._staging_on(device).set_aside(size) and staged
         self._devices = tuple(expected_bytes)
         self._thread.start()
+        return staged
 
     def take(
         self,

@@ -37,21 +37,22 @@ class DeviceStaging:
         self._out = 0
         self._pool = _make_pool()
 
-    def set_aside(self, size_bytes: int) -> None:
-        """Take memory from the driver now, if it is spare, and keep it in the pool."""
-        missing = size_bytes - self._set_aside
-        if (
-            self._pool is None
-            or missing <= 0
-            or spare_bytes(self._device, self._margin) < size_bytes
-        ):
-            return
+    def set_aside(self, size_bytes: int) -> bool:
+        """Take memory from the driver now, if it is spare, and keep it in the pool. Returns whether
+        there is so much to count on."""
+        if size_bytes <= self._set_aside:
+            return True
+        if spare_bytes(self._device, self._margin) < size_bytes:
+            return False
+        if self._pool is None:
+            return True
         try:
             with self._from_pool():
                 torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
-            return
+            return False
         self._set_aside = size_bytes
+        return True
 
     def room(self) -> int:
         """Bytes that may be taken now without training missing them."""

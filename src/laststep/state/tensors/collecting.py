@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -181,16 +182,19 @@ def collect(
     collector = Collector(volatile, allow_pickle=allow_pickle)
     tree = copy_tree(value, collector, (), allow_pickle=allow_pickle)
     collected = _collected(tree, collector)
-    if cache is not None:
-        _remember(cache, collector, collected)
-    return collected
+    if cache is None or not _remember(cache, collector, collected):
+        return collected
+    # The tensors themselves, as a walk of the known gives them: they outlive this save, and whoever
+    # looks for them at the next one finds them.
+    sources = tuple(t for _, ref, t in collector.plain if ref.name not in collected.ties)
+    return replace(collected, sources=sources)
 
 
-def _remember(cache: CollectCache, collector: Collector, collected: Collected) -> None:
+def _remember(cache: CollectCache, collector: Collector, collected: Collected) -> bool:
     """Only what is as simple as it is common: every leaf a plain tensor, no overlapping views."""
     cache.known = []
     if collected.views or len(collector.plain) != len(collector.tensors):
-        return
+        return False
     cache.pieces, cache.ties = collected.pieces, collected.ties
     ties = collected.ties
     parent: Path = ()
@@ -203,6 +207,7 @@ def _remember(cache: CollectCache, collector: Collector, collected: Collected) -
                 tensor.shape, tensor.stride(), tensor.dtype, ref, ref.name not in ties,
             )
         )  # fmt: skip
+    return True
 
 
 def _collected(tree: object, collector: Collector) -> Collected:
