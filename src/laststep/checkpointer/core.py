@@ -144,7 +144,7 @@ class Checkpointer:
             raise
         self._abandons = self._newest_step()
         lifetimes.watch(self, at_exit=self._finish_at_exit, in_child=self._abandon)
-        neighbours.enter(self, self.path, self._under_way)
+        neighbours.enter(self, self.path, Checkpointer._under_way)
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class Checkpointer:
         self.wait()
         own_pids = neighbours.wait_for_others(self, self.path)
         self._revive()
-        with without_collection(), self._pool.at_rest():
+        with without_collection(), self._pool.at_rest(2 * wanted.threads):
             outcome = restore_into(
                 self._store, self._providers, self._pool, self._bus, wanted,
                 touched=self._mark_mixed, own_pids=own_pids,

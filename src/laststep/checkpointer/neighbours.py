@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from laststep.engine.handle import SaveHandle
 
 log = logging.getLogger(__name__)
@@ -30,25 +29,24 @@ class UnderWay:
     flusher_pid: int
 
 
-_Tell = weakref.WeakMethod["Callable[[], UnderWay]"]
-_entered: weakref.WeakKeyDictionary[object, tuple[Path, _Tell]] = weakref.WeakKeyDictionary()
+_Ask = Callable[[Any], UnderWay]
+_entered: weakref.WeakKeyDictionary[object, tuple[Path, _Ask]] = weakref.WeakKeyDictionary()
 os.register_at_fork(after_in_child=_entered.clear)
 
 
-def enter(who: object, run: str, under_way: Callable[[], UnderWay]) -> None:
-    """`who` saves to that run; its method `under_way` says what it has not finished."""
-    _entered[who] = Path(run).resolve(), weakref.WeakMethod(under_way)
+def enter(who: object, run: str, under_way: _Ask) -> None:
+    """`who` saves to that run; `under_way(who)` says what it has not finished."""
+    _entered[who] = Path(run).resolve(), under_way
 
 
 def wait_for_others(who: object, run: str) -> frozenset[int]:
     """Wait until the saves that others had under way are over; how they ended is theirs to tell.
     Returns the processes that flush for this run on behalf of this one."""
     pids = {os.getpid()}
-    for one, (place, tell) in list(_entered.items()):
-        method = tell()
-        if method is None or place != Path(run).resolve():
+    for one, (place, ask) in list(_entered.items()):
+        if place != Path(run).resolve():
             continue
-        under_way = method()
+        under_way = ask(one)
         pids.add(under_way.flusher_pid)
         if one is who or not under_way.handles:
             continue

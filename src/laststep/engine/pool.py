@@ -93,7 +93,7 @@ class Pool:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def at_rest(self, enough_slots: int = 32) -> Iterator[None]:
+    def at_rest(self, enough_slots: int) -> Iterator[None]:
         """Make no more memory ready than a restore needs, which would rather have the cores, but
         that at once: nobody trains meanwhile."""
         with self._changed:
