@@ -1,8 +1,9 @@
 """Shared memory that two processes map: made, grown page by page, and measured, without torch.
 
 A memfd rather than /dev/shm, whose size in a container is often 64 MB. The file has its full length
-from the start and costs nothing until pages are touched; `populate` touches them ahead of time,
-outside the GIL, so that the first save does not pay for page faults.
+from the start and costs nothing until pages are touched. Both ways of having pages ahead of time
+work outside the GIL: `allocate` makes them, `populate` also maps them into this process, which
+pinning needs and which costs as much again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Mapping:
     """One process's view of a shared memory file."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
+        self._fd = fd
         self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
         self.view = memoryview(self._map)
         self.size_bytes = size_bytes
@@ -38,6 +40,11 @@ class Mapping:
         # A forked loader worker must neither keep the pages nor trip over registered memory.
         self._advise(0, size_bytes, _MADV_DONTFORK)
         self._advise(0, size_bytes, _MADV_HUGEPAGE)
+
+    def allocate(self, start: int, size_bytes: int) -> None:
+        """Make pages of the file; whoever touches them first maps them. Beside training on all of
+        two cores, 1.5 GB took 0.3 to 0.5 s from it, and 1.1 s with `populate`."""
+        os.posix_fallocate(self._fd, start, size_bytes)
 
     def populate(self, start: int, size_bytes: int) -> None:
         """Make pages present; where the kernel is too old for the advice, touch them."""

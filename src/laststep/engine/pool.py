@@ -172,7 +172,7 @@ class Pool:
                     self._pause()
                     self._pin(self._pageable.pop())
                     continue
-                self._populate(first, count)
+                self._make_pages(first, count)
                 for slot in range(first, first + count):
                     if self._pinned:
                         self._pause()
@@ -192,9 +192,12 @@ class Pool:
         """How many slots are to be ready now; with the lock held."""
         return self._wanted if self._resting_at is None else min(self._wanted, self._resting_at)
 
-    def _populate(self, first: int, count: int) -> None:
-        if not self._pinned or count == 1:
-            self._mapping.populate(first * CHUNK_BYTES, count * CHUNK_BYTES)
+    def _make_pages(self, first: int, count: int) -> None:
+        if not self._pinned:
+            self._mapping.allocate(first * CHUNK_BYTES, count * CHUNK_BYTES)
+            return
+        if count == 1:
+            self._mapping.populate(first * CHUNK_BYTES, CHUNK_BYTES)
             return
         # Where there is a GPU there are cores: zero the pages of several slots at once.
         starts = [slot * CHUNK_BYTES for slot in range(first, first + count)]
