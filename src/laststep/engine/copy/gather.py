@@ -44,6 +44,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(plain)
 
 
+def strided_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same of a tensor of any strides; complex ones, which every copy takes, as they are."""
+    plain = _AS_INTEGERS.get(tensor.dtype, tensor.dtype)
+    return tensor.view(plain) if plain.itemsize == tensor.dtype.itemsize else tensor
+
+
 def windows(buffer: torch.Tensor, group: Group) -> list[torch.Tensor]:
     """The places of a group's spans in a buffer of bytes, typed."""
     dtype = TORCH_DTYPES[group.dtype]

@@ -12,8 +12,9 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Self
 
-from laststep.engine.copy.gather import flat, gather
+from laststep.engine.copy.gather import gather, strided_bits
 from laststep.engine.copy.layout import Group, Span
+from laststep.state.layouts import boxes_of_range
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
@@ -86,17 +87,30 @@ def fill(target: torch.Tensor, groups: Sequence[Group], sources: Sequence[torch.
         at = small_at = group.start
         for span in group.spans:
             length = (span.last - span.first) * size
-            if length >= _LARGE_BYTES:
+            source = sources[span.piece]
+            strided = not source.is_contiguous()
+            if strided or length >= _LARGE_BYTES:
                 _fill_small(target, group, small, small_at, at, sources)
-                source = flat(sources[span.piece])
-                ctypes.memmove(
-                    target.data_ptr() + at, source.data_ptr() + span.first * size, length
-                )
+                if strided:
+                    _fill_strided(target[at : at + length], source, span)
+                else:
+                    start = source.data_ptr() + span.first * size
+                    ctypes.memmove(target.data_ptr() + at, start, length)
                 small, small_at = [], at + length
             else:
                 small.append(span)
             at += length
         _fill_small(target, group, small, small_at, at, sources)
+
+
+def _fill_strided(target: torch.Tensor, source: torch.Tensor, span: Span) -> None:
+    """Straight from where the elements lie: a contiguous copy would not be within any cap."""
+    source = strided_bits(source.detach())
+    typed = target.view(source.dtype)
+    for box in boxes_of_range(tuple(source.shape), span.first, span.last):
+        place, typed = typed[: box.volume], typed[box.volume :]
+        indices = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+        place.view(box.shape).copy_(source[indices])
 
 
 def _fill_small(

@@ -33,8 +33,7 @@ class Choice:
 def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> Choice:
     """Device pieces are staged as far as there is room; the host's too, if they are small.
 
-    Some have no choice: buffers change in forward, and strided tensors need gathering, so that
-    neither can wait.
+    Some have no choice: what forward changes, and on a device what needs gathering, cannot wait.
     """
     host_bytes = sum(piece.size_bytes for piece in pieces if piece.device == "cpu")
     small = host_bytes <= HOST_STAGING_BYTES
@@ -43,7 +42,7 @@ def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> 
     device_first = mode in (Capture.AUTO, Capture.DEVICE)
     for _name, _dtype, _shape, size, device, contiguous, volatile in pieces:
         if device == "cpu":
-            staged = not contiguous or (volatile if mode is Capture.LAZY else small)
+            staged = volatile or not contiguous if mode is Capture.LAZY else small
         else:
             fits = needs[device] + size <= rooms[device]
             if mode is Capture.DEVICE and not fits:
