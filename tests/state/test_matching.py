@@ -45,7 +45,7 @@ def test_a_schedule_of_another_class_does_not_fit(carry: Carry) -> None:
     before = dict(live.state_dict())
     with pytest.raises(laststep.Mismatch) as caught:
         carry({"schedule": stored}, {"schedule": live})
-    expected = "schedule is a ExponentialLR, stored is a StepLR"
+    expected = "schedule is of class ExponentialLR, the stored one of class StepLR"
     assert caught.value.problems.mismatched == (expected,)
     assert live.state_dict() == before
     restored = carry({"schedule": stored}, {"schedule": live}, strict=False)
@@ -64,8 +64,8 @@ def test_a_schedule_that_consists_of_others_does_not_fit(carry: Carry) -> None:
         carry({"s": stored}, {"s": warm_up_and(lambda o: lr_scheduler.CosineAnnealingLR(o, 9))})
     (told,) = caught.value.problems.mismatched
     assert told == (
-        "s is a SequentialLR(LinearLR, CosineAnnealingLR), "
-        "stored is a SequentialLR(LinearLR, ExponentialLR)"
+        "s is of class SequentialLR(LinearLR, CosineAnnealingLR), "
+        "the stored one of class SequentialLR(LinearLR, ExponentialLR)"
     )
 
 
@@ -111,10 +111,14 @@ def test_objects_that_are_none_of_torchs_are_not_told_apart(carry: Carry) -> Non
 def test_a_scaler_is_not_taken_for_a_schedule(carry: Carry) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     live = lr_scheduler.StepLR(optimizer(), 3)
-    with pytest.raises(laststep.Mismatch, match="amp is a StepLR, stored is a GradScaler"):
+    with pytest.raises(
+        laststep.Mismatch, match="amp is of class StepLR, the stored one of class GradScaler"
+    ):
         carry({"amp": scaler}, {"amp": live})
     scaler.scale(torch.ones(1))  # now its state is tensors
-    with pytest.raises(laststep.Mismatch, match="amp is a StepLR, stored is a GradScaler"):
+    with pytest.raises(
+        laststep.Mismatch, match="amp is of class StepLR, the stored one of class GradScaler"
+    ):
         carry({"amp": scaler}, {"amp": live})
     assert live.last_epoch == 0
 
@@ -141,7 +145,9 @@ def test_an_optimizer_of_another_class_is_left_alone_though_its_state_looks_alik
     parameter = live.param_groups[0]["params"][0]
     live.state[parameter]["exp_avg"].fill_(7)
     restored = carry({"optimizer": stored}, {"optimizer": live}, strict=False)
-    assert restored.problems.mismatched == ("optimizer is a AdamW, stored is a Adam",)
+    assert restored.problems.mismatched == (
+        "optimizer is of class AdamW, the stored one of class Adam",
+    )
     assert live.param_groups[0]["lr"] == 1.0
     assert live.state[parameter]["exp_avg"].tolist() == [7, 7]
 
@@ -157,7 +163,9 @@ def test_a_part_of_a_group_of_another_class_is_left_alone_and_the_rest_is_restor
     source = make(lr_scheduler.StepLR(optimizer(), 3), 1.0)
     target = make(lr_scheduler.ExponentialLR(optimizer(), 0.9), 2.0)
     before = dict(target["inner"]["schedule"].state_dict())
-    with pytest.raises(laststep.Mismatch, match=r"inner\['schedule'\] is a ExponentialLR, stored"):
+    with pytest.raises(
+        laststep.Mismatch, match=r"inner\['schedule'\] is of class ExponentialLR, the stored"
+    ):
         carry({"all": source}, {"all": target})
     restored = carry({"all": source}, {"all": target}, strict=False)
     assert len(restored.problems) == 1

@@ -252,7 +252,7 @@ def test_other_parameters_or_groups_than_the_stored_are_listed(
     with pytest.raises(laststep.Mismatch, match="2 parameter groups, stored are 1"):
         carry(source, {"model": other, "optimizer": torch.optim.AdamW(groups)})
     fewer = torch.optim.AdamW(other[0].parameters())
-    with pytest.raises(laststep.Mismatch, match=r"stored parameter 1\.bias is not in it"):
+    with pytest.raises(laststep.Mismatch, match=r"does not have the parameter 1\.bias"):
         carry(source, {"model": other, "optimizer": fewer})
 
 
@@ -290,6 +290,84 @@ def test_the_state_of_another_kind_of_optimizer_does_not_fit(tmp_path: Path) -> 
     with laststep.Checkpointer(
         tmp_path / "run", model=model, optimizer=sgd, flush="thread"
     ) as checkpointer:
-        with pytest.raises(laststep.Mismatch, match="is a SGD, stored is a AdamW"):
+        with pytest.raises(
+            laststep.Mismatch, match="is of class SGD, the stored one of class AdamW"
+        ):
             checkpointer.restore()
         assert sgd.param_groups[0]["lr"] == 0.1
+
+
+def stepped(*sizes: int, fused: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    layer = nn.Linear(*sizes)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=fused)
+    layer(torch.randn(2, sizes[0])).sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+@pytest.mark.parametrize("only", [None, ["opt"], ["opt/*exp_avg"]])
+def test_moments_of_a_parameter_of_another_shape_are_refused_before_the_first_step(
+    tmp_path: Path, with_model: bool, only: list[str] | None
+) -> None:
+    """A fused step would read and write past the end of them."""
+    layer, optimizer = stepped(8, 16)
+    items = {"model": layer} if with_model else {}
+    with laststep.Checkpointer(tmp_path, opt=optimizer, **items) as ckpt:
+        ckpt.save(0)
+    other = nn.Linear(16, 8)
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.1, fused=True)
+    items = {"model": other} if with_model else {}
+    with laststep.Checkpointer(tmp_path, opt=fresh, **items) as ckpt:
+        if only != ["opt/*exp_avg"]:
+            with pytest.raises(
+                laststep.Mismatch, match=r"float32\[16, 8\], live is float32\[8, 16"
+            ):
+                ckpt.restore(only=only)
+            assert not fresh.state
+            restored = ckpt.restore(only=only, strict=False)
+            assert sum("state of" in text for text in restored.problems.mismatched) == 2
+        else:
+            with pytest.raises(laststep.LaststepError):
+                ckpt.restore(only=only)
+    assert not any(fresh.state.values())
+    other(torch.randn(2, 16)).sum().backward()
+    fresh.step()  # with state of its own
+
+
+def test_moments_of_a_parameter_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    _, optimizer = stepped(4, 4)
+    with laststep.Checkpointer(tmp_path, opt=optimizer) as ckpt:
+        ckpt.save(0)
+    half = nn.Linear(4, 4).bfloat16()
+    fresh = torch.optim.AdamW(half.parameters())
+    with (
+        laststep.Checkpointer(tmp_path, opt=fresh) as ckpt,
+        pytest.raises(laststep.Mismatch, match=r"stored for float32\[4, 4\], live is bfloat16"),
+    ):
+        ckpt.restore()
+
+
+def test_options_of_another_number_of_groups_are_left_alone(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    with laststep.Checkpointer(
+        tmp_path, model=layer, opt=torch.optim.AdamW(layer.parameters(), weight_decay=0.01)
+    ) as ckpt:
+        ckpt.save(0)
+    groups = [{"params": [layer.weight], "weight_decay": 0.1}, {"params": [layer.bias]}]
+    two = torch.optim.AdamW(groups, weight_decay=0.0)
+    with laststep.Checkpointer(tmp_path, model=layer, opt=two) as ckpt:
+        problems = ckpt.restore(strict=False).problems
+    assert problems.mismatched == ("opt has 2 parameter groups, stored are 1",)
+    assert [group["weight_decay"] for group in two.param_groups] == [0.1, 0.0]
+
+
+def test_an_imported_positional_state_says_what_it_is(tmp_path: Path) -> None:
+    _, optimizer = stepped(2, 2)
+    with laststep.Checkpointer(tmp_path, opt=optimizer.state_dict()) as ckpt:
+        ckpt.save(0)
+    with (
+        laststep.Checkpointer(tmp_path, opt=optimizer) as ckpt,
+        pytest.raises(laststep.Mismatch, match="by position"),
+    ):
+        ckpt.restore()

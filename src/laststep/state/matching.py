@@ -42,7 +42,7 @@ class Match:
     fresh: tuple[Path, ...] = ()
     """What is handed over whole or not at all."""
     foreign: tuple[Path, ...] = ()
-    """What an object of another class gave: it is left alone."""
+    """What an object of another class gave, or the provider refuses: it is left alone."""
     newer: tuple[Path, ...] = ()
     """Live entries of dicts that are not stored."""
     exact: bool = False
@@ -97,6 +97,11 @@ def match_item(
         if () in match.foreign:
             return match
         match.mismatched += provider.check(_outline(item))
+    for path, why in provider.refuses(_outline(item)).items():
+        below = (n for n in item.names() if lies_under(path_of(n), (path,)))
+        if selected is None or any(map(selected, below)):
+            match.foreign += (path,)
+            match.mismatched.append(why)
     names = [name for name in item.names() if selected is None or selected(name)]
     if match.foreign:
         names = [name for name in names if not lies_under(path_of(name), match.foreign)]
@@ -156,7 +161,7 @@ def _refuse_foreign(match: Match, live: Collected) -> None:
     for path, theirs in owners(match.item.tree).items():
         if ours.get(path, theirs) != theirs:
             match.foreign += (path,)
-            text = f"is a {ours[path]}, stored is a {theirs}"
+            text = f"is of class {ours[path]}, the stored one of class {theirs}"
             match.mismatched.append(f"{show_path(path)} {text}" if path else text)
 
 
@@ -308,6 +313,9 @@ def _without(node: object, gone: tuple[Path, ...], path: Path = ()) -> object:
         return ABSENT
     if gone and type(node) is dict:
         return {key: _without(inner, gone, (*path, key)) for key, inner in node.items()}
+    if gone and isinstance(node, Tagged) and node.tag == OWNED:
+        inside = owned(node)
+        return Tagged(OWNED, [inside.owner, _without(inside.state, gone, path)])
     return node
 
 

@@ -6,8 +6,9 @@ parameters to bf16. Works before the first step, when there is no state yet. Imp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from laststep.errors import Usage
 from laststep.state.provider import ABSENT, State, StateProvider, has_absent
@@ -55,7 +56,11 @@ class OptimizerProvider(StateProvider):
         groups = []
         for group in self._optimizer.param_groups:
             options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-            groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
+            groups.append({
+                "params": [names[id(p)] for p in group["params"]],
+                "forms": [_form(p) for p in group["params"]],
+                "options": options,
+            })  # fmt: skip
         others = {key: value for key, value in state.items() if id(key) not in names}
         if others:
             raise Usage(
@@ -73,7 +78,10 @@ class OptimizerProvider(StateProvider):
         )
 
     def check(self, stored: object) -> list[str]:
-        if not isinstance(stored, dict) or not {"state", "groups"} <= set(stored):
+        if isinstance(stored, dict) and set(stored) == {"state", "param_groups"}:
+            how = "load it with the optimizer's own load_state_dict()"
+            return [f"was stored by position, as torch's state_dict() has it; {how}"]
+        if not _is_ours(stored):
             return ["is not the state of an optimizer"]
         theirs = [list(group["params"]) for group in stored["groups"]]
         names = self._named()
@@ -84,16 +92,29 @@ class OptimizerProvider(StateProvider):
         flat_ours = {name for group in ours for name in group}
         flat_theirs = {name for group in theirs for name in group}
         problems += [
-            f"missing: no state is stored for parameter {n}"
-            for n in sorted(flat_ours - flat_theirs)
+            f"has no stored state for its parameter {n}" for n in sorted(flat_ours - flat_theirs)
         ]
         problems += [
-            f"unexpected: stored parameter {n} is not in it"
+            f"does not have the parameter {n}, whose state is stored"
             for n in sorted(flat_theirs - flat_ours)
         ]
         if not problems and [set(g) for g in ours] != [set(g) for g in theirs]:
             problems.append("has its parameters in other groups than the stored one")
         return problems
+
+    def refuses(self, stored: object) -> dict[Path, str]:
+        """State of parameters of another form: moments are of the parameter's own, and a fused step
+        would write past their end."""
+        if not _is_ours(stored):
+            return {}
+        live = {name: _form(parameter) for parameter, name, _ in self._walk()}
+        found: dict[Path, str] = {}
+        for group in stored["groups"]:
+            for name, theirs in zip(group["params"], group.get("forms", ()), strict=False):
+                ours = live.get(name, theirs)
+                if ours != theirs:
+                    found["state", name] = f"state of {name}: stored for {theirs}, live is {ours}"
+        return found
 
     def devices(self, paths: list[Path]) -> list[str]:
         """As torch does: `step` stays on the host unless the group is fused or capturable."""
@@ -121,7 +142,10 @@ class OptimizerProvider(StateProvider):
                 self._optimizer.state[parameter].update(restored)
         if not has_absent(value):
             self._forget_newer(parameters, value["state"])
-        for group, stored in zip(self._optimizer.param_groups, value["groups"], strict=False):
+        groups = self._optimizer.param_groups
+        if len(groups) != len(value["groups"]):
+            return  # whose options would be whose cannot be known
+        for group, stored in zip(groups, value["groups"], strict=True):
             for key, entry in stored["options"].items():
                 if key not in _HOW and not has_absent(entry):
                     _set_option(group, key, entry)
@@ -162,6 +186,20 @@ class OptimizerProvider(StateProvider):
                 remedy="pass their modules as items too, under different names",
             )
         return names
+
+
+def _form(parameter: torch.Tensor) -> str:
+    """Dtype and shape of a parameter, for a person and for comparison."""
+    return _form_of(parameter.dtype, parameter.shape)
+
+
+@functools.cache
+def _form_of(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _is_ours(stored: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(stored, dict) and {"state", "groups"} <= set(stored)
 
 
 def _set_option(group: dict[str, object], key: str, entry: object) -> None:

@@ -83,6 +83,11 @@ class StateProvider(ABC):
         """What of a stored tree does not fit, in words, before anything is touched."""
         return []
 
+    def refuses(self, stored: object) -> dict[Path, str]:
+        """Parts of a stored tree that must be left alone, each with why, in words: what would be
+        restored from them does not fit something that they do not hold themselves."""
+        return {}
+
     def devices(self, paths: list[Path]) -> list[str]:
         """Where stored tensors without a live counterpart are to be put."""
         return ["cpu"] * len(paths)
