@@ -15,27 +15,38 @@ import laststep
 EPOCHS = 12
 
 
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 128), nn.GELU(), nn.Linear(128, 1))
+
+
+def examples(count: int, teacher: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(count, 20)
+    return x, teacher(x).detach() + 0.5 * torch.randn(count, 1)
+
+
 def main() -> None:
     run = sys.argv[1] if len(sys.argv) > 1 else "runs/finetune"
     torch.manual_seed(0)
-    train, valid = torch.randn(256, 20), torch.randn(128, 20)
-    model = nn.Sequential(nn.Linear(20, 128), nn.GELU(), nn.Linear(128, 20))
-    # A learning rate that is far too high at the end: the last epoch is not the best.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=1.45)
+    teacher = nn.Linear(20, 1)
+    train_x, train_y = examples(48, teacher)
+    valid_x, valid_y = examples(256, teacher)
+    model = make_model()
+    # Few and noisy examples: in the end it overfits a little, and the last epoch is not the best.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * EPOCHS)
 
     keep = laststep.Keep(last=1, best=2, metric="valid_loss", mode="min")
     with laststep.Checkpointer(
         run, keep=keep, model=model, optimizer=optimizer, schedule=schedule
     ) as ckpt:
         for epoch in range(ckpt.restore().next_step, EPOCHS):
-            loss = (model(train) - train).square().mean()
+            loss = (model(train_x) - train_y).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
             with torch.no_grad():
-                valid_loss = (model(valid) - valid).square().mean().item()
+                valid_loss = (model(valid_x) - valid_y).square().mean().item()
             print(f"epoch {epoch}: validation loss {valid_loss:.4f}")
             ckpt.save(epoch, metrics={"valid_loss": valid_loss})
 
@@ -44,11 +55,11 @@ def main() -> None:
     print(f"kept: {[checkpoint.step for checkpoint in kept]}; best: {best.step}")
 
     # Only the model of the best one, for inference.
-    final = nn.Sequential(nn.Linear(20, 128), nn.GELU(), nn.Linear(128, 20))
+    final = make_model()
     with laststep.Checkpointer(run, model=final) as ckpt:
         ckpt.restore(best.step, only=["model"])
     with torch.no_grad():
-        print(f"restored: {(final(valid) - valid).square().mean().item():.4f}")
+        print(f"restored: {(final(valid_x) - valid_y).square().mean().item():.4f}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,11 @@ class LaststepError(Exception):
         self.remedy = remedy
         super().__init__(self._message())
 
-    def _message(self) -> str:
+    def without_remedy(self) -> str:
+        """The message for where the remedy is of no use, such as where it is being done."""
+        return self._message(with_remedy=False)
+
+    def _message(self, *, with_remedy: bool = True) -> str:
         text = self.what
         if self.where is not None:
             text += f" at {self.where}"
@@ -39,7 +43,7 @@ class LaststepError(Exception):
             text += f": expected {self.expected}"
         if self.found is not None:
             text += (", " if self.expected is not None else ": ") + f"found {self.found}"
-        if self.remedy is not None:
+        if self.remedy is not None and with_remedy:
             text += f"; {self.remedy}"
         return text
 

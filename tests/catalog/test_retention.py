@@ -120,6 +120,9 @@ def test_retention_never_drops_what_is_needed(
         assert good[-1].folder in kept
     if policy.keep_last is not None:
         assert {item.folder for item in good[-policy.keep_last :]} <= kept
+    values = [item.commit.metrics.get("loss", math.nan) for item in good if item.commit is not None]
+    if policy.keep_best is not None and all(math.isnan(value) for value in values):  # type: ignore[arg-type]
+        assert {item.folder for item in good} <= kept
 
 
 @given(_runs(), _policies)
@@ -180,6 +183,19 @@ def test_the_best_stay_and_nan_is_never_best(mode: str, expected: list[int]) -> 
     listed = [_listed(step, metrics={"loss": value}) for step, value in enumerate(values)]
     policy = Policy(keep_best=1, best_metric="loss", best_mode=mode)  # type: ignore[arg-type]
     assert _kept(listed, policy) == expected
+
+
+@pytest.mark.parametrize("value", [None, "0.3", True, math.nan])
+def test_a_metric_that_nobody_has_as_a_number_deletes_nothing(value: Metric | None) -> None:
+    more: dict[str, Metric] = {} if value is None else {"nope": value}
+    listed = [_listed(step, metrics={"loss": 1.0, "acc": 2, **more}) for step in range(5)]
+    policy = Policy(keep_best=1, best_metric="nope")
+    assert _kept(listed, policy) == [0, 1, 2, 3, 4]
+    how = "" if value is None else " as a number"
+    told = f"no checkpoint has the metric 'nope'{how}; there are: loss, acc"
+    assert all(told in verdict.reasons for verdict in decide(listed, policy))
+    listed.append(_listed(5, metrics={"nope": 0.5}))
+    assert _kept(listed, policy) == [5]
 
 
 def test_of_equally_good_ones_the_later_stays() -> None:

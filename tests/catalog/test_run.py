@@ -503,3 +503,15 @@ def test_records_are_plain_json_for_people(run: Run, tmp_path: Path) -> None:
     record = json.loads((tmp_path / "run" / "epochs" / "00000001.json").read_bytes())
     assert record["epoch"]["epoch"] == 1
     assert json.loads((tmp_path / "run" / "run.json").read_bytes())["run"] == run.id
+
+
+def test_a_metric_that_nobody_has_is_warned_of_once_and_deletes_nothing(
+    run: Run, save: Save, caplog: pytest.LogCaptureFixture
+) -> None:
+    epoch = run.claim_epoch(None)
+    for attempt in (1, 2, 3):
+        save(run, attempt, epoch, attempt, {"loss": 1.0, "acc": 0.5})
+    for _ in range(2):
+        assert plan_prune(run, Policy(keep_best=1, best_metric="nope")).deletions == ()
+    [record] = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert "no checkpoint has the metric 'nope'; there are: loss, acc" in record.getMessage()

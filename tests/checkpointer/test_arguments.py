@@ -70,13 +70,13 @@ def test_a_tensor_as_a_step_is_refused_with_the_way_to_pass_it(
         checkpointer.save(0).wait()
 
 
-@pytest.mark.parametrize("step", [True, np.array([1, 2]), 1.0, -1, "3"])
+@pytest.mark.parametrize("step", [True, np.array([1, 2]), 1.0, -1, "3", 1 << 62])
 def test_a_step_that_is_no_number_is_refused_by_save_and_restore(
     step: object, opened: object, training: object
 ) -> None:
     with opened(training) as checkpointer:
         for call in (checkpointer.save, checkpointer.restore):
-            with pytest.raises(laststep.Usage, match="a step is a number") as caught:
+            with pytest.raises(laststep.Usage, match="a step is a whole number") as caught:
                 call(step)
             assert_tells_all(caught.value)
 
@@ -123,3 +123,95 @@ def test_parts_that_are_no_text_are_refused(
         with pytest.raises(laststep.Usage, match="only") as caught:
             checkpointer.restore(only=only)
         assert_tells_all(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [
+        ("save", {"overwrite": 1}), ("save", {"overwrite": "yes"}), ("save", {"overwrite": None}),
+        ("save", {"streams": 3}), ("save", {"streams": ["default"]}), ("save", {"streams": None}),
+        ("restore", {"strict": 0}), ("restore", {"strict": "no"}), ("restore", {"only": []}),
+        ("restore", {"only": ()}),
+        ("wait", {"timeout_s": "1"}), ("wait", {"timeout_s": True}),
+        ("wait", {"timeout_s": float("nan")}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_argument_of_the_wrong_type_is_refused_and_the_flusher_lives(
+    method: str, wrong: dict[str, object], opened: object, training: object
+) -> None:
+    with opened(training) as checkpointer:
+        arguments = (0,) if method == "save" else ()
+        with pytest.raises(laststep.Usage, match=next(iter(wrong))) as caught:
+            getattr(checkpointer, method)(*arguments, **wrong)
+        assert_tells_all(caught.value)
+        checkpointer.save(0, overwrite=np.bool_(True), streams=[]).wait()
+        assert checkpointer.wait(np.float32(1))
+        assert checkpointer.restore(strict=np.bool_(True)).step == 0
+
+
+@pytest.mark.parametrize("subscribers", [print, [3], "log", 3, None])
+def test_subscribers_that_cannot_be_told_are_refused(subscribers: object, tmp_path: Path) -> None:
+    with pytest.raises(laststep.Usage, match=r"subscribers=\[on_event\]") as caught:
+        laststep.Checkpointer(tmp_path / "run", s={"a": 1}, subscribers=subscribers)
+    assert_tells_all(caught.value)
+
+
+def test_the_largest_step_is_named_and_can_be_saved(opened: object, training: object) -> None:
+    with opened(training) as checkpointer:
+        with pytest.raises(laststep.Usage, match=str((1 << 62) - 1)):
+            checkpointer.save(1 << 63)
+        checkpointer.save((1 << 62) - 1).wait()
+
+
+@pytest.mark.parametrize("run", ["s3://bucket/run", "gs://bucket", "file:///tmp/run"])
+def test_a_run_that_is_no_folder_is_refused(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(laststep.Usage, match="folder") as caught:
+        laststep.Checkpointer(run, s={"a": 1})
+    assert_tells_all(caught.value)
+
+
+def test_a_run_may_be_below_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with laststep.Checkpointer("~/run", s={"a": 1}, flush="thread") as checkpointer:
+        assert checkpointer.path == str(tmp_path / "run")
+
+
+def test_an_item_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(laststep.Usage, match="found model in both") as caught:
+        laststep.Checkpointer(tmp_path / "run", items={"model": {"a": 1}}, model={"a": 2})
+    assert_tells_all(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"keep_last": 3}, "keep=laststep.Keep(last=3)"),
+        ({"kep": laststep.Keep(last=3)}, "keep=laststep.Keep(…)"),
+        ({"retention": laststep.Keep(last=3)}, "keep=laststep.Keep(…)"),
+        ({"writer": 3}, "writers=3"),
+        ({"alow_pickle": True}, "allow_pickle=True"),
+        ({"captur": "lazy"}, "capture='lazy'"),
+        ({"subscriber": print}, "subscribers=[subscriber]"),
+    ],
+    ids=str,
+)
+def test_a_misspelt_setting_is_not_taken_for_an_item(
+    given: dict[str, object], meant: str, tmp_path: Path
+) -> None:
+    with pytest.raises(laststep.Usage, match="are items of the state") as caught:
+        laststep.Checkpointer(tmp_path / "run", s={"a": 1}, **given)
+    assert_tells_all(caught.value)
+    assert meant in str(caught.value)
+
+
+def test_an_item_may_be_called_much_like_a_setting(tmp_path: Path) -> None:
+    items = {"writer": {"a": 1}, "kept": [1], "item": torch.zeros(1)}
+    with laststep.Checkpointer(tmp_path / "run", flush="thread", **items) as checkpointer:
+        assert repr(checkpointer) == f"<Checkpointer of {tmp_path}/run: writer, kept, item>"
+    assert repr(checkpointer).endswith(", closed>")

@@ -249,3 +249,52 @@ def test_a_disk_that_is_short_is_told(
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     expected = f"the disk is short: 0 B free, 209.72 MB needed for {count} and one on its way"
     assert record.getMessage() == expected
+
+
+def test_a_part_without_a_live_item_is_told_from_one_that_is_not_stored(
+    saved: Callable[..., Path], fresh: object
+) -> None:
+    run = saved(1)
+    with laststep.Checkpointer(run, model=fresh.model, flush="thread") as checkpointer:
+        with pytest.raises(laststep.NotFound, match="no live item") as caught:
+            checkpointer.restore(only=["optimizer"])
+        one = caught.value
+        assert one.where == f"{run}/step-00000001.1-1"
+        assert one.expected == "optimizer"
+        assert one.found == (
+            "live items model, and items blob, model, optimizer, plain in the checkpoint"
+        )
+        assert one.remedy == "pass optimizer=… to the Checkpointer to restore it"
+        with pytest.raises(laststep.NotFound, match=r"nothing in the checkpoint .* model/nothing"):
+            checkpointer.restore(only=["model/nothing"])
+
+
+def test_what_is_passed_over_comes_without_the_advice_to_do_just_that(
+    saved: Callable[..., Path], opened: object, fresh: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = saved(1, 2)
+    (run / "step-00000002.1-2" / "manifest.json").write_bytes(b"{}")
+    with opened(fresh) as checkpointer:
+        restored = checkpointer.restore()
+        assert restored.step == 1
+        assert "restore() without a step" not in restored.skipped[0].reason + caplog.text
+        (run / "step-00000001.1-1" / "manifest.json").write_bytes(b"{}")
+        with pytest.raises(laststep.Corrupt, match="none of the 2 checkpoints") as caught:
+            checkpointer.restore()
+    assert "restore() without a step" not in str(caught.value)
+    assert f"`laststep verify {run}`" in str(caught.value)
+
+
+def test_a_raise_in_a_load_state_dict_names_the_item(run_folder: Path) -> None:
+    class Choosy:
+        def state_dict(self) -> dict[str, int]:
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise KeyError("n")
+
+    with laststep.Checkpointer(run_folder, mine=Choosy(), flush="thread") as checkpointer:
+        checkpointer.save(0).wait()
+        with pytest.raises(KeyError) as caught:
+            checkpointer.restore()
+    assert caught.value.__notes__ == ["while laststep restored item 'mine'"]

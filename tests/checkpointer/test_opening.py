@@ -113,3 +113,66 @@ def test_a_checkpoint_that_was_deleted_since_it_was_listed_is_not_found(run: Pat
         checkpoint.tensors()
     with pytest.raises(laststep.NotFound):
         checkpoint.verify()
+
+
+def test_an_older_checkpoint_is_never_given_for_a_newest_whose_manifest_is_damaged(
+    run: Path,
+) -> None:
+    manifest = files(run, 90) / "manifest.json"
+    data = bytearray(manifest.read_bytes())
+    data[len(data) // 2] ^= 1
+    manifest.write_bytes(data)
+    told = r"step 90, is damaged: .*restore\(\).*laststep\.load\(run, step=80\) loads an older one"
+    with pytest.raises(laststep.Corrupt, match=told):
+        laststep.load(run)
+    catalog = laststep.open(run)
+    with pytest.raises(laststep.Corrupt, match=told):
+        catalog.latest()
+    assert catalog.steps()[-1] == 80
+    assert laststep.load(run, step=80)["state"]["t"].sum() == 0
+    with pytest.raises(laststep.NotFound, match="no checkpoint of step 81"):
+        laststep.load(run, step=81)
+
+
+def test_what_is_no_run_is_told_with_what_to_call_instead(run: Path, tmp_path: Path) -> None:
+    laststep.save({"w": torch.ones(2)}, tmp_path / "one")
+    with pytest.raises(laststep.NotFound, match=r"one checkpoint, not a run.*laststep\.load"):
+        laststep.open(tmp_path / "one")
+    with pytest.raises(laststep.Usage, match="but one step"):
+        laststep.load(tmp_path / "one", step=0)
+    [file] = (tmp_path / "one").glob("*.safetensors")
+    with pytest.raises(laststep.NotFound, match=r"found a file; laststep\.load\('.*/one'\)"):
+        laststep.load(file)
+    alone = file.rename(tmp_path / "alone.safetensors")
+    with pytest.raises(laststep.NotFound, match=r"load_file reads it.*laststep import"):
+        laststep.load(alone)
+
+
+def test_arguments_that_cannot_work_are_usage(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = laststep.open(run)
+    for wrong in ("a", 1.5, None, True):
+        with pytest.raises(laststep.Usage, match="asked by step"):
+            catalog[wrong]  # type: ignore[index]
+    for wrong in (3, None, "", b"x", "s3://bucket/run"):
+        with pytest.raises(laststep.Usage, match="the path of a folder"):
+            laststep.open(wrong)  # type: ignore[arg-type]
+        with pytest.raises(laststep.Usage, match="the path of a folder"):
+            laststep.load(wrong)  # type: ignore[arg-type]
+    with pytest.raises(laststep.Usage, match="swapped"):
+        laststep.save("x", {"w": 1})  # type: ignore[arg-type]
+    with pytest.raises(laststep.Usage, match="cannot load to that device"):
+        laststep.load(run, device="nonsense")
+    if not torch.cuda.is_available():
+        with pytest.raises(laststep.Usage, match=r"cannot load to that device.*'cuda'"):
+            laststep.load(run, device="cuda")
+    with catalog[50] as checkpoint:
+        tensor = checkpoint.tensor("state/t")
+        for index in ("a", 1.5, (0, "a")):
+            with pytest.raises(laststep.Usage, match="cannot index state/t"):
+                tensor[index]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    laststep.save({"w": 1}, "~/home")
+    assert (tmp_path / "home").is_dir()
+    assert laststep.load("~/home") == {"w": 1}

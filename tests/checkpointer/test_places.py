@@ -199,3 +199,16 @@ def test_a_relative_path_and_one_through_a_link_are_fine(
     with laststep.Checkpointer("link/a/run", s=state, flush="thread") as checkpointer:
         checkpointer.save(0).wait()
     assert laststep.open(tmp_path / "real/a/run").steps() == [0]
+
+
+def test_a_checkpoint_is_not_taken_for_a_run(run_folder: Path, tmp_path: Path) -> None:
+    with make(run_folder) as checkpointer:
+        checkpointer.save(7)
+    folder = "step-00000007.1-1"
+    with pytest.raises(laststep.Usage, match="found one checkpoint") as caught:
+        make(run_folder / folder)
+    assert caught.value.where == str(run_folder / folder)
+    assert caught.value.remedy == f"its run is {run_folder}: pass that, and restore(step=7)"
+    laststep.save({"a": 1}, tmp_path / "one")
+    with pytest.raises(laststep.Usage, match=r"found one checkpoint; laststep\.load\("):
+        make(tmp_path / "one")

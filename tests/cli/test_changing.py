@@ -110,6 +110,7 @@ def test_a_pinned_checkpoint_stays(ten, laststep: Callable) -> None:
     assert (ended.status, ended.out) == (0, "step 4 (step-00000004.1-4) is pinned\n")
     laststep("prune", ten.path, "--last", 1, "--yes")
     assert steps(ten) == [4, 10]
+    assert "was not pinned" in laststep("unpin", ten.path, 10).out
     document = laststep("unpin", ten.path, 4, "--json").json()
     assert document == {"step": 4, "folder": "step-00000004.1-4", "pinned": False}
     laststep("prune", ten.path, "--last", 1, "--yes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from typing import TYPE_CHECKING
 
@@ -63,11 +64,13 @@ def test_a_safetensors_file_becomes_the_model(
 
 
 def test_a_second_import_continues_the_run(
-    laststep: Callable, tmp_path: Path, run_folder: Path
+    laststep: Callable, tmp_path: Path, run_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
     assert laststep("import", tmp_path / "a.pt", run_folder, "--step", 1).status == 0
-    assert laststep("import", tmp_path / "a.pt", run_folder, "--step", 2).status == 0
+    second = laststep("import", tmp_path / "a.pt", run_folder, "--step", 2)
+    assert second.status == 0
+    assert "new line" not in second.err + caplog.text
     listed = laststep("ls", run_folder, "--json").json()["checkpoints"]
     assert [(entry["step"], entry["lineage"]) for entry in listed] == [
         (1, "current"),
@@ -75,7 +78,26 @@ def test_a_second_import_continues_the_run(
     ]
     again = laststep("import", tmp_path / "a.pt", run_folder, "--step", 2)
     assert again.status == 1
-    assert "step 2 has been saved already" in again.err
+    assert again.err.count("step 2 has been saved already") == 1
+    assert again.err.endswith("name another with --step, such as --step 3\n")
+    assert "saved already" not in caplog.text
+
+
+def test_a_run_that_is_being_written_is_only_taken_over_by_force(
+    laststep: Callable, tmp_path: Path, run_folder: Path
+) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    state = {"w": torch.zeros(3)}
+    with library.Checkpointer(run_folder, state=state, flush="thread", progress=False) as ckpt:
+        ckpt.save(1).wait()
+        refused = laststep("import", tmp_path / "a.pt", run_folder, "--step", 2)
+        assert refused.status == 1
+        assert f"a live writer: process {os.getpid()} on " in refused.err
+        assert "--force" in refused.err
+        assert library.open(run_folder).steps() == [1]
+        forced = laststep("import", tmp_path / "a.pt", run_folder, "--step", 2, "--force")
+        assert forced.status == 0
+    assert library.open(run_folder).steps() == [1, 2]
 
 
 class Evil:
@@ -98,14 +120,37 @@ def test_code_in_a_file_is_refused_and_never_run(
     assert not run_folder.exists()
 
 
-@pytest.mark.parametrize("data", [b"", b"PK\x03\x04 and then nothing", b"x" * 100])
+def test_a_pickled_module_is_refused_by_the_name_of_its_class(
+    laststep: Callable, tmp_path: Path, run_folder: Path
+) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    ended = laststep("import", tmp_path / "module.pt", run_folder)
+    assert ended.status == 2
+    assert "found torch.nn.modules.linear.Linear, which is code" in ended.err
+    assert "\x1b" not in ended.err
+    assert "weights_only" not in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_a_folder_as_source_is_told(laststep: Callable, tmp_path: Path, run_folder: Path) -> None:
+    ended = laststep("import", tmp_path, run_folder)
+    assert ended.status == 1
+    assert "found a folder; name a file in it" in ended.err
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"PK\x03\x04 and then nothing", b"x" * 100, b"junk junk\n" * 9, b"hello world, a text"],
+)
 def test_a_file_that_is_neither_is_one_message(
     data: bytes, laststep: Callable, tmp_path: Path, run_folder: Path
 ) -> None:
     (tmp_path / "odd.pt").write_bytes(data)
     ended = laststep("import", tmp_path / "odd.pt", run_folder)
-    assert ended.status in (1, 2)
-    assert ended.err.startswith("laststep: ")
+    assert ended.status == 1
+    assert ended.err.startswith("laststep: cannot import")
+    assert not data or "not a torch.save file nor safetensors" in ended.err
+    assert ended.err.count("\n") == 1
     assert laststep("import", tmp_path / "absent.pt", run_folder).status == 1
 
 

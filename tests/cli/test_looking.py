@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    import pytest
+
 
 def flip(path: Path, byte: int, bit: int = 0) -> None:
     with path.open("r+b") as file:
@@ -222,3 +224,24 @@ def test_show_says_which_header_is_damaged_and_shows_the_rest(maker, laststep: C
 def test_names_in_brackets_are_not_taken_for_markup(maker, laststep: Callable) -> None:
     maker.save(100, {"[red]loss[/red]": 1.5})
     assert "[red]loss[/red]=1.5" in laststep("ls", maker.path).out
+
+
+def test_ls_of_a_one_off_folder_guesses_no_run(laststep: Callable, maker, tmp_path: Path) -> None:
+    copy = tmp_path / "one-off"
+    shutil.copytree(maker.save(100), copy)
+    ended = laststep("ls", copy)
+    assert ended.status == 1
+    assert ended.err.endswith(f"this is one checkpoint; `laststep show {copy}` shows it\n")
+
+
+def test_a_home_folder_is_found_and_a_url_refused(
+    laststep: Callable, maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker.save(100)
+    monkeypatch.setenv("HOME", str(maker.path.parent))
+    for command in ("ls", "show", "verify"):
+        assert laststep(command, f"~/{maker.path.name}").status == 0
+        refused = laststep(command, "s3://bucket/run")
+        assert refused.status == 2
+        assert "this is a URL" in refused.err
+    assert "; check the path" in laststep("ls", "nope").err

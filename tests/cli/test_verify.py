@@ -196,3 +196,47 @@ def test_progress_reaches_all_bytes(maker) -> None:
     )
     assert seen == sorted(seen)
     assert seen[-1] == (report.bytes, report.bytes)
+
+
+def test_a_folder_without_a_manifest_is_listed_and_is_no_damage(maker, laststep: Callable) -> None:
+    maker.save(100)
+    left = maker.save(200, commit=False)
+    ended = laststep("verify", maker.path)
+    assert ended.status == 0
+    told = f"{left.name}: no manifest: an unfinished save, or one whose manifest was lost"
+    assert told in ended.out
+    document = laststep("verify", maker.path, "--json").json()
+    assert (document["sound"], document["no_manifest"]) == (True, [left.name])
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b'{"format": 1, "run": "x", "created_s": 1}', b"\xff"]
+)
+def test_a_damaged_record_of_the_run_is_status_3_and_the_rest_is_checked(
+    data: bytes, maker, laststep: Callable
+) -> None:
+    folder = maker.save(100)
+    (maker.path / "run.json").write_bytes(data)
+    ended = laststep("verify", maker.path)
+    assert ended.status == 3
+    assert f"{folder.name}: sound" in ended.out
+    assert "the run is DAMAGED: the record of the run is damaged at " in ended.out
+    assert "regex" not in ended.out
+    document = laststep("verify", maker.path, "--json").json()
+    assert not document["sound"]
+    assert "run.json" in document["run_error"]
+    assert laststep("verify", maker.path, "--step", 100).status == 3
+
+
+def test_a_damaged_manifest_is_told_in_words(maker, laststep: Callable) -> None:
+    manifest = maker.save(100) / "manifest.json"
+    whole = manifest.read_bytes()
+    flip(manifest, len(whole) // 2)
+    told = laststep("ls", maker.path).out
+    assert "the manifest has been changed at " in told
+    assert "expected xxh3-128:" in told
+    manifest.write_bytes(b"")
+    assert "cannot read a manifest: it is empty at " in laststep("ls", maker.path).out
+    manifest.write_bytes(b"\xff\x00 what is this")
+    told = laststep("ls", maker.path).out
+    assert "expected what was written, found other bytes" in told

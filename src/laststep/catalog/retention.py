@@ -5,14 +5,14 @@ the newest good one of the lineage, the one that was resumed from, pinned ones, 
 manifest refers to. Rules count only good checkpoints on the lineage: those whose manifest can be
 read and whose files are all there in full length. What is off it, or not good, is evidence and
 stays until it is asked for (`keep_abandoned=False`); only a checkpoint whose step was committed
-again goes by itself.
+again goes by itself. A metric that no checkpoint has, perhaps a misspelt one, deletes nothing.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from laststep.errors import Usage
 
@@ -33,7 +33,7 @@ class Policy:
     """Those whose step is a multiple of this."""
 
     keep_best: int | None = None
-    """The best so many by `best_metric`; of equals the later."""
+    """The best so many by `best_metric`; of equals the later. All while none has it as a number."""
 
     best_metric: str | None = None
     best_mode: Literal["min", "max"] = "min"
@@ -137,8 +137,23 @@ def _by_rule(reasons: dict[str, list[str]], good: Sequence[Listed], policy: Poli
         chosen = [item for item in good if item.step % policy.keep_every == 0]
         _add(reasons, chosen, f"every {policy.keep_every} steps")
     if policy.keep_best is not None and policy.best_metric is not None:
+        lacking = missing_metric(good, policy)
+        best = _best(good, policy.best_metric, policy)[: policy.keep_best]
         text = f"one of the best {policy.keep_best} by {policy.best_metric}"
-        _add(reasons, _best(good, policy.best_metric, policy)[: policy.keep_best], text)
+        _add(reasons, good if lacking else best, lacking or text)
+
+
+def missing_metric(listed: Sequence[Listed], policy: Policy) -> str | None:
+    """What to say where no good checkpoint has the metric of a best-k rule as a number."""
+    metric = policy.best_metric
+    good = [item for item in listed if item.on_lineage and item.is_whole]
+    if metric is None or not good or _best(good, metric, policy):
+        return None
+    metrics = [item.commit.metrics for item in good if item.commit is not None]
+    there = dict.fromkeys(name for each in metrics for name in each if _is_number(each[name]))
+    how = " as a number" if any(metric in each for each in metrics) else ""
+    names = ", ".join(there) or "none"
+    return f"no checkpoint has the metric {metric!r}{how}; there are: {names}"
 
 
 def _best(good: Sequence[Listed], metric: str, policy: Policy) -> list[Listed]:
@@ -147,10 +162,15 @@ def _best(good: Sequence[Listed], metric: str, policy: Policy) -> list[Listed]:
     ranked = []
     for place, item in enumerate(good):
         value = None if item.commit is None else item.commit.metrics.get(metric)
-        if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
+        if _is_number(value):
             ranked.append((sign * value, -place, item))
     ranked.sort(key=lambda entry: entry[:2])
     return [item for _, _, item in ranked]
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a metric can be compared."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _by_reference(reasons: dict[str, list[str]], listed: Sequence[Listed]) -> None:

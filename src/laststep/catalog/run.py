@@ -25,6 +25,7 @@ from laststep.catalog.names import (
     format_folder,
     parse_folder,
 )
+from laststep.catalog.retention import missing_metric
 from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, Usage
 from laststep.format.manifest import Abort, Commit
 from laststep.terms import FORMAT_VERSION
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from laststep.storage.store import Lock, Store
 
 _log = logging.getLogger(__name__)
+
+_warned: set[tuple[str, str | None]] = set()
+"""The runs and metrics that `plan_prune` has warned of."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,7 +173,9 @@ class Run:
                     self.store, item.folder, f"epoch {number} has taken over from a dead writer"
                 )
                 if isinstance(decided, Abort):
-                    _log.warning("gave up %s, whose writer is dead", item.folder)
+                    _log.warning(
+                        "gave up %s, whose writer is dead: its folder is deleted", item.folder
+                    )
         _log.info("epoch %d of %s continues from %s", number, self.store.url, continues)
         return number
 
@@ -292,10 +298,16 @@ def plan_prune(
     resumed_from: str | None = None,
     in_use: frozenset[str] = frozenset(),
 ) -> PrunePlan:
-    """What the policy would delete now; `in_use` are folders that a save under way refers to."""
-    return prune.plan(
-        run.store, run.checkpoints(), policy, resumed_from=resumed_from, pinned=in_use
-    )
+    """What the policy would delete now; `in_use` are folders that a save under way refers to.
+
+    A metric that no checkpoint has is warned of, once per run and process.
+    """
+    listed = run.checkpoints()
+    lacking = missing_metric(listed, policy)
+    if lacking is not None and (run.store.url, policy.best_metric) not in _warned:
+        _warned.add((run.store.url, policy.best_metric))
+        _log.warning("%s: %s; until one has it, all are kept", run.store.url, lacking)
+    return prune.plan(run.store, listed, policy, resumed_from=resumed_from, pinned=in_use)
 
 
 def _read_record(store: Store) -> RunRecord | None:
@@ -310,7 +322,8 @@ def _read_record(store: Store) -> RunRecord | None:
             raise later_format(where, version)
         record = msgspec.json.decode(data, type=RunRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _bad_record(where, str(error)) from error
+        found = "other content, which laststep did not write" if data else "an empty file"
+        raise _bad_record(where, found) from error
     if record.format != FORMAT_VERSION:
         raise _bad_record(where, f"format {record.format}")
     return record
@@ -318,7 +331,7 @@ def _read_record(store: Store) -> RunRecord | None:
 
 def _bad_record(where: str, found: str) -> LaststepError:
     return Corrupt(
-        "cannot read the record of a run",
+        "the record of the run is damaged",
         where=where,
         expected="a format, a run id and a time",
         found=found,

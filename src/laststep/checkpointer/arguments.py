@@ -5,13 +5,31 @@ Knows nothing of what the arguments do. Whatever cannot work is `Usage`, before 
 
 from __future__ import annotations
 
+import difflib
+import numbers
 import operator
-import os
 from collections.abc import Iterable, Mapping
-from typing import SupportsIndex
+from types import BuiltinFunctionType, FunctionType
+from typing import TYPE_CHECKING, SupportsIndex
 
+import numpy as np
+
+from laststep.checkpointer.keep import Keep
 from laststep.errors import Usage
 from laststep.state.tensors import is_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from laststep.events import Subscriber
+
+MAX_STEP = (1 << 62) - 1
+_SETTINGS = (
+    "items", "keep", "capture", "flush", "on_busy", "host_memory_bytes", "device_margin_bytes",
+    "allow_pickle", "writers", "progress", "subscribers",
+)  # fmt: skip
+_RETENTION = ("last", "every", "best", "metric", "mode")
+"""The rules of Keep, which are asked for as settings: `keep_last=3`."""
 
 
 def plain_step(step: SupportsIndex) -> int:
@@ -19,7 +37,7 @@ def plain_step(step: SupportsIndex) -> int:
     if is_tensor(step):
         # int() of a tensor on a device waits for all work there: the user should see that.
         raise Usage(
-            "a step is a number, not a tensor", expected="an int of 0 or more",
+            "a step is a whole number, not a tensor", expected="an int of 0 or more",
             found=f"a tensor of {step.dtype} on {step.device}",  # type: ignore[attr-defined]
             remedy="pass step=int(step)",
         )  # fmt: skip
@@ -27,23 +45,12 @@ def plain_step(step: SupportsIndex) -> int:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = -1
-    if not 0 <= number < 1 << 62:
+    if not 0 <= number <= MAX_STEP:
         raise Usage(
-            "a step is a number", expected="an int of 0 or more", found=repr(step),
+            "a step is a whole number", expected=f"an int from 0 to {MAX_STEP}", found=repr(step),
             remedy="count the steps of the training from 0",
         )  # fmt: skip
     return number
-
-
-def run_path(run: object) -> str:
-    """The path of a run as text."""
-    path = os.fspath(run) if isinstance(run, str | os.PathLike) else None
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise Usage(
-            "a run is the path of a folder", expected="a str or an os.PathLike", found=repr(run),
-            remedy='pass a path, such as "runs/first"',
-        )  # fmt: skip
-    return path
 
 
 def all_items(items: object, more_items: Mapping[str, object]) -> dict[str, object]:
@@ -53,7 +60,87 @@ def all_items(items: object, more_items: Mapping[str, object]) -> dict[str, obje
             "items is not a mapping", expected="names and what they stand for",
             found=f"a {type(items).__name__}", remedy="pass items={'model': model, …}",
         )  # fmt: skip
+    twice = sorted(set(items or {}) & set(more_items))
+    if twice:
+        raise Usage(
+            "an item is named twice", expected="each name once, in items={…} or as a keyword",
+            found=f"{', '.join(twice)} in both", remedy="rename one, or leave one out",
+        )  # fmt: skip
+    for name, value in more_items.items():
+        _refuse_misspelt(name, value)
     return {**(items or {}), **more_items}
+
+
+def _refuse_misspelt(name: str, value: object) -> None:
+    """A setting that is not spelt as one would be taken for an item."""
+    # Whatever can be an item is one, whatever it is called.
+    plain = value is None or isinstance(
+        value, str | int | float | FunctionType | BuiltinFunctionType
+    )
+    meant = next(iter(difflib.get_close_matches(name, _SETTINGS, n=1, cutoff=0.75)), None)
+    rule = name.removeprefix("keep_")
+    if isinstance(value, Keep):
+        remedy = "pass keep=laststep.Keep(…)"
+    elif plain and rule in _RETENTION and name != rule:
+        remedy = f"pass keep=laststep.Keep({rule}={value!r})"
+    elif plain and meant == "subscribers":
+        remedy = f"pass subscribers=[{name}]"
+    elif plain and meant is not None:
+        remedy = f"pass {meant}={value!r}"
+    else:
+        return
+    raise Usage(
+        f"{name} is no setting", expected=f"an item, or one of {', '.join(_SETTINGS)}",
+        found=f"{name}={value!r}: keywords that are no settings are items of the state",
+        remedy=remedy,
+    )  # fmt: skip
+
+
+def true_or_false(name: str, value: object) -> bool:
+    """A bool; NumPy's are welcome, numbers and text are not."""
+    if not isinstance(value, bool | np.bool_):
+        raise Usage(
+            f"{name} is not True or False", expected="a bool", found=repr(value),
+            remedy=f"pass {name}=True or {name}=False",
+        )  # fmt: skip
+    return bool(value)
+
+
+def seconds(timeout_s: object) -> float | None:
+    """How long to wait at most; None: for ever."""
+    if timeout_s is None:
+        return None
+    is_number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
+    if not is_number or timeout_s != timeout_s:  # noqa: PLR0124 (nan)
+        raise Usage(
+            "timeout_s is not a number", expected="seconds, or None to wait as long as it takes",
+            found=repr(timeout_s), remedy="pass timeout_s=60",
+        )  # fmt: skip
+    return float(timeout_s)  # type: ignore[arg-type]
+
+
+def cuda_streams(streams: object) -> tuple[torch.cuda.Stream, ...]:
+    """Streams on which state was written."""
+    given = tuple(streams) if isinstance(streams, Iterable) else (streams,)
+    found = tuple(stream for stream in given if hasattr(stream, "cuda_stream"))
+    if len(found) != len(given) or not isinstance(streams, Iterable):
+        raise Usage(
+            "streams does not name CUDA streams", expected="a sequence of torch.cuda.Stream",
+            found=repr(streams), remedy="pass streams=[stream]",
+        )  # fmt: skip
+    return found
+
+
+def callables(subscribers: object) -> tuple[Subscriber, ...]:
+    """Who is told of events."""
+    given = tuple(subscribers) if isinstance(subscribers, Iterable) else (None,)
+    if not all(callable(one) for one in given):
+        raise Usage(
+            "subscribers is not a sequence of functions",
+            expected="functions that take an event", found=repr(subscribers),
+            remedy="pass subscribers=[on_event]",
+        )  # fmt: skip
+    return given
 
 
 def check_metrics(metrics: object) -> None:
@@ -71,10 +158,10 @@ def patterns(only: object) -> tuple[str, ...] | None:
         return None
     given = (only,) if isinstance(only, str) or not isinstance(only, Iterable) else tuple(only)
     found = tuple(pattern for pattern in given if isinstance(pattern, str))
-    if len(found) != len(given):
+    if len(found) != len(given) or not given:
         raise Usage(
             "only does not name parts of the state",
             expected="names of items, or globs over item/tensor names", found=repr(only),
-            remedy="pass only=['model'] or only=['optimizer/*exp_avg*']",
+            remedy="pass only=['model'] or only=['optimizer/*exp_avg*']; without only all of it",
         )  # fmt: skip
     return found

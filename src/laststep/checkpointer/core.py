@@ -16,7 +16,6 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
-from laststep import flusher
 from laststep.catalog.run import Run
 from laststep.checkpointer import arguments, lifetimes, neighbours, places, queueing, sizing
 from laststep.checkpointer.keep import Keep
@@ -24,6 +23,7 @@ from laststep.checkpointer.parts import Memory, take_state
 from laststep.checkpointer.pausing import without_collection
 from laststep.checkpointer.restoring import Skipped, Wanted, restore_into
 from laststep.checkpointer.watching import ProgressBar, log_event, somebody_watches
+from laststep.checkpointer.work import Work, launcher, remove_hooks_left
 from laststep.config import Capture, FlushIn, OnBusy, Settings
 from laststep.dist.ranks import require_single_rank
 from laststep.engine.client import Client
@@ -39,8 +39,6 @@ from laststep.storage.directory import DirectoryStore
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    import socket
-    import threading
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
@@ -103,16 +101,15 @@ class Checkpointer:
             raise Usage(
                 "keep is not a Keep", found=repr(keep), remedy="pass keep=laststep.Keep(last=3)"
             )
+        subscribers = arguments.callables(subscribers)
         require_single_rank()
-        self._handles: list[SaveHandle] = []
         self._jobs: weakref.WeakKeyDictionary[SaveHandle, Job] = weakref.WeakKeyDictionary()
         self._taken: set[int] = set()
         self._mixed: str | None = None
         self._resumed = False
-        self._preflight: threading.Thread | None = None
         self._closed = False
         self._pid = os.getpid()
-        self._store = DirectoryStore(arguments.run_path(run))
+        self._store = DirectoryStore(run)
         self.path = self._store.url
         self._providers = providers_for(arguments.all_items(items, more_items))
         places.look_at(self._store)
@@ -130,21 +127,29 @@ class Checkpointer:
         )
         staged = self._capturer.start(on_device)
         self._pool.want(expected, without_pauses=not staged)
-        if all(provider.cheap for provider in self._providers.values()):
-            self._capturer.at_optimizer_step(_REHEARSAL_STEP, self._rehearse)
         self._plans = PlanCache()
         self._memory = Memory()
         try:
-            self._client = Client(self._launch, self._pool, self._bus)
+            launch = launcher(self.path, self._pool, self._settings, keep)
+            self._client = Client(launch, self._pool, self._bus)
         except BaseException:
             # Half a Checkpointer must leave no hook, thread or memory behind.
             self._closed = True
             self._capturer.close()
             self._pool.close()
             raise
+        # Nothing that runs may refer to this object: it is finished when it is dropped.
+        self._work = Work(self.path, self._pool, self._capturer, self._client)
+        if all(provider.cheap for provider in self._providers.values()):
+            self._capturer.at_optimizer_step(_REHEARSAL_STEP, _while_it_lives(self._rehearse))
         self._abandons = self._newest_step()
-        lifetimes.watch(self, at_exit=self._finish_at_exit, in_child=self._abandon)
-        neighbours.enter(self, self.path, Checkpointer._under_way)
+        remove_hooks_left()
+        lifetimes.watch(self, at_exit=self._finish_at_exit, in_child=self._abandon, work=self._work)
+        neighbours.enter(self._work, self.path, Work.under_way)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<Checkpointer of {self.path}: {', '.join(self._providers)}{state}>"
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -166,6 +171,8 @@ class Checkpointer:
         self._check_usable("save")
         step = arguments.plain_step(step)
         arguments.check_metrics(metrics)
+        overwrite = arguments.true_or_false("overwrite", overwrite)
+        streams = arguments.cuda_streams(streams)
         self._raise_failed()
         self._revive()
         self._warn_of_branch()
@@ -207,7 +214,7 @@ class Checkpointer:
             if early is not None:
                 self._capturer.cancel(early)
             raise
-        self._handles.append(handle)
+        self._work.handles.append(handle)
         self._taken.add(step)
         try:
             job = self._capturer.take(plan, taken.pieces, taken.sources, link, early)
@@ -216,7 +223,7 @@ class Checkpointer:
             link.failed(
                 error if isinstance(error, LaststepError) else Aborted("save() was interrupted")
             )
-            self._handles.remove(handle)
+            self._work.handles.remove(handle)
             self._taken.discard(step)
             raise
         self._jobs[handle] = job
@@ -226,8 +233,9 @@ class Checkpointer:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed; False when the time is up. Raises what failed."""
         self._check_process("wait")
+        timeout_s = arguments.seconds(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for handle in list(self._handles):
+        for handle in list(self._work.handles):
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
             if not handle.committed.over_within(left):
                 return False
@@ -240,11 +248,7 @@ class Checkpointer:
             return
         self._closed = True
         lifetimes.let_be(self)
-        self._capturer.close()
-        self._client.close()
-        if self._preflight is not None:
-            self._preflight.join()
-        self._pool.close()
+        self._work.close()
         self._raise_failed()
 
     def __enter__(self) -> Self:
@@ -287,11 +291,12 @@ class Checkpointer:
         self._check_usable("restore", mixed_is_fine=True)
         mixed, only = self._mixed, arguments.patterns(only)
         wanted = Wanted(
-            step=None if step is None else arguments.plain_step(step), only=only, strict=strict,
+            step=None if step is None else arguments.plain_step(step), only=only,
+            strict=arguments.true_or_false("strict", strict),
             allow_pickle=self._settings.allow_pickle, threads=self._settings.readers(),
         )  # fmt: skip
         self.wait()
-        own_pids = neighbours.wait_for_others(self, self.path)
+        own_pids = neighbours.wait_for_others(self._work, self.path)
         self._revive()
         with without_collection(), self._pool.at_rest(2 * wanted.threads):
             outcome = restore_into(
@@ -306,7 +311,7 @@ class Checkpointer:
             self._mixed = None if only is None else mixed
         found = outcome.listed
         # A part taken from an older checkpoint in mid-run does not turn the run back to it.
-        if only is None or not (self._resumed or self._preflight):
+        if only is None or not (self._resumed or self._work.preflight):
             self._client.continue_from(
                 Continue(epoch=found.epoch, attempt=found.attempt, folder=found.folder,
                          resumed_from=found.folder)
@@ -327,23 +332,12 @@ class Checkpointer:
         except NotFound:
             return
         if newest is not None:
+            self._abandons = None
             self._client.continue_from(
                 Continue(epoch=newest.epoch, attempt=newest.attempt, folder=newest.folder)
             )
 
     # -- inside -----------------------------------------------------------------------------------
-
-    def _launch(self, end: socket.socket) -> flusher.Helper:
-        keep = None if self._keep is None else self._keep.rules()
-        writers = self._settings.writers
-        if self._settings.flush is FlushIn.THREAD:
-            return flusher.start_thread(
-                end, self._pool.memory(), run=self.path, writers=writers, keep=keep
-            )
-        return flusher.start_process(
-            end, run=self.path, pool_fd=self._pool.fd, pool_bytes=self._pool.cap_bytes,
-            writers=writers, keep=keep,
-        )  # fmt: skip
 
     def _mark_mixed(self, folder: str) -> None:
         self._mixed = folder
@@ -374,10 +368,10 @@ class Checkpointer:
 
     def _raise_failed(self) -> None:
         """Raise the first failure that nobody has seen, and forget saves that are over."""
-        over = [handle for handle in self._handles if handle.committed.over()]
+        over = [handle for handle in self._work.handles if handle.committed.over()]
         for handle in over:
             self._jobs.pop(handle, None)
-        self._handles = [handle for handle in self._handles if not handle.committed.over()]
+        self._work.handles = [h for h in self._work.handles if not h.committed.over()]
         failed = [h for h in over if h.error is not None]
         self._taken -= {h.step for h in failed}
         unseen = [h.error for h in failed if h.error is not None and not h.seen]
@@ -420,8 +414,8 @@ class Checkpointer:
 
     def _make_room(self, handle: SaveHandle) -> float:
         """Wait for, or give way to, earlier saves that stand in the way; returns the seconds."""
-        under_way = [h for h in self._handles if not h.committed.over()]
-        jobs = [self._jobs.get(h) for h in self._handles]
+        under_way = [h for h in self._work.handles if not h.committed.over()]
+        jobs = [self._jobs.get(h) for h in self._work.handles]
         capturing = [job for job in jobs if job is not None and not job.over.is_set()]
         short = self._pool.room_bytes < self._plans.last_bytes
         reason = queueing.obstacle(under_way, capturing, short_of_room=short)
@@ -435,24 +429,19 @@ class Checkpointer:
         self._bus.emit(SaveSkipped(step=handle.step, reason=reason))
         return 0.0
 
-    def _under_way(self) -> neighbours.UnderWay:
-        handles = tuple(handle for handle in self._handles if not handle.committed.over())
-        pid = None if self._closed else self._client.helper_pid
-        return neighbours.UnderWay(handles=handles, flusher_pid=pid or os.getpid())
-
     def _announce(self, handle: SaveHandle, size_bytes: int, tensors: int) -> None:
         handle.report.size_bytes, handle.report.tensors = size_bytes, tensors
         self._pool.want(size_bytes + CHUNK_BYTES)
         self._bus.emit(SaveStarted(step=handle.step, size_bytes=size_bytes))
-        if self._preflight is None:
-            self._preflight = sizing.start_preflight(
+        if self._work.preflight is None:
+            self._work.preflight = sizing.start_preflight(
                 self._store, size_bytes, self._pool.cap_bytes, self._keep, self._bus
             )
 
     def _rehearse(self) -> bool:
         """Find out where everything is before the first save asks, while the device has work:
         at an early optimizer step. Whatever goes wrong is the first save's to report."""
-        if self._closed or self._preflight or os.getpid() != self._pid:
+        if self._closed or self._work.preflight or os.getpid() != self._pid:
             return True
         with without_collection(), contextlib.suppress(Exception):
             taken = take_state(
@@ -468,7 +457,7 @@ class Checkpointer:
         """The program ends without close(): finish what was handed over, and say so."""
         if self._pid != os.getpid():
             return
-        pending = [handle.step for handle in self._handles if not handle.committed.over()]
+        pending = [handle.step for handle in self._work.handles if not handle.committed.over()]
         if pending:
             log.warning(
                 "the program ends without close(); finishing the saves of steps %s", pending
@@ -480,8 +469,19 @@ class Checkpointer:
 
     def _abandon(self) -> None:
         """In a forked child: this object belongs to the parent."""
-        self._client.abandon()
+        self._work.abandon()
         self._closed = True
+
+
+def _while_it_lives(method: Callable[[], bool]) -> Callable[[], bool]:
+    """A method to be called while its object is there, and not to keep it there."""
+    known = weakref.WeakMethod(method)
+
+    def call() -> bool:
+        there = known()
+        return True if there is None else there()
+
+    return call
 
 
 def _timing_of(job: Job) -> Callable[[SaveReport], None]:

@@ -96,7 +96,7 @@ def fit(
     if only is None:
         unexpected += [name for name in content.items if name not in providers]
     else:
-        _check_all_used(only, content, providers)
+        _check_all_used(only, content, providers, where)
     problems = Problems(
         missing=tuple(missing), unexpected=tuple(unexpected), mismatched=tuple(mismatched)
     )
@@ -135,23 +135,34 @@ def _warn_of_removed(removed: Mapping[str, Sequence[str]]) -> None:
 
 
 def _check_all_used(
-    only: Sequence[str], content: Content, providers: Mapping[str, StateProvider]
+    only: Sequence[str], content: Content, providers: Mapping[str, StateProvider], where: str
 ) -> None:
     """`NotFound` for a part that was asked for and picks nothing, such as a misspelt one."""
     names = {name: content.items[name].names() for name in providers if name in content.items}
+    items = f"items {', '.join(sorted(content.items))} in the checkpoint"
     for pattern in only:
-        picked = any(
+        whose = pattern.split("/", 1)[0]
+        if pattern in providers or any(
             pattern == item
-            or (fnmatch.fnmatchcase(item, pattern.split("/", 1)[0])
+            or (fnmatch.fnmatchcase(item, whose)
                 and any(_matches(pattern, item, name) for name in tensors))
             for item, tensors in names.items()
-        ) or pattern in providers  # fmt: skip
-        if not picked:
+        ):  # fmt: skip
+            continue
+        if not any(fnmatch.fnmatchcase(item, whose) for item in providers):
             raise NotFound(
-                "nothing in the checkpoint matches", where=content.folder, expected=pattern,
-                found=f"items {', '.join(sorted(names))}",
-                remedy="`laststep show --all` lists the names",
-            )  # fmt: skip
+                "no live item of this Checkpointer matches",
+                where=where,
+                expected=pattern,
+                found=f"live items {', '.join(sorted(providers))}, and {items}",
+                remedy=f"pass {whose}=… to the Checkpointer to restore it"
+                if whose in content.items
+                else "name one of the live items",
+            )
+        raise NotFound(
+            "nothing in the checkpoint matches", where=where, expected=pattern, found=items,
+            remedy="`laststep show --all` lists the names",
+        )  # fmt: skip
 
 
 def load_all(content: Content, device: str) -> list[Match]:

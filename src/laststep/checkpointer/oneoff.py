@@ -21,6 +21,7 @@ from laststep.dist.ranks import require_single_rank
 from laststep.engine.pool import Pool
 from laststep.errors import Exists, NotFound, Usage
 from laststep.state.items import providers_for
+from laststep.state.tensors import allocate
 from laststep.storage.directory import DirectoryStore, absolute
 from laststep.terms import CHUNK_BYTES, MANIFEST_NAME
 
@@ -33,6 +34,11 @@ _LOAD_SLOTS = 16
 def save(state: object, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
     """Save a nested state (or a module, an optimizer, …) as one new folder, durably."""
     require_single_rank()
+    if isinstance(state, str | os.PathLike) and not isinstance(path, str | os.PathLike):
+        raise Usage(
+            "the arguments are swapped", expected="save(state, path)",
+            found=f"save({state!r}, a {type(path).__name__})", remedy="pass the state first",
+        )  # fmt: skip
     full = absolute(path)
     if os.path.lexists(full):
         raise Exists(
@@ -72,15 +78,19 @@ def load(
     path: str | os.PathLike[str],
     into: object = None,
     *,
+    step: int | None = None,
     device: str = "cpu",
     allow_pickle: bool = False,
     strict: bool = True,
 ) -> object:
     """What `save` stored, or all items of a run's newest (or of one) checkpoint as a dict.
 
-    With `into`, the state is written into it in place and returned.
+    Of a run, `step` names another than the newest. With `into`, the state is written into it in
+    place and returned. Nothing else is loaded in the place of what is damaged: that is `Corrupt`.
     """
-    checkpoint, is_run = _find(path)
+    if device != "cpu":
+        _check_device(device)
+    checkpoint, is_run = _find(path, step)
     where = f"{absolute(path)}/{checkpoint.folder}" if is_run else absolute(path)
     pool = Pool(max(_LOAD_SLOTS, MIN_SLOTS) * CHUNK_BYTES, pinned=False)
     pool.want(pool.cap_bytes)
@@ -116,18 +126,49 @@ def _items_in(into: object, content: Content) -> Mapping[str, object]:
     return into
 
 
-def _find(path: str | os.PathLike[str]) -> tuple[Checkpoint, bool]:
-    """A folder's checkpoint, or the newest of a run, and whether it is of a run."""
-    full = absolute(path)
-    # Unlike Path.exists this is False, and no error, where one may not look.
-    if os.path.exists(f"{full}/{MANIFEST_NAME}"):  # noqa: PTH110
-        return open_folder(full), False
+def _check_device(device: str) -> None:
     try:
-        return Catalog(Run.open(DirectoryStore(full))).latest(), True
+        allocate("uint8", (0,), device)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch has no one type
+        raise Usage(
+            "cannot load to that device", expected="a device that this process has",
+            found=f"{device!r}: {str(error).partition(chr(10))[0]}", remedy='pass device="cpu"',
+        ) from error  # fmt: skip
+
+
+def _find(path: str | os.PathLike[str], step: int | None) -> tuple[Checkpoint, bool]:
+    """A folder's checkpoint, or that step (None: the newest) of a run, and whether it is of a run.
+
+    `os.path` and not `Path`: it says False, and raises nothing, where one may not look.
+    """
+    full = absolute(path)
+    if os.path.exists(f"{full}/{MANIFEST_NAME}"):  # noqa: PTH110
+        if step is not None:
+            raise Usage("one checkpoint has but one step", where=full, remedy="leave `step` out")
+        return open_folder(full), False
+    if os.path.isfile(full):  # noqa: PTH113
+        raise _is_file(full)
+    try:
+        run = Run.open(DirectoryStore(full))
     except NotFound:
         raise NotFound(
             "there is neither a checkpoint nor a run", where=full, remedy="check the path"
         ) from None
+    catalog = Catalog(run)
+    return catalog.latest() if step is None else catalog[step], True
+
+
+def _is_file(full: str) -> NotFound:
+    folder = str(Path(full).parent)
+    remedy = f"`laststep import {full} RUN` makes a checkpoint of a torch.save or safetensors file"
+    if os.path.exists(f"{folder}/{MANIFEST_NAME}"):  # noqa: PTH110
+        remedy = f"laststep.load({folder!r}) loads the checkpoint that it belongs to"
+    elif full.endswith(".safetensors"):
+        remedy = f"safetensors.torch.load_file reads it; {remedy}"
+    return NotFound(
+        "cannot load a file", where=full, expected="the folder of a checkpoint or of a run",
+        found="a file", remedy=remedy,
+    )  # fmt: skip
 
 
 def import_state(

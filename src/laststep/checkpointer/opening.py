@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import weakref
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Self
 
 from laststep.catalog.content import Content, DataFile
@@ -35,7 +37,17 @@ _MANIFEST_LIMIT = 64 << 20
 
 def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users expect)
     """The catalog of a run; `NotFound` where there is none."""
-    return Catalog(Run.open(DirectoryStore(path)))
+    store = DirectoryStore(path)
+    try:
+        return Catalog(Run.open(store))
+    except NotFound:
+        # Unlike Path.exists this is False, and no error, where one may not look.
+        if not os.path.exists(f"{store.url}/{MANIFEST_NAME}"):  # noqa: PTH110
+            raise
+        raise NotFound(
+            "this is one checkpoint, not a run", where=store.url,
+            remedy="laststep.load(path) loads it, `laststep show` says what it holds",
+        ) from None  # fmt: skip
 
 
 class Catalog:
@@ -56,6 +68,11 @@ class Catalog:
         return len([one for one in self._run.lineage() if one.commit is not None])
 
     def __getitem__(self, step: int) -> Checkpoint:
+        if isinstance(step, bool) or not hasattr(step, "__index__"):
+            raise Usage(
+                "a catalog is asked by step", expected="an int of 0 or more", found=repr(step),
+                remedy="catalog.steps() lists the steps",
+            )  # fmt: skip
         listed = self._run.checkpoints()
         found = [one for one in listed if one.step == step]
         found.sort(key=lambda one: one.on_lineage)
@@ -68,17 +85,26 @@ class Catalog:
         return self._open(found[-1])
 
     def steps(self) -> list[int]:
-        """The steps of the lineage."""
+        """The steps of the lineage whose manifest can be read; `laststep ls` lists the rest."""
         return [one.step for one in self._run.lineage() if one.commit is not None]
 
     def latest(self) -> Checkpoint:
-        """The newest checkpoint of the lineage whose manifest can be read."""
-        # Not `Run.newest`: a file that is missing raises, instead of giving an older checkpoint to
+        """The newest checkpoint of the lineage; `Corrupt` where its manifest cannot be read."""
+        # Not `Run.newest`: what is damaged raises, instead of giving an older checkpoint to
         # somebody who would not notice.
-        readable = [one for one in self._run.lineage() if one.commit is not None]
-        if not readable:
+        lineage = self._run.lineage()
+        if not lineage:
             raise NotFound("the run has no checkpoint yet", where=self._run.store.url)
-        return self._open(readable[-1])
+        newest = lineage[-1]
+        if not isinstance(newest.error, Corrupt):
+            return self._open(newest)
+        good = [one.step for one in lineage if one.is_whole]
+        older = f"; laststep.load(run, step={good[-1]}) loads an older one" if good else ""
+        raise Corrupt(
+            f"the newest checkpoint, step {newest.step}, is damaged: {newest.error.what}",
+            where=newest.error.where, expected=newest.error.expected, found=newest.error.found,
+            remedy=DAMAGE_REMEDY + older,
+        ) from newest.error  # fmt: skip
 
     def _open(self, listed: Listed) -> Checkpoint:
         if listed.commit is None:
@@ -172,6 +198,7 @@ class StoredTensor:
         """The slice as a CPU tensor. A leading int or slice limits what is read."""
         from laststep.state.tensors import from_bytes
 
+        self._check(index)
         lead = index[0] if isinstance(index, tuple) and index else index
         found = self._rows(lead)
         row_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].size_bytes
@@ -184,6 +211,15 @@ class StoredTensor:
         if isinstance(index, tuple):
             return part[(rest, *index[1:])]
         return part[rest]
+
+    def _check(self, index: object) -> None:
+        """Refuse what torch would warn of, or take for something else, before anything is read."""
+        for part in index if isinstance(index, tuple) else (index,):
+            if isinstance(part, str | bytes | float | complex | Mapping | AbstractSet):
+                raise Usage(
+                    f"cannot index {self.name}", expected="ints, slices or index tensors",
+                    found=repr(index), remedy="t[:] reads all of it",
+                )  # fmt: skip
 
     def _rows(self, lead: object) -> tuple[range, int | slice] | None:
         """Which rows a leading index needs, and what to apply to these; None: all of the tensor."""

@@ -115,14 +115,14 @@ def take_state(
 
 
 @contextlib.contextmanager
-def naming(item: str) -> Iterator[None]:
-    """Have errors inside say whose state they are about."""
+def naming(item: str, did: str = "looked at") -> Iterator[None]:
+    """Have errors inside say whose state they are about, and what laststep did with it."""
     try:
         yield
     except Usage as error:
         raise _about(error, f"item {item!r}") from None
     except Exception as error:  # out of a state_dict or a provider of the user's own
-        error.add_note(f"while laststep looked at item {item!r}")
+        error.add_note(f"while laststep {did} item {item!r}")
         raise
 
 

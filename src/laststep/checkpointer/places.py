@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laststep.catalog.run import Run
-from laststep.errors import LaststepError, NotFound, StorageFailed
-from laststep.storage.directory import TEMPORARY
+from laststep.errors import LaststepError, NotFound, StorageFailed, Usage
+from laststep.storage.directory import TEMPORARY, DirectoryStore
+from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from laststep.storage.store import Store
@@ -25,10 +26,12 @@ _ELSEWHERE = "choose another path for the run"
 
 
 def look_at(store: Store) -> None:
-    """Say whether a run is new; `StorageFailed` where there is none and none can be made."""
+    """Say whether a run is new; `StorageFailed` where there is none and none can be made, `Usage`
+    where there is a single checkpoint."""
     path = Path(store.url)
     there = _nearest(path)
     if there == path:
+        _refuse_checkpoint(path)
         try:
             Run.open(store)
         except NotFound:
@@ -49,6 +52,26 @@ def look_at(store: Store) -> None:
         )  # fmt: skip
     elif TEMPORARY not in path.name:  # such as laststep.save makes, which is no run
         log.info("new run at %s", path)
+
+
+def _refuse_checkpoint(path: Path) -> None:
+    """A run inside a checkpoint would go with it, when retention of the outer run removes it."""
+    if not os.path.exists(path / MANIFEST_NAME):  # noqa: PTH110 (False where one may not look)
+        return
+    try:
+        Run.open(DirectoryStore(path.parent))
+    except NotFound:
+        remedy = f"laststep.load({str(path)!r}) reads it; {_ELSEWHERE}"
+    except LaststepError:
+        remedy = _ELSEWHERE
+    else:
+        step = path.name.removeprefix("step-").partition(".")[0]
+        named = f"step={int(step)}" if step.isdecimal() else "step=…"
+        remedy = f"its run is {path.parent}: pass that, and restore({named})"
+    raise Usage(
+        "this is not the folder of a run", where=str(path), expected="a run, or a place for one",
+        found="one checkpoint", remedy=remedy,
+    )  # fmt: skip
 
 
 def check_new_folder(path: Path) -> None:

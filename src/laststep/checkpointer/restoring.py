@@ -15,6 +15,7 @@ from laststep.catalog.content import Content
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.checkpointer.loading import fit, transfer
+from laststep.checkpointer.parts import naming
 from laststep.errors import Corrupt, LaststepError, NotFound, Problems
 from laststep.events import Bus, PassedOver
 from laststep.events import Restored as RestoredEvent
@@ -123,7 +124,8 @@ def restore_into(
                 size = transfer(content, matches, pool, threads=wanted.threads)
             for match in matches:
                 tree = match.tree(allow_pickle=wanted.allow_pickle)
-                providers[match.item.name].restore(tree)
+                with naming(match.item.name, "restored"):
+                    providers[match.item.name].restore(tree)
         except Corrupt as error:
             last = _pass_over(listed, error, wanted, bus, skipped)
             continue
@@ -149,8 +151,9 @@ def _pass_over(
     """Go on to an older one and say so; a step that was asked for has none to stand in for it."""
     if wanted.step is not None:
         raise error
-    skipped.append(Skipped(step=listed.step, folder=listed.folder, reason=str(error)))
-    bus.emit(PassedOver(step=listed.step, folder=listed.folder, reason=str(error)))
+    reason = error.without_remedy()  # which is to take the newest good one: so it is done
+    skipped.append(Skipped(step=listed.step, folder=listed.folder, reason=reason))
+    bus.emit(PassedOver(step=listed.step, folder=listed.folder, reason=reason))
     return error
 
 
@@ -165,7 +168,8 @@ def _none_left(store: Store, skipped: list[Skipped]) -> Corrupt:
         f"none of the {len(skipped)} checkpoints of this run can be restored",
         where=store.url,
         found="; ".join(f"step {s.step}: {s.reason}" for s in skipped[:3]),
-        remedy="`laststep verify` lists all damage; a copy of the run may still be good",
+        remedy=f"`laststep verify {store.url}` lists all damage; a copy of the run may still be "
+        "good, and a new run elsewhere begins from the start",
     )
 
 

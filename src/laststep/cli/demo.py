@@ -239,10 +239,16 @@ def _print_saves(console: Console, result: _Result) -> None:
         )
     console.print()
     console.print(table)
+    told = {line.step for line in result.saves}
+    lost = [str(kill.step) for kill in result.kills if kill.step not in told]
+    if lost:
+        console.print(
+            f"No times for step {' and '.join(lost)}: they died with the trainer that was killed."
+        )
 
 
 def _print_losses(console: Console, result: _Result) -> None:
-    titles = ("step", "loss, uninterrupted", "loss, killed and resumed", "")
+    titles = ("step", "loss, uninterrupted", "loss, killed and resumed", "compared")
     table = output.table(*titles, right=titles[:3])
     resumed = dict(result.resumed)
     differing = set(result.differing)

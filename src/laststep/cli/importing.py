@@ -5,23 +5,38 @@ never code. A dict whose values are themselves states becomes one item per key; 
 becomes the item `model`. torch is loaded by the library, only once this command runs; a safetensors
 file is checked as strictly as our own.
 
+A run that a live job saves to is left alone, unless --force is given.
+
 With --json: `source`, `run`, `step` and `items` (names).
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from laststep.catalog.run import Run
 from laststep.cli import output
-from laststep.errors import Corrupt, NotFound
+from laststep.errors import (
+    Aborted,
+    Corrupt,
+    Exists,
+    LaststepError,
+    NotFound,
+    StorageFailed,
+    Usage,
+)
 from laststep.format.header import decode_plain, region_bytes_of
+from laststep.storage.directory import DirectoryStore
 
 _SAFETENSORS = ".safetensors"
+_ZIP = b"PK\x03\x04"
+_REFUSED = re.compile(r"([\w.]+) was not an allowed global")
 _WHOLE = "model"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
@@ -33,9 +48,13 @@ def import_(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run, which may be new.")],
     *,
     step: Annotated[int, typer.Option(metavar="N", help="The step to save as.", min=0)] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Take the run over from a job that saves to it.")
+    ] = False,
     as_json: output.AsJson = False,
 ) -> None:
     """Make a checkpoint of a torch.save or safetensors file, without running any code in it."""
+    _check_run(run, step, force=force)
     items = items_of(read_state(source))
     from laststep.checkpointer.oneoff import import_state
 
@@ -47,22 +66,89 @@ def import_(
     output.console().print(f"imported {source} into {run} as step {step}: {names}")
 
 
+def _check_run(path: str, step: int, *, force: bool) -> None:
+    """Refuse what would fail, or harm somebody, before the file is read."""
+    try:
+        run = Run.open(DirectoryStore(path))
+    except NotFound:
+        return
+    writer = None if force else run.live_writer()
+    if writer is not None:
+        raise Aborted(
+            "refused to import into a run that is being written",
+            where=run.store.url,
+            found=f"a live writer: process {writer.pid} on {writer.host or 'an unknown host'}",
+            remedy="wait until it has ended, or take the run over from it with --force: "
+            "its next save then fails",
+        )
+    try:
+        run.check_step_free(step)
+    except Exists as error:
+        free = max((listed.step for listed in run.lineage()), default=0) + 1
+        raise Exists(
+            error.what, where=error.where, remedy=f"name another with --step, such as --step {free}"
+        ) from None
+
+
 def read_state(source: str) -> object:
     """What the file holds, as plain nested state."""
-    path = Path(source)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        raise NotFound(
+            "cannot import",
+            where=source,
+            expected="a torch.save or safetensors file",
+            found="a folder",
+            remedy="name a file in it",
+        )
     if not path.is_file():
-        raise NotFound("cannot import", where=source, found="no such file")
-    if path.suffix == _SAFETENSORS or _is_safetensors(path):
-        return _read_safetensors(path)
+        raise NotFound("cannot import", where=source, found="no such file", remedy="check the path")
+    try:
+        if path.suffix == _SAFETENSORS or _is_safetensors(path):
+            return _read_safetensors(path)
+        return _read_torch(path)
+    except OSError as error:
+        raise StorageFailed("cannot import", where=source, found=str(error.strerror)) from error
+
+
+def _read_torch(path: Path) -> object:
     from laststep.state import tensors
 
     try:
-        return tensors.load_torch_file(source)
-    except (RuntimeError, ValueError, EOFError) as error:  # torch has no type for a broken file
-        found = str(error).partition("\n")[0]
-        raise Corrupt(
-            "cannot import", where=source, expected="a torch.save file", found=found
-        ) from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles that torch.save did not write
+            return tensors.load_torch_file(str(path))
+    except OSError:
+        raise
+    except Exception as error:  # junk makes torch raise anything, even a KeyError
+        raise _unreadable(path, f"{error} {error.__cause__ or ''}") from error
+
+
+def _unreadable(path: Path, told: str) -> LaststepError:
+    """What torch's refusal means, without its advice to run the code in the file."""
+    refused = _REFUSED.search(told)
+    if refused is not None:
+        return Usage(
+            "cannot import",
+            where=str(path),
+            expected="tensors and plain values",
+            found=f"{refused[1]}, which is code and not allowed",
+            remedy="load the file yourself if you trust it, and save its state_dict()",
+        )
+    if "TorchScript" in told:
+        return Usage(
+            "cannot import",
+            where=str(path),
+            found="a TorchScript archive",
+            remedy="load it with torch.jit.load, and save its state_dict()",
+        )
+    with path.open("rb") as file:
+        is_zip = file.read(4) == _ZIP
+    return Corrupt(
+        "cannot import: not a torch.save file nor safetensors",
+        where=str(path),
+        found="a zip archive that is damaged, cut off or not torch's" if is_zip else None,
+    )
 
 
 def _read_safetensors(path: Path) -> dict[str, object]:

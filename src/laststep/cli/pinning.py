@@ -26,6 +26,9 @@ def unpin(run: places.RunPath, step: Step, *, as_json: output.AsJson = False) ->
     """Leave the checkpoint of a step to the retention rules again."""
     opened = places.open_run(run)
     listed = places.find(opened, step)
+    if not listed.pinned and not as_json:
+        output.console().print(f"step {step} ({listed.folder}) was not pinned")
+        return
     opened.unpin(listed.folder)
     _tell(step, listed.folder, pinned=False, as_json=as_json)
 

@@ -12,7 +12,7 @@ from laststep.catalog.listing import nearest_steps
 from laststep.catalog.names import EPOCHS_FOLDER, RUN_NAME, parse_folder
 from laststep.catalog.run import Run
 from laststep.errors import NotFound
-from laststep.storage.directory import DirectoryStore
+from laststep.storage.directory import DirectoryStore, absolute
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Place:
 
 def open_run(path: str) -> Run:
     """The run in that folder; `NotFound` where there is none."""
-    folder = Path(path)
+    folder = Path(absolute(path))
     if folder.exists() and not folder.is_dir():
         remedy = "name a folder"
         for above in folder.resolve().parents[:2]:
@@ -54,18 +54,22 @@ def open_run(path: str) -> Run:
                 remedy = f"its run may be {above}"
         raise NotFound("there is no run", where=path, found="a file", remedy=remedy)
     if not folder.is_dir():
-        raise NotFound("there is no run", where=path, found="no such folder")
+        remedy = "check the path: a run is the folder that a Checkpointer was given"
+        raise NotFound("there is no run", where=path, found="no such folder", remedy=remedy)
     if not _is_run(folder):
         remedy = "name a run: a folder with run.json or step-… folders"
         if (folder / MANIFEST_NAME).is_file():
-            remedy = f"this is one checkpoint; its run may be {folder.resolve().parent}"
+            above = folder.resolve().parent
+            is_of_run = parse_folder(folder.resolve().name) is not None and _is_run(above)
+            where = f"its run may be {above}" if is_of_run else f"`laststep show {path}` shows it"
+            remedy = f"this is one checkpoint; {where}"
         raise NotFound("there is no run", where=path, found="a folder that is none", remedy=remedy)
     return Run.open(DirectoryStore(path))
 
 
 def is_checkpoint(path: str) -> bool:
     """Whether the path is the folder of one checkpoint, in a run or on its own."""
-    return (Path(path) / MANIFEST_NAME).is_file()
+    return (Path(absolute(path)) / MANIFEST_NAME).is_file()
 
 
 def find(run: Run, step: int | None) -> Listed:
@@ -100,7 +104,7 @@ def resolve(path: str, step: int | None) -> Place:
         return Place(store=run.store, folder=listed.folder, listed=listed)
     if step is not None:
         raise typer.BadParameter("a checkpoint's folder has but one step", param_hint="--step")
-    folder = Path(path).resolve()
+    folder = Path(absolute(path)).resolve()
     if parse_folder(folder.name) is not None and _is_run(folder.parent):
         run = Run.open(DirectoryStore(folder.parent))
         for listed in run.checkpoints():

@@ -3,27 +3,32 @@
 With --json: `sound`, and `checkpoints`, each with `step` (null for a folder outside a run whose
 manifest is damaged), `folder`, `files`, `blocks`, `bytes`, `unchecked_bytes` and `damage`: a list
 of `file`, `what`, `start`, `stop`, `expected`, `found` and `touches` (what lies in those bytes);
-and `deleted_meanwhile`, the folders of a run that retention took before their turn came, which is
-no damage. Ends with status 3 where there is damage.
+`deleted_meanwhile`, the folders of a run that retention took before their turn came, and
+`no_manifest`, the folders that hold files but no checkpoint, neither of which is damage; and
+`run_error`, null or what is wrong with the records of the run. Ends with status 3 where there is
+damage.
 """
 
 from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from laststep.catalog.run import Run
 from laststep.catalog.verify import VerifyReport, verify_checkpoint
 from laststep.cli import output, places
 from laststep.cli.status import DAMAGED
-from laststep.errors import NotFound
+from laststep.errors import Corrupt, NotFound
+from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from laststep.catalog.listing import Attempt
     from laststep.catalog.verify import Damage, Progress
 
 _SHOWN_NAMES = 3
@@ -38,11 +43,11 @@ def verify(
 ) -> None:
     """Check every byte of a run's checkpoints, or of one, against its digests."""
     named = step is not None or places.is_checkpoint(path)
-    chosen = [places.resolve(path, step)] if named else _all(path)
+    found = _one(path, step) if named else _all(path)
     reports: list[tuple[places.Place, VerifyReport]] = []
     deleted: list[str] = []
     console = output.console()
-    for place in chosen:
+    for place in found.places:
         try:
             with _bar(place.folder) as progress:
                 report = verify_checkpoint(
@@ -58,23 +63,73 @@ def verify(
         reports.append((place, report))
         if not as_json:
             _print(place, report)
-    sound = not any(report.damage for _, report in reports)
+    sound = found.error is None and not any(report.damage for _, report in reports)
     if as_json:
-        documents = [_document(place, report) for place, report in reports]
-        output.print_json({"sound": sound, "checkpoints": documents, "deleted_meanwhile": deleted})
-    elif not chosen:
-        console.print(f"{path} has no checkpoint yet")
+        output.print_json(
+            {
+                "sound": sound,
+                "checkpoints": [_document(place, report) for place, report in reports],
+                "deleted_meanwhile": deleted,
+                "no_manifest": [attempt.folder for attempt in found.attempts],
+                "run_error": None if found.error is None else str(found.error),
+            }
+        )
+    else:
+        _print_rest(path, found)
     if not sound:
         raise typer.Exit(DAMAGED)
 
 
-def _all(path: str) -> list[places.Place]:
-    """All checkpoints of a run."""
-    run = places.open_run(path)
-    return [
-        places.Place(store=run.store, folder=listed.folder, listed=listed)
-        for listed in run.checkpoints()
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What there is to check, what there is besides, and damage to the records of the run."""
+
+    places: tuple[places.Place, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    error: Corrupt | None = None
+
+
+def _one(path: str, step: int | None) -> _Found:
+    """The checkpoint that was asked for."""
+    try:
+        return _Found(places=(places.resolve(path, step),))
+    except Corrupt as error:  # a record of the run
+        return _Found(error=error)
+
+
+def _all(path: str) -> _Found:
+    """All checkpoints of a run; they are found without the run's record, if that is damaged."""
+    damage: Corrupt | None = None
+    try:
+        run = places.open_run(path)
+    except Corrupt as error:
+        damage = error
+        run = Run(DirectoryStore(path), None)
+    try:
+        checkpoints, attempts = run.look()
+    except Corrupt as error:  # the record of an epoch
+        return _Found(error=damage or error)
+    return _Found(
+        places=tuple(
+            places.Place(store=run.store, folder=listed.folder, listed=listed)
+            for listed in checkpoints
+        ),
+        attempts=tuple(attempt for attempt in attempts if attempt.size_bytes),
+        error=damage,
+    )
+
+
+def _print_rest(path: str, found: _Found) -> None:
+    console = output.console()
+    for attempt in found.attempts:
+        why = "an unfinished save, or one whose manifest was lost"
+        why = "a save in progress" if attempt.alive else why
+        size = output.size_text(attempt.size_bytes)
+        console.print(f"{attempt.folder}: no manifest: {why} ({size}, not checked)")
+    if found.error is not None:
+        console.print(f"the run is DAMAGED: {found.error}")
+    elif not found.places:
+        console.print(f"{path} has no checkpoint yet")
 
 
 def _step_of(place: places.Place) -> int | None:

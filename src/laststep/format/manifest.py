@@ -149,9 +149,13 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
     return commit
 
 
-def _corrupt(where: str, expected: str, found: str) -> Corrupt:
+def _corrupt(where: str, expected: str, found: str, *, why: str = "") -> Corrupt:
     return Corrupt(
-        "cannot read a manifest", where=where, expected=expected, found=found, remedy=DAMAGE_REMEDY
+        "cannot read a manifest" + (f": {why}" if why else ""),
+        where=where,
+        expected=expected,
+        found=found,
+        remedy=DAMAGE_REMEDY,
     )
 
 
@@ -161,9 +165,19 @@ def _verified(data: bytes, where: str) -> bytes:
     content = data[start : -len(_CLOSE)]
     expected = _OPEN + digest_text(content).encode() + _BETWEEN + content + _CLOSE
     if data != expected:
-        found = data[len(_OPEN) : len(_OPEN) + _DIGEST_TEXT_BYTES]
-        raise _corrupt(where, f"a digest of {digest_text(content)} and nothing else", repr(found))
+        raise _changed(data, content, where)
     return content
+
+
+def _changed(data: bytes, content: bytes, where: str) -> Corrupt:
+    """What is wrong with an envelope, in words; bytes that are no digest are not shown."""
+    if not data:
+        return _corrupt(where, "the record of a checkpoint", "an empty file", why="it is empty")
+    claimed = data[len(_OPEN) : len(_OPEN) + _DIGEST_TEXT_BYTES].decode("ascii", "replace")
+    found = digest_text(content)
+    if _DIGEST.fullmatch(claimed) is None or claimed == found:
+        claimed, found = "what was written", "other bytes"
+    return _corrupt(where, claimed, found, why="the manifest has been changed")
 
 
 def _check_format(number: object, where: str) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import secrets
 
 from laststep.errors import Exists, NotFound, StorageFailed, Usage
@@ -27,10 +28,30 @@ TEMPORARY = ".tmp-"
 
 _NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EMLINK}
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
-def absolute(path: str | os.PathLike[str]) -> str:
-    """The path from the root on, without `.` and `..`, by its text alone: no link is followed."""
-    return os.path.abspath(os.fspath(path))
+
+def absolute(path: object) -> str:
+    """The path from the root on, without `~`, `.` and `..`, by its text alone: no link is followed.
+
+    `Usage` for what is no path on this machine, such as `s3://…`.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise Usage(
+            "this is not the path of a folder",
+            expected="a str or an os.PathLike",
+            found=repr(path),
+            remedy='pass a path, such as "runs/first"',
+        )
+    if _SCHEME.match(text):
+        raise Usage(
+            "this is a URL, not the path of a folder",
+            expected="a folder: there is no other storage yet",
+            found=repr(text),
+            remedy="mount the store and pass the path of a folder in it",
+        )
+    return os.path.abspath(os.path.expanduser(text))
 
 
 class DirectoryStore:
