@@ -7,11 +7,9 @@ import os
 import subprocess
 import sys
 import threading
-import weakref
 from typing import TYPE_CHECKING
 
 import pytest
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import laststep
 from laststep import flusher
@@ -158,57 +156,6 @@ def until_gone(before: set[threading.Thread]) -> None:
     for thread in running() - before:
         thread.join(PATIENCE_S)
     assert running() <= before
-
-
-@pytest.mark.parametrize("flush", ["thread", "process"])
-def test_a_dropped_checkpointer_ends_by_itself(
-    flush: str, opened: object, training: object, fresh: object
-) -> None:
-    with opened(training) as checkpointer:
-        checkpointer.save(0)
-    before, hooks = running(), len(_global_optimizer_pre_hooks)
-    pids = []
-    for _ in range(3):
-        dropped = opened(fresh, flush=flush)
-        assert dropped.restore().step == 0
-        pids.append(dropped._work.under_way().flusher_pid)
-        known = weakref.ref(dropped)
-        del dropped
-        assert known() is None
-        until_gone(before)
-    for pid in pids if flush == "process" else ():
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    with opened(fresh):
-        # Its own, and none that the dropped ones left.
-        assert len(_global_optimizer_pre_hooks) <= hooks + 1
-
-
-def test_what_a_dropped_checkpointer_was_saving_is_finished_and_waited_for(
-    held: Held, opened: object, training: object, fresh: object, caplog: pytest.LogCaptureFixture
-) -> None:
-    training.become(3)
-    handle = opened(training).save(3)
-    assert held.reached.wait(PATIENCE_S)
-    threading.Timer(0.3, held.go_on.set).start()
-    with opened(fresh) as second:
-        assert second.restore().step == 3
-    assert handle.report.folder == "step-00000003.1-1"
-    assert "is gone without close(); finishing the saves of steps [3]" in caplog.text
-
-
-def test_a_dropped_save_that_fails_is_logged(
-    opened: object, training: object, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    def fail(*_: object) -> object:
-        raise laststep.StorageFailed("the disk is full")
-
-    monkeypatch.setattr(flusher.SaveFlush, "finish", fail)
-    before = running()
-    opened(training).save(3)
-    until_gone(before)
-    assert "nobody was there to see it: the disk is full" in caplog.text
 
 
 def test_the_program_waits_for_what_a_dropped_checkpointer_was_saving(tmp_path: Path) -> None:

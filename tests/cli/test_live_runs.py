@@ -59,7 +59,8 @@ def test_what_was_deleted_meanwhile_is_no_damage_but_hides_none(
     ended = laststep("verify", three.path, "--json")
     assert ended.status == 3
     document = ended.json()
-    assert document.keys() == {"sound", "checkpoints", "deleted_meanwhile"}
+    keys = {"sound", "checkpoints", "deleted_meanwhile", "no_manifest", "run_error"}
+    assert document.keys() == keys
     assert [entry["step"] for entry in document["checkpoints"]] == [100, 300]
     assert document["deleted_meanwhile"] == [gone_when_verified]
     assert document["sound"] is False

@@ -121,5 +121,5 @@ def test_every_example_runs_and_resumes(example: Path, run_folder: Path) -> None
     if example.name == "custom_provider.py":
         assert "starting at step 50 with 50 observations" in second.stdout
     if example.name == "finetune_best_k.py":
-        assert "kept: [7, 8, 11]; best: 8" in first.stdout
+        assert "kept: [8, 9, 11]; best: 9" in first.stdout
         assert first.stdout.splitlines()[-2:] == second.stdout.splitlines()[-2:]

@@ -23,7 +23,7 @@ from laststep.checkpointer.parts import Memory, take_state
 from laststep.checkpointer.pausing import without_collection
 from laststep.checkpointer.restoring import Skipped, Wanted, restore_into
 from laststep.checkpointer.watching import ProgressBar, log_event, somebody_watches
-from laststep.checkpointer.work import Work, launcher, remove_hooks_left
+from laststep.checkpointer.work import Work, launcher
 from laststep.config import Capture, FlushIn, OnBusy, Settings
 from laststep.dist.ranks import require_single_rank
 from laststep.engine.client import Client
@@ -138,13 +138,11 @@ class Checkpointer:
             self._capturer.close()
             self._pool.close()
             raise
-        # Nothing that runs may refer to this object: it is finished when it is dropped.
         self._work = Work(self.path, self._pool, self._capturer, self._client)
         if all(provider.cheap for provider in self._providers.values()):
-            self._capturer.at_optimizer_step(_REHEARSAL_STEP, _while_it_lives(self._rehearse))
+            self._capturer.at_optimizer_step(_REHEARSAL_STEP, self._rehearse)
         self._abandons = self._newest_step()
-        remove_hooks_left()
-        lifetimes.watch(self, at_exit=self._finish_at_exit, in_child=self._abandon, work=self._work)
+        lifetimes.watch(self, at_exit=self._finish_at_exit, in_child=self._abandon)
         neighbours.enter(self._work, self.path, Work.under_way)
 
     def __repr__(self) -> str:
@@ -471,17 +469,6 @@ class Checkpointer:
         """In a forked child: this object belongs to the parent."""
         self._work.abandon()
         self._closed = True
-
-
-def _while_it_lives(method: Callable[[], bool]) -> Callable[[], bool]:
-    """A method to be called while its object is there, and not to keep it there."""
-    known = weakref.WeakMethod(method)
-
-    def call() -> bool:
-        there = known()
-        return True if there is None else there()
-
-    return call
 
 
 def _timing_of(job: Job) -> Callable[[SaveReport], None]:

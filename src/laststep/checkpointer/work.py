@@ -1,8 +1,4 @@
-"""What runs for a Checkpointer: memory, capture thread, flusher, and the saves under way.
-
-Does not know the Checkpointer, and nothing that runs does, so that one that is dropped without
-`close()` is noticed: what was handed over is then finished by a thread of its own (`lifetimes`).
-"""
+"""What runs for a Checkpointer: memory, capture thread, flusher, and the saves under way."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ from laststep.config import FlushIn
 if TYPE_CHECKING:
     import socket
     import threading
-    from collections.abc import Callable
 
     from laststep.checkpointer.keep import Keep
     from laststep.config import Settings
@@ -27,16 +22,6 @@ if TYPE_CHECKING:
     from laststep.engine.pool import Pool
 
 log = logging.getLogger(__name__)
-
-_hooks_left: list[Callable[[], None]] = []
-"""What takes the hooks of dropped Checkpointers off the optimizers. Another thread must not, as an
-optimizer may be going through its hooks: the next Checkpointer does, when it is made."""
-
-
-def remove_hooks_left() -> None:
-    """Called by the thread that trains, and not in an optimizer's step."""
-    while _hooks_left:
-        _hooks_left.pop()()
 
 
 def launcher(run: str, pool: Pool, settings: Settings, keep: Keep | None) -> Launch:
@@ -55,7 +40,7 @@ def launcher(run: str, pool: Pool, settings: Settings, keep: Keep | None) -> Lau
 
 
 class Work:
-    """The parts that run, until they are closed by the Checkpointer or after it."""
+    """The parts that run, until they are closed."""
 
     def __init__(self, run: str, pool: Pool, capturer: Capturer, client: Client) -> None:
         self._run = run
@@ -76,20 +61,6 @@ class Work:
         """Wait for all saves and end everything, on the thread that trains."""
         self._end()
         self._capturer.unhook()
-
-    def finish(self) -> None:
-        """The Checkpointer is gone: finish what it had under way, and say so."""
-        steps = [handle.step for handle in self.under_way().handles]
-        if steps:
-            log.warning(
-                "the Checkpointer of %s is gone without close(); finishing the saves of steps %s",
-                self._run, steps,
-            )  # fmt: skip
-        self._end()
-        _hooks_left.append(self._capturer.unhook)
-        for handle in self.handles:
-            if handle.error is not None and not handle.seen:
-                log.error("a save failed and nobody was there to see it: %s", handle.error)
 
     def abandon(self) -> None:
         """In a forked child: all of it belongs to the parent."""
