@@ -13,7 +13,7 @@ import pytest
 
 import laststep
 from laststep import flusher
-from laststep.checkpointer import lifetimes, restoring
+from laststep.checkpointer import restoring
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,18 +144,6 @@ def test_a_live_writer_that_does_not_commit_is_told(
     assert "restoring the newest checkpoint that is committed" in caplog.text
     held.go_on.set()
     first.close()
-
-
-def running() -> set[threading.Thread]:
-    return {one for one in threading.enumerate() if one.name.startswith("laststep-")}
-
-
-def until_gone(before: set[threading.Thread]) -> None:
-    for over in list(lifetimes._finishing):
-        assert over.wait(PATIENCE_S)
-    for thread in running() - before:
-        thread.join(PATIENCE_S)
-    assert running() <= before
 
 
 def test_the_program_waits_for_what_a_dropped_checkpointer_was_saving(tmp_path: Path) -> None:

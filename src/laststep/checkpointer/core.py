@@ -138,7 +138,7 @@ class Checkpointer:
             self._capturer.close()
             self._pool.close()
             raise
-        self._work = Work(self.path, self._pool, self._capturer, self._client)
+        self._work = Work(self._pool, self._capturer, self._client)
         if all(provider.cheap for provider in self._providers.values()):
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, self._rehearse)
         self._abandons = self._newest_step()

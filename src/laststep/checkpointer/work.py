@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from laststep.engine.copy.capture import Capturer
     from laststep.engine.handle import SaveHandle
     from laststep.engine.pool import Pool
-
-log = logging.getLogger(__name__)
 
 
 def launcher(run: str, pool: Pool, settings: Settings, keep: Keep | None) -> Launch:
@@ -42,8 +39,7 @@ def launcher(run: str, pool: Pool, settings: Settings, keep: Keep | None) -> Lau
 class Work:
     """The parts that run, until they are closed."""
 
-    def __init__(self, run: str, pool: Pool, capturer: Capturer, client: Client) -> None:
-        self._run = run
+    def __init__(self, pool: Pool, capturer: Capturer, client: Client) -> None:
         self._pool = pool
         self._capturer = capturer
         self._client = client
@@ -59,17 +55,13 @@ class Work:
 
     def close(self) -> None:
         """Wait for all saves and end everything, on the thread that trains."""
-        self._end()
-        self._capturer.unhook()
-
-    def abandon(self) -> None:
-        """In a forked child: all of it belongs to the parent."""
-        self._client.abandon()
-
-    def _end(self) -> None:
-        self._capturer.stop()
+        self._capturer.close()
         self._client.close()
         if self.preflight is not None:
             self.preflight.join()
         self._pool.close()
         self._over = True
+
+    def abandon(self) -> None:
+        """In a forked child: all of it belongs to the parent."""
+        self._client.abandon()

@@ -51,8 +51,6 @@ class Capturer:
         self._mode = mode
         self._margin = margin_bytes
         self._fence = Fence()
-        self.unhook = self._fence.close
-        """Takes the hook off the optimizers, none of which may be in a step."""
         self._streams = SideStreams()
         self._mover = Mover(pool, self._streams)
         self._staging: dict[str, DeviceStaging] = {}
@@ -183,15 +181,11 @@ class Capturer:
         return True
 
     def close(self) -> None:
-        """Finish what was taken and stop, on the thread that trains."""
-        self.stop()
-        self.unhook()
-
-    def stop(self) -> None:
-        """Finish what was taken and stop, on any thread; the hook stays and does nothing."""
+        """Finish what was taken and stop."""
         self._jobs.put(None)
         self._thread.join()
         self._copier.close()
+        self._fence.close()
 
     # -- on the training thread -----------------------------------------------------------------
 
