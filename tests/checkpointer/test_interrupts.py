@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import random
 import signal
+import sys
+import threading
+import time
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -14,8 +20,9 @@ import torch
 import laststep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+    from types import FrameType
 
 PATIENCE_S = 60.0
 
@@ -27,44 +34,141 @@ def interrupted_after(seconds: float) -> Iterator[None]:
     def handler(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGUSR1, handler)
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
     try:
         yield
+        timer.join()
+        time.sleep(0)  # a signal that has come is handled by now
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
+class Tracer:
+    """Counts the steps of a call on this thread, in laststep and in Python's own threading, and has
+    a signal come at one of them."""
+
+    FILES = ("laststep", "threading.py", "queue.py", "contextlib.py")
+
+    def __init__(self, at: int | None = None) -> None:
+        self._at = at
+        self.steps = 0
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Tracer | None:
+        if not any(name in frame.f_code.co_filename for name in self.FILES):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.steps += 1
+            if self.steps == self._at:
+                signal.raise_signal(signal.SIGUSR1)
+        return self
+
+    def run(self, call: Callable[[], object]) -> None:
+        """An exception that a handler raises comes out of here, from where it was raised."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+
+
+@pytest.fixture
+def _raising() -> Iterator[None]:
+    def handler(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("_raising")
 @pytest.mark.parametrize("flush", ["process", "thread"])
-@pytest.mark.parametrize("after_s", [0.001, 0.004, 0.01, 0.02, 0.04])
-def test_a_save_after_an_interrupted_one_is_whole(
-    run_folder: Path, after_s: float, flush: str
-) -> None:
-    state = {f"t{i}": torch.zeros(2_250_000) for i in range(12)}
-    with laststep.Checkpointer(
-        run_folder, items={"state": state}, flush=flush, host_memory_bytes=64 << 20
-    ) as checkpointer:
-        checkpointer.save(0).wait(PATIENCE_S)
-        for step in range(1, 4):
+def test_a_save_may_be_interrupted_at_any_step(run_folder: Path, flush: str) -> None:
+    """What it was not done with is absent, what is there is whole, and nothing is held up."""
+    state = {f"t{i}": torch.zeros(1000) for i in range(4)}
+    rng = random.Random(0)
+    saved = [0]
+    with laststep.Checkpointer(run_folder, items={"state": state}, flush=flush) as checkpointer:
+
+        def save(tracer: Tracer | None = None) -> laststep.SaveHandle | None:
+            step = saved[-1] + 1
+            saved.append(step)
             for tensor in state.values():
                 tensor.fill_(step)
             try:
-                with interrupted_after(after_s):
-                    checkpointer.save(step)
+                if tracer is None:
+                    return checkpointer.save(step)
+                tracer.run(lambda: checkpointer.save(step))
             except KeyboardInterrupt:
                 pass
-            for tensor in state.values():
-                tensor.fill_(-1)  # training goes on: nothing of this may be stored
-        for tensor in state.values():
-            tensor.fill_(9)
-        assert checkpointer.save(9).wait(PATIENCE_S)
-    for checkpoint in laststep.open(run_folder):
+            finally:
+                for tensor in state.values():
+                    tensor.fill_(-1)  # training goes on: nothing of this may be stored
+            return None
+
+        save()
+        count = Tracer()
+        save(count)
+        assert count.steps > 1000
+        whole = []
+        for n in range(1, 401):
+            save(Tracer(rng.randint(1, count.steps)))
+            if n % 10 == 0:
+                handle = save()
+                assert handle is not None
+                assert handle.wait(PATIENCE_S)
+                whole.append(handle.step)
+    catalog = laststep.open(run_folder)
+    for checkpoint in catalog:
         for name in state:
             with checkpoint:
                 stored = checkpoint.tensor(f"state/{name}")[:]
             assert torch.equal(stored, torch.full_like(stored, checkpoint.step))
-    assert laststep.open(run_folder).steps()[-1] == 9
+    assert set(whole) <= set(catalog.steps())
+
+
+@pytest.mark.parametrize("after_s", [0.001, 0.005, 0.02])
+def test_an_interrupted_restore_can_be_done_again(run_folder: Path, after_s: float) -> None:
+    state = {f"t{i}": torch.full((2_250_000,), 7.0) for i in range(12)}
+    with laststep.Checkpointer(run_folder, items={"state": state}) as checkpointer:
+        checkpointer.save(1).wait(PATIENCE_S)
+        for _ in range(5):
+            for tensor in state.values():
+                tensor.fill_(-1)
+            with contextlib.suppress(KeyboardInterrupt), interrupted_after(after_s):
+                checkpointer.restore()
+            assert checkpointer.restore().step == 1
+            assert all(bool((tensor == 7).all()) for tensor in state.values())
+        assert checkpointer.save(2).wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("waits", ["handle", "wait", "close", "restore"])
+def test_waiting_for_a_save_can_be_interrupted(run_folder: Path, waits: str) -> None:
+    go_on = threading.Event()
+
+    def slow(event: laststep.events.Event) -> None:
+        if isinstance(event, laststep.events.Captured):
+            go_on.wait()
+
+    checkpointer = laststep.Checkpointer(run_folder, x={"x": torch.ones(3)}, subscribers=[slow])
+    handle = checkpointer.save(1)
+    call = {
+        "handle": handle.wait,
+        "wait": checkpointer.wait,
+        "close": checkpointer.close,
+        "restore": checkpointer.restore,
+    }[waits]
+    with pytest.raises(KeyboardInterrupt), interrupted_after(0.1):
+        call()
+    go_on.set()
+    assert handle.wait(PATIENCE_S)
+    checkpointer.close()
+    assert laststep.open(run_folder).steps() == [1]
 
 
 class Fresh:

@@ -16,6 +16,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
+from laststep import interrupts
 from laststep.catalog.run import Run
 from laststep.checkpointer import arguments, lifetimes, neighbours, places, queueing, sizing
 from laststep.checkpointer.keep import Keep
@@ -120,17 +121,25 @@ class Checkpointer:
         watched = progress if progress is not None else somebody_watches()
         if watched:
             self._bus.subscribe(ProgressBar())
+        with interrupts.held():
+            self._start()
+
+    def _start(self) -> None:
+        """Everything that runs."""
         cap, expected, on_device = sizing.memory_for(self._providers, self._settings)
         self._pool = Pool(cap, pinned=bool(on_device))
         self._capturer = Capturer(
-            self._pool, mode=self._settings.capture, margin_bytes=device_margin_bytes
+            self._pool,
+            mode=self._settings.capture,
+            margin_bytes=self._settings.device_margin_bytes,
         )
         staged = self._capturer.start(on_device)
         self._pool.want(expected, without_pauses=not staged)
         self._plans = PlanCache()
         self._memory = Memory()
         try:
-            launch = launcher(self.path, self._pool, self._settings, keep)
+            launch = launcher(self.path, self._pool, self._settings, self._keep)
+            interrupts.let_in()
             self._client = Client(launch, self._pool, self._bus)
         except BaseException:
             # Half a Checkpointer must leave no hook, thread or memory behind.
@@ -165,6 +174,18 @@ class Checkpointer:
         Raises what made an earlier save fail, once. `streams` names CUDA streams, other than the
         current one, on which state was written and not yet joined.
         """
+        with interrupts.held():
+            return self._save(step, metrics, metadata, streams, overwrite=overwrite)
+
+    def _save(
+        self,
+        step: SupportsIndex,
+        metrics: Mapping[str, object] | None,
+        metadata: object,
+        streams: Sequence[torch.cuda.Stream],
+        *,
+        overwrite: bool,
+    ) -> SaveHandle:
         began = time.perf_counter()
         self._check_usable("save")
         step = arguments.plain_step(step)
@@ -237,17 +258,21 @@ class Checkpointer:
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
             if not handle.committed.over_within(left):
                 return False
-        self._raise_failed()
+        with interrupts.held():
+            self._raise_failed()
         return True
 
     def close(self) -> None:
         """Wait for all saves, end the flusher, and raise what failed. May be called twice."""
         if self._closed or os.getpid() != self._pid:
             return
-        self._closed = True
-        lifetimes.let_be(self)
-        self._work.close()
-        self._raise_failed()
+        with interrupts.held():
+            for handle in list(self._work.handles):
+                handle.committed.over_within(None)  # Ctrl-C here leaves it open
+            self._closed = True
+            lifetimes.let_be(self)
+            self._work.close()
+            self._raise_failed()
 
     def __enter__(self) -> Self:
         return self
@@ -286,6 +311,12 @@ class Checkpointer:
         a run that is under way goes on from where it is. Saves to this run that are under way in
         this process are waited for; what failed of one's own is raised.
         """
+        with interrupts.held():
+            return self._restore(step, only, strict=strict)
+
+    def _restore(
+        self, step: SupportsIndex | None, only: Sequence[str] | str | None, *, strict: bool
+    ) -> Restored:
         self._check_usable("restore", mixed_is_fine=True)
         mixed, only = self._mixed, arguments.patterns(only)
         wanted = Wanted(
@@ -441,7 +472,7 @@ class Checkpointer:
         at an early optimizer step. Whatever goes wrong is the first save's to report."""
         if self._closed or self._work.preflight or os.getpid() != self._pid:
             return True
-        with without_collection(), contextlib.suppress(Exception):
+        with interrupts.held(), without_collection(), contextlib.suppress(Exception):
             taken = take_state(
                 self._providers, self._memory, None, None,
                 allow_pickle=self._settings.allow_pickle,

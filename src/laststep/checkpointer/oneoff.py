@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from laststep import interrupts
 from laststep.catalog.run import Run
 from laststep.checkpointer.core import Checkpointer
 from laststep.checkpointer.loading import VALUE, fit, load_all, transfer
@@ -92,6 +93,22 @@ def load(
         _check_device(device)
     checkpoint, is_run = _find(path, step)
     where = f"{absolute(path)}/{checkpoint.folder}" if is_run else absolute(path)
+    with interrupts.held():
+        return _load(
+            checkpoint, into, where, device, is_run=is_run, allow_pickle=allow_pickle, strict=strict
+        )
+
+
+def _load(
+    checkpoint: Checkpoint,
+    into: object,
+    where: str,
+    device: str,
+    *,
+    is_run: bool,
+    allow_pickle: bool,
+    strict: bool,
+) -> object:
     pool = Pool(max(_LOAD_SLOTS, MIN_SLOTS) * CHUNK_BYTES, pinned=False)
     pool.want(pool.cap_bytes)
     try:

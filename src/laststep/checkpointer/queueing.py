@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from laststep import interrupts
 from laststep.config import MAX_UNCOMMITTED
 
 if TYPE_CHECKING:
@@ -39,5 +40,5 @@ def wait_for_turn(uncommitted: Sequence[SaveHandle], capturing: Sequence[Job]) -
     for handle in uncommitted[: max(len(uncommitted) - MAX_UNCOMMITTED + 1, 0)][-1:]:
         handle.committed.over_within(None)
     for job in capturing[-1:]:
-        job.over.wait()
+        interrupts.wait(job.over)
     return time.perf_counter() - began

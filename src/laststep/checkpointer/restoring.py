@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from laststep import interrupts
 from laststep.catalog.content import Content
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
@@ -97,6 +98,7 @@ def restore_into(
     changed = False
     passed: set[str] = set()
     while left:
+        interrupts.let_in()
         listed = left.pop()
         passed.add(listed.folder)
         began = time.perf_counter()
@@ -207,6 +209,7 @@ def wait_for_flushers(run: Run, *, own_pids: frozenset[int]) -> None:
                     "checkpoint that is committed", who, saves, _PATIENCE_S,
                 )  # fmt: skip
                 break
+            interrupts.let_in()
             time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
 
 

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from laststep import interrupts
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -38,7 +40,7 @@ class Stage:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is reached; False when the time is up or the save was skipped. Raises what
         made the save fail."""
-        if not self._event.wait(timeout_s) or self._skipped:
+        if not self.over_within(timeout_s) or self._skipped:
             return False
         if self.error is not None:
             self.seen = True
@@ -47,7 +49,7 @@ class Stage:
 
     def over_within(self, timeout_s: float | None) -> bool:
         """Wait until it was reached or never will be; False when the time is up."""
-        return self._event.wait(timeout_s)
+        return interrupts.wait(self._event, timeout_s)
 
     def skip(self) -> None:
         """It will not be reached, and that is no error."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from laststep import interrupts
 from laststep.codecs.digests import DIGEST_BYTES, block_digests
 from laststep.errors import Corrupt
 from laststep.format.manifest import DAMAGE_REMEDY
@@ -104,6 +105,7 @@ class _Pipeline:
         """Until everything was delivered or something failed."""
         while self._left and not self._stopped:
             self._doze()
+            interrupts.let_in()
 
     def end(self, workers: Sequence[threading.Thread]) -> None:
         """Stop what still runs, and wait until no thread is inside any more, come what may.

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 
+from laststep import interrupts
 from laststep.errors import LaststepError, Usage
 
 
@@ -61,7 +62,8 @@ class Slots:
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         return None
-                    self._changed.wait(left)
+                    self._changed.wait(interrupts.look_within(left))
+                    interrupts.let_in()
                 slot = self._free.pop()  # the one freed last: its memory is still in the caches
                 self._leased.add(slot)
                 return slot

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from laststep import interrupts
 from laststep.config import Capture
 from laststep.engine.copy.device import SideStreams, record
 from laststep.engine.copy.early import Early, Remembered
@@ -147,7 +148,7 @@ class Capturer:
         interrupted: BaseException | None = None
         while not job.over.is_set():
             try:
-                job.over.wait()
+                interrupts.wait(job.over)
             except BaseException as raised:  # noqa: BLE001 (raised below, once it is safe)
                 interrupted = raised
                 job.cancelled = True
@@ -159,7 +160,7 @@ class Capturer:
     def settle(self) -> None:
         """Wait until everything that was taken is captured or has failed."""
         if self._last is not None:
-            self._last.over.wait()
+            interrupts.wait(self._last.over)
 
     def at_optimizer_step(self, number: int, errand: Callable[[], bool]) -> None:
         """Have something done on the training thread, just before that optimizer step; when it
@@ -333,7 +334,7 @@ class Capturer:
         began = time.perf_counter()
         if self._last is not None:
             # Slots are leased in the order of saves: the one before must have all of its own.
-            self._last.over.wait()
+            interrupts.wait(self._last.over)
         job.timing.waited_s += time.perf_counter() - began
         with self._copier.batch() as batch:
             for chunk in chunks:

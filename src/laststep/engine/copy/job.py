@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from laststep import interrupts
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -101,9 +103,9 @@ class Job:
     def hold_back(self) -> None:
         """Called by the fence: nobody may change the state before its copy is ordered."""
         began = time.perf_counter()
-        self.enqueued.wait()
+        interrupts.wait(self.enqueued)
         if not self.copied:
-            self.over.wait()  # host memory has no stream order: wait for the copy itself
+            interrupts.wait(self.over)  # host memory has no stream order: wait for the copy itself
         self.host_held_s += time.perf_counter() - began
         for device, event in self.copied.items():
             stream = torch.cuda.current_stream(device)

@@ -1,0 +1,127 @@
+"""Keep signal handlers from raising in the midst of things that must be done whole.
+
+Python runs a signal's handler between any two steps of the main thread, and one that raises (Ctrl-C
+does, and so do many that handle preemption) leaves undone whatever comes next: a lock that was
+acquired and is never released, a slot that was leased and is written down nowhere. Inside `held`
+a signal is noted instead, and its handler runs where `let_in` is called, or at the end. Whoever
+waits inside goes on letting handlers in. Where something inside is stuck all the same, a second
+signal of the same kind, later than the first by a second, is not held back.
+
+Only the main thread runs handlers: on any other, nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType, TracebackType
+
+LOOK_S = 0.05
+"""A signal that comes while the main thread waits is let in after so long at most."""
+
+_STUCK_S = 1.0
+
+_holding: Held | None = None
+"""Of the main thread."""
+
+
+def _on_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+class Held:
+    """Handlers wait until the outermost of these is over: `with held(): …`."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._came: dict[int, float] = {}
+        """Signals that are held back, and since when."""
+        self._holds = False
+
+    def __enter__(self) -> None:
+        global _holding  # noqa: PLW0603 (there is one main thread)
+        if _holding is not None or not _on_main_thread():
+            return
+        self._before = _handlers()
+        for number in self._before:
+            signal.signal(number, self._note)
+        self._holds = True
+        _holding = self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        global _holding
+        if not self._holds:
+            return
+        # From here on `_note` passes every signal on: one that raises before its handler is back in
+        # place loses nothing.
+        _holding, self._holds = None, False
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:  # else somebody has set another inside
+                signal.signal(number, handler)
+        self.let_in()
+
+    def let_in(self) -> None:
+        """Run the handlers of what came; the first that raises leaves the others for later."""
+        while self._came:
+            number = next(iter(self._came))
+            del self._came[number]
+            self._before[number](number, None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._holds and now - self._came.setdefault(number, now) < _STUCK_S:
+            return
+        self._came.pop(number, None)
+        self._before[number](number, frame)
+
+
+def held() -> Held:
+    """Let no handler run inside, except where one is let in. May be nested."""
+    return Held()
+
+
+def let_in() -> None:
+    """Here a handler may raise."""
+    if _holding is not None and _on_main_thread():
+        _holding.let_in()
+
+
+def look_within(left_s: float | None) -> float | None:
+    """How long to wait before the next `let_in`, when `left_s` are left."""
+    if _holding is None or not _on_main_thread():
+        return left_s
+    return LOOK_S if left_s is None else min(left_s, LOOK_S)
+
+
+def wait(event: threading.Event, timeout_s: float | None = None) -> bool:
+    """Wait for an event, letting handlers in; False when the time is up. An `Event.wait` that is
+    interrupted at the wrong step would block those who set the event for ever."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    with held():
+        while True:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0)
+            if event.wait(look_within(left)):
+                return True
+            let_in()
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+
+
+def _handlers() -> dict[int, Callable[[int, FrameType | None], Any]]:
+    """What Python runs at each signal that it handles."""
+    found: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if callable(handler):
+            found[number] = handler
+    return found
