@@ -1,8 +1,9 @@
-"""What all tests share: the skip of GPU tests, folders on a real disk, hypothesis profiles."""
+"""What all tests share: the skip of GPU tests, folders on a disk, mounts, hypothesis profiles."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -81,3 +82,22 @@ def run_folder() -> Iterator[Path]:
     """A folder for one run, not yet made, on a real disk; removed with all it holds afterwards."""
     with tempfile.TemporaryDirectory(prefix="laststep-test-", dir=disk_folder()) as folder:
         yield Path(folder) / "run"
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[..., None]]:
+    """`mount(place, *options)`: a mount there until the test is over; skips where nobody may."""
+    mounted: dict[Path, None] = {}
+
+    def act(place: Path, *options: str) -> None:
+        try:
+            done = subprocess.run(["mount", *options, str(place)], capture_output=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("needs the program `mount`")
+        if done.returncode != 0:
+            pytest.skip(f"needs the right to mount: {done.stderr.decode().strip()}")
+        mounted[place] = None
+
+    yield act
+    for place in mounted:
+        subprocess.run(["umount", "-l", str(place)], check=True)

@@ -64,6 +64,8 @@ class Settings:
     """Threads that write; on restore two to four times as many read, as there are cores."""
     progress: bool | None = None
     """A progress bar on stderr; None: when a person is watching."""
+    deadline_s: float = 300.0
+    """In a job of several ranks: how long a rank may lag behind the first before a save fails."""
 
     def readers(self) -> int:
         """Threads that read on restore."""
@@ -124,6 +126,11 @@ class Settings:
             raise Usage(
                 "writers is out of range", expected="1 to 64", found=str(self.writers),
                 remedy="pass about as many as there are cores to spare",
+            )  # fmt: skip
+        if type(self.deadline_s) not in (int, float) or not 0 < self.deadline_s < 1e6:
+            raise Usage(
+                "deadline_s is not a time", expected="seconds, above 0",
+                found=repr(self.deadline_s), remedy="pass e.g. deadline_s=300",
             )  # fmt: skip
         if self.device_margin_bytes < 0:
             raise Usage(

@@ -100,9 +100,16 @@ class Pruned:
     folder: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricMissing:
+    """No checkpoint has the metric by which the best are to be kept, so all are; told once."""
+
+    reason: str
+
+
 Event = (
     Preflight | SaveStarted | Captured | Written | Durable | Committed | SaveFailed | SaveSkipped
-    | Restored | PassedOver | Pruned
+    | Restored | PassedOver | Pruned | MetricMissing
 )  # fmt: skip
 Subscriber = Callable[[Event], None]
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laststep.catalog.epochs import Writer, this_writer
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import Run, plan_prune
 from laststep.codecs import objects
@@ -33,10 +34,12 @@ from laststep.engine.flush import SaveFlush
 from laststep.engine.memory import Mapping
 from laststep.engine.wire import (
     Begin,
+    Begun,
     Bye,
     Chunks,
     Connection,
     Continue,
+    Decide,
     Decided,
     Drop,
     Failed,
@@ -44,10 +47,13 @@ from laststep.engine.wire import (
     Flushed,
     Freed,
     KeepRules,
+    Located,
+    NoMetric,
     Progress,
     Ready,
     Removed,
     Seal,
+    ToFlusher,
     ToTrainer,
 )
 from laststep.errors import Aborted, LaststepError, StorageFailed
@@ -69,7 +75,7 @@ _NOT_FOR_THE_HELPER = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(slots=True)
 class _Save:
-    """A save on its way; `changed` guards `pending`, `seal` and `dropped`."""
+    """A save on its way; `changed` guards `pending`, `seal`, `decide`, `early` and `dropped`."""
 
     begin: Begin
     began_s: float
@@ -78,7 +84,11 @@ class _Save:
     attempt: int = 0
     error: LaststepError | None = None
     pending: int = 0
+    located: bool = True
     seal: Seal | None = None
+    decide: Decide | None = None
+    early: list[Filled] = field(default_factory=list)
+    """Chunks that came before a member knew where to write them."""
     dropped: str | None = None
     reported_s: float = 0.0
     opened_s: float = 0.0
@@ -92,6 +102,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     pool_fd: int
     pool_bytes: int
     socket_fd: int
+    trainer: Writer
     trainer_pidfd: int
     writers: int
     keep: KeepRules | None
@@ -106,12 +117,14 @@ class Flusher:
         pool: memoryview,
         *,
         run_path: str,
+        trainer: Writer,
         writers: int,
         keep: KeepRules | None,
     ) -> None:
         self._connection = connection
         self._pool = pool
         self._store = DirectoryStore(run_path)
+        self._trainer = trainer
         self._keep = _policy(keep)
         self._run: Run | None = None
         self._continues: Continue | None = None
@@ -147,37 +160,49 @@ class Flusher:
         finally:
             self._end()
 
-    def _handle(self, message: object) -> None:
-        if isinstance(message, Chunks):
-            save = self._saves.get(message.save)
-            if save is None:  # given up meanwhile
-                self._send(Freed(slots=[chunk.slot for chunk in message.filled]))
-                return
-            with save.changed:
-                save.pending += len(message.filled)
-            for chunk in message.filled:
-                self._chunks.put((save, chunk))
-        elif isinstance(message, Begin):
+    def _handle(self, message: ToFlusher) -> None:
+        if isinstance(message, Begin):
             self._begin(message)
-        elif isinstance(message, Seal):
-            save = self._saves.get(message.save)
-            if save is not None:
-                with save.changed:
-                    save.seal = message
-                    save.changed.notify_all()
-        elif isinstance(message, Drop):
-            save = self._saves.get(message.save)
-            if save is not None:
-                self._drop(save, message.reason)
         elif isinstance(message, Continue):
             # A new epoch is taken at the next save, so that restoring alone disturbs no writer.
             self._continues = message
             self._resumed_from = message.resumed_from
             self._epoch = None
+        elif not isinstance(message, Bye):
+            save = self._saves.get(message.save)
+            if save is not None:
+                self._go_on(save, message)
+            elif isinstance(message, Chunks):  # of a save that was given up meanwhile
+                self._send(Freed(slots=[chunk.slot for chunk in message.filled]))
+
+    def _go_on(self, save: _Save, message: Chunks | Located | Seal | Decide | Drop) -> None:
+        if isinstance(message, Chunks):
+            with save.changed:
+                save.pending += len(message.filled)
+                if not save.located and save.dropped is None:
+                    save.early += message.filled
+                    return
+            for chunk in message.filled:
+                self._chunks.put((save, chunk))
+        elif isinstance(message, Located):
+            self._locate(save, message)
+        elif isinstance(message, Drop):
+            self._drop(save, message.reason)
+        else:
+            with save.changed:
+                if isinstance(message, Seal):
+                    save.seal = message
+                else:
+                    save.decide = message
+                save.changed.notify_all()
 
     def _begin(self, begin: Begin) -> None:
         save = _Save(begin=begin, began_s=time.monotonic())
         self._saves[begin.save] = save
+        if begin.role == "member":
+            save.located = False
+            self._order.put(save)
+            return
         try:
             run = self._open_epoch()
             self._attempts += 1
@@ -197,6 +222,32 @@ class Flusher:
                 "cannot begin a save", where=self._store.url, found=str(error)
             )
         self._order.put(save)
+        if begin.role == "first" and save.flush is not None and save.error is None:
+            self._send(
+                Begun(save=begin.save, epoch=save.epoch, attempt=save.attempt,
+                      folder=save.flush.folder)
+            )  # fmt: skip
+
+    def _locate(self, save: _Save, place: Located) -> None:
+        """A member learns where to write: what has come meanwhile can be written now."""
+        save.epoch, save.attempt = place.epoch, place.attempt
+        try:
+            if self._run is None:
+                self._run = Run.open(self._store)
+            save.flush = SaveFlush(self._store, place.folder, save.begin.files)
+            save.opened_s = time.monotonic() - save.began_s
+        except LaststepError as error:
+            save.error = error
+        except OSError as error:
+            save.error = StorageFailed(
+                "cannot begin a save", where=self._store.url, found=str(error)
+            )
+        with save.changed:
+            save.located = True
+            early, save.early = save.early, []
+            save.changed.notify_all()
+        for chunk in early:
+            self._chunks.put((save, chunk))
 
     def _open_epoch(self) -> Run:
         """The run, with an epoch of this writer's own."""
@@ -212,7 +263,7 @@ class Flusher:
             if self._epoch_lock is not None:
                 self._epoch_lock.close()
                 self._epoch_lock = None
-            epoch = self._run.claim_epoch(where)
+            epoch = self._run.claim_epoch(where, writer=self._trainer)
             self._epoch_lock = self._run.lock_epoch(epoch)
             self._epoch = epoch  # only with its lock: without it the attempts would look dead
             self._attempts = 0
@@ -223,7 +274,10 @@ class Flusher:
     def _drop(self, save: _Save, reason: str) -> None:
         with save.changed:
             save.dropped = reason
+            early, save.early = save.early, []
             save.changed.notify_all()
+        for chunk in early:  # counted, freed, and not written
+            self._chunks.put((save, chunk))
         if save.flush is not None:
             save.flush.fail(Aborted(reason))
 
@@ -234,7 +288,7 @@ class Flusher:
                 return
             save, chunk = task
             image = self._pool[chunk.slot * CHUNK_BYTES : (chunk.slot + 1) * CHUNK_BYTES]
-            if save.flush is not None and save.error is None:
+            if save.flush is not None and save.error is None and save.dropped is None:
                 save.flush.write(chunk.file, chunk.start, image, chunk.size_bytes)
             self._free(chunk.slot)
             self._report(save)
@@ -264,7 +318,9 @@ class Flusher:
             if save is None:
                 return
             with save.changed:
-                while (save.seal is None and save.dropped is None) or save.pending:
+                while (
+                    save.dropped is None and (save.seal is None or not save.located)
+                ) or save.pending:
                     save.changed.wait()
             try:
                 self._finish(save)
@@ -290,15 +346,34 @@ class Flusher:
         durable_s = time.monotonic() - save.began_s
         self._send(
             Flushed(save=number, size_bytes=size, opened_s=save.opened_s, written_s=written_s,
-                    seconds=durable_s)
+                    seconds=durable_s, files=() if save.begin.role == "alone" else records)
         )  # fmt: skip
-        self._run.commit(save.flush.folder, self._commit_record(save, save.seal, records))
-        self._last_folder = save.flush.folder
-        self._send(
-            Decided(save=number, epoch=save.epoch, attempt=save.attempt, folder=save.flush.folder,
-                    seconds=time.monotonic() - save.began_s)
-        )  # fmt: skip
-        self._retain(overwrote=save.begin.overwrite)
+        if save.begin.role != "member":
+            commit = self._commit_record(save, save.seal, records)
+            if save.begin.role == "first":
+                decide = self._decided_by_all(save)
+                commit = msgspec.structs.replace(
+                    commit, items=decide.items, files=decide.files, ranks=decide.ranks
+                )
+            self._run.commit(save.flush.folder, commit)
+            self._last_folder = save.flush.folder
+        else:
+            self._decided_by_all(save)
+        self._send_decided(save)
+        if save.begin.role != "member":
+            self._retain(overwrote=save.begin.overwrite)
+
+    def _decided_by_all(self, save: _Save) -> Decide:
+        """Wait for what the ranks agree on; raises if it is to give the save up, or if nobody is
+        there any more to tell."""
+        with save.changed:
+            while save.decide is None and save.dropped is None:
+                save.changed.wait()
+        if save.decide is None:
+            raise Aborted(save.dropped or "")
+        if save.decide.reason is not None:
+            raise Aborted(save.decide.reason)
+        return save.decide
 
     def _commit_record(self, save: _Save, seal: Seal, files: tuple[FileRecord, ...]) -> Commit:
         assert self._run is not None  # noqa: S101 (it was opened when the save began)
@@ -318,6 +393,8 @@ class Flusher:
             # Without any rule everything stays, except what was overwritten.
             policy = self._keep or Policy()
             plan = plan_prune(self._run, policy, resumed_from=self._resumed_from)
+            if plan.lacking is not None:
+                self._send(NoMetric(reason=plan.lacking))
             steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
             plan.execute(each=lambda gone: self._send(Removed(step=steps[gone], folder=gone)))
         except (LaststepError, OSError) as error:
@@ -327,25 +404,38 @@ class Flusher:
         if not isinstance(error, LaststepError):
             log.error("the flush of step %d failed", save.begin.step, exc_info=error)
             error = StorageFailed(f"the flush of step {save.begin.step} failed", found=repr(error))
-        if save.flush is not None and self._run is not None:
+        # A member gives up alone what concerns itself; for all, only when it is told to.
+        for_all = save.begin.role != "member" or (save.decide and save.decide.reason is not None)
+        if save.flush is not None and self._run is not None and for_all:
             try:
                 save.flush.close()
-                self._abort(self._run, save.flush.folder, str(error))
+                if self._abort(self._run, save.flush.folder, str(error)) and save.decide:
+                    self._send_decided(save)  # others were quicker, and decided for it
+                    return
             except (LaststepError, OSError) as second:
                 log.warning("cannot clean up after a failed save: %s", second)
         kind, fields = error.to_wire()
         self._send(Failed(save=save.begin.save, kind=kind, fields=fields))
 
-    def _abort(self, run: Run, folder: str, reason: str) -> None:
-        """Decide against an attempt of our own and remove it."""
+    def _abort(self, run: Run, folder: str, reason: str) -> bool:
+        """Decide against an attempt of our own and remove it; True if it has been committed."""
         try:
-            if isinstance(run.abort(folder, reason), Abort):
-                run.discard(folder)
+            if not isinstance(run.abort(folder, reason), Abort):
+                return True
+            run.discard(folder)
         except StorageFailed:
             # A full disk has no room for a decision either; without its folder nobody can commit.
             if run.decision(folder) is not None:
                 raise
             self._store.delete_folder(folder)
+        return False
+
+    def _send_decided(self, save: _Save) -> None:
+        assert save.flush is not None  # noqa: S101 (what was decided was begun)
+        self._send(
+            Decided(save=save.begin.save, epoch=save.epoch, attempt=save.attempt,
+                    folder=save.flush.folder, seconds=time.monotonic() - save.began_s)
+        )  # fmt: skip
 
     def _send(self, message: ToTrainer) -> None:
         with contextlib.suppress(OSError):  # the trainer is gone; there is nobody to tell
@@ -355,7 +445,9 @@ class Flusher:
         """Give up what is not whole, finish what is, and stop the threads."""
         for save in list(self._saves.values()):
             with save.changed:
-                whole = save.seal is not None
+                whole = save.seal is not None and (
+                    save.begin.role == "alone" or save.decide is not None
+                )
             if not whole:
                 self._drop(save, "the trainer ended in the middle of the capture")
         self._order.put(None)
@@ -428,7 +520,7 @@ def start_process(
     pidfd = os.pidfd_open(os.getpid())
     setup = Setup(
         run=run, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
-        trainer_pidfd=pidfd, writers=writers, keep=keep,
+        trainer=this_writer(), trainer_pidfd=pidfd, writers=writers, keep=keep,
     )  # fmt: skip
     # The helper must find this very package, however the trainer found it.
     source = str(Path(__file__).resolve().parent.parent)
@@ -455,7 +547,9 @@ def start_thread(
     end: socket.socket, pool: memoryview, *, run: str, writers: int, keep: KeepRules | None
 ) -> Helper:
     """The same flusher on a thread of this process, where a helper cannot be had."""
-    flusher = Flusher(Connection(end), pool, run_path=run, writers=writers, keep=keep)
+    flusher = Flusher(
+        Connection(end), pool, run_path=run, trainer=this_writer(), writers=writers, keep=keep
+    )
     thread = threading.Thread(target=flusher.serve, name="laststep-flusher", daemon=True)
     thread.start()
     return Helper(None, thread)
@@ -477,8 +571,9 @@ def main(arguments: list[str]) -> None:
     connection = Connection(end, peer_lives=lambda: _trainer_lives(setup.trainer_pidfd))
     mapping = Mapping(setup.pool_fd, setup.pool_bytes)
     Flusher(
-        connection, mapping.view, run_path=setup.run, writers=setup.writers, keep=setup.keep
-    ).serve()
+        connection, mapping.view, run_path=setup.run, trainer=setup.trainer,
+        writers=setup.writers, keep=setup.keep,
+    ).serve()  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Save = Callable[..., str]
+Saved = Callable[..., list[str]]
 
 
 def make_commit(
@@ -82,5 +83,16 @@ def save() -> Save:
         )
         run.commit(folder, commit)
         return folder
+
+    return act
+
+
+@pytest.fixture
+def saved(run: Run, save: Save) -> Saved:
+    """`saved(10, 20, 30)`: these steps, by a new writer of the run; returns their folders."""
+
+    def act(*steps: int, metrics: dict[str, Metric] | None = None) -> list[str]:
+        epoch = run.claim_epoch(None)
+        return [save(run, step, epoch, at, metrics) for at, step in enumerate(steps, 1)]
 
     return act

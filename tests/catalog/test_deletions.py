@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from laststep.storage.files import FileReader
     from laststep.storage.store import Entry
 
-Save = Callable[..., str]
+Saved = Callable[..., list[str]]
 
 
 class Overtaken(DirectoryStore):
@@ -59,9 +59,8 @@ class Overtaken(DirectoryStore):
 
 
 @pytest.fixture
-def folders(run: Run, save: Save) -> list[str]:
-    epoch = run.claim_epoch(None)
-    return [save(run, step, epoch, step) for step in range(1, 4)]
+def folders(saved: Saved) -> list[str]:
+    return saved(1, 2, 3)
 
 
 @pytest.mark.parametrize("at", ["list", "within list", "read"])
@@ -110,11 +109,9 @@ def test_to_open_what_goes_meanwhile_is_not_found_and_not_corrupt(
 
 
 def test_beside_a_pruner_nothing_is_ever_shown_as_damaged(
-    run: Run, save: Save, tmp_path: Path
+    run: Run, saved: Saved, tmp_path: Path
 ) -> None:
-    epoch = run.claim_epoch(None)
-    for step in range(1, 31):
-        save(run, step, epoch, step)
+    saved(*range(1, 31))
     stop = threading.Event()
     wrong: list[str] = []
 

@@ -23,6 +23,7 @@ from laststep.storage.directory import DirectoryStore
 from laststep.testing.faults import Kind, RecordingDisk
 
 Save = Callable[..., str]
+Saved = Callable[..., list[str]]
 Commits = Callable[..., Commit]
 
 
@@ -65,11 +66,9 @@ def test_a_run_of_a_later_format_asks_for_an_upgrade(tmp_path: Path) -> None:
 
 
 def test_folders_copied_by_hand_open_by_step_and_can_be_continued(
-    run: Run, save: Save, tmp_path: Path
+    save: Save, saved: Saved, tmp_path: Path
 ) -> None:
-    epoch = run.claim_epoch(None)
-    for attempt, step in enumerate((10, 20, 30), 1):
-        save(run, step, epoch, attempt)
+    saved(10, 20, 30)
     copy = tmp_path / "copy"
     copy.mkdir()
     for folder in (tmp_path / "run").glob("step-*"):
@@ -139,11 +138,11 @@ def test_a_step_on_the_lineage_is_not_free(run: Run, save: Save) -> None:
         run.check_step_free(7)
 
 
-def test_a_rollback_leaves_the_branch_behind_and_frees_its_steps(run: Run, save: Save) -> None:
-    first = run.claim_epoch(None)
-    for attempt, step in enumerate((10, 20, 30), 1):
-        save(run, step, first, attempt)
-    second = run.claim_epoch((first, 1))
+def test_a_rollback_leaves_the_branch_behind_and_frees_its_steps(
+    run: Run, save: Save, saved: Saved
+) -> None:
+    saved(10, 20, 30)
+    second = run.claim_epoch((1, 1))
     assert _steps(run) == [10]
     run.check_step_free(20)
     save(run, 20, second, 1)
@@ -441,9 +440,8 @@ def test_a_writer_discards_its_own_attempt_only_after_giving_it_up(run: Run, sav
 # Pruning
 
 
-def test_prune_deletes_what_the_policy_drops_later_ones_first(run: Run, save: Save) -> None:
-    epoch = run.claim_epoch(None)
-    folders = [save(run, step, epoch, step) for step in range(1, 6)]
+def test_prune_deletes_what_the_policy_drops_later_ones_first(run: Run, saved: Saved) -> None:
+    folders = saved(1, 2, 3, 4, 5)
     plan = plan_prune(run, Policy(keep_last=2), resumed_from=folders[0])
     assert plan.deletions == (folders[2], folders[1])
     assert plan.freed_bytes > 10_000
@@ -453,9 +451,8 @@ def test_prune_deletes_what_the_policy_drops_later_ones_first(run: Run, save: Sa
     assert plan_prune(run, Policy(keep_last=2), resumed_from=folders[0]).deletions == ()
 
 
-def test_a_pinned_checkpoint_stays_even_if_pinned_after_the_plan(run: Run, save: Save) -> None:
-    epoch = run.claim_epoch(None)
-    folders = [save(run, step, epoch, step) for step in range(1, 5)]
+def test_a_pinned_checkpoint_stays_even_if_pinned_after_the_plan(run: Run, saved: Saved) -> None:
+    folders = saved(1, 2, 3, 4)
     run.pin(folders[0])
     run.pin(folders[0])
     plan = plan_prune(run, Policy(keep_last=1), in_use=frozenset({folders[2]}))
@@ -477,10 +474,8 @@ def test_only_a_checkpoint_can_be_pinned(run: Run) -> None:
         run.unpin("../elsewhere")
 
 
-def test_a_reader_beside_a_pruner_never_sees_a_part(run: Run, save: Save, tmp_path: Path) -> None:
-    epoch = run.claim_epoch(None)
-    for step in range(1, 21):
-        save(run, step, epoch, step)
+def test_a_reader_beside_a_pruner_never_sees_a_part(run: Run, saved: Saved, tmp_path: Path) -> None:
+    saved(*range(1, 21))
     stop = threading.Event()
     wrong: list[str] = []
 
@@ -505,13 +500,9 @@ def test_records_are_plain_json_for_people(run: Run, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "run.json").read_bytes())["run"] == run.id
 
 
-def test_a_metric_that_nobody_has_is_warned_of_once_and_deletes_nothing(
-    run: Run, save: Save, caplog: pytest.LogCaptureFixture
-) -> None:
-    epoch = run.claim_epoch(None)
-    for attempt in (1, 2, 3):
-        save(run, attempt, epoch, attempt, {"loss": 1.0, "acc": 0.5})
-    for _ in range(2):
-        assert plan_prune(run, Policy(keep_best=1, best_metric="nope")).deletions == ()
-    [record] = [r for r in caplog.records if r.levelname == "WARNING"]
-    assert "no checkpoint has the metric 'nope'; there are: loss, acc" in record.getMessage()
+def test_a_metric_that_nobody_has_is_told_and_deletes_nothing(run: Run, saved: Saved) -> None:
+    saved(1, 2, 3, metrics={"loss": 1.0, "acc": 0.5})
+    plan = plan_prune(run, Policy(keep_best=1, best_metric="nope"))
+    assert plan.deletions == ()
+    assert plan.lacking == "no checkpoint has the metric 'nope'; there are: loss, acc"
+    assert plan_prune(run, Policy(keep_best=1, best_metric="loss")).lacking is None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import laststep
+from laststep.checkpointer import arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,6 +127,29 @@ def test_parts_that_are_no_text_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("check", "wrong", "told"),
+    [
+        (arguments.cuda_streams, 3,
+         ("streams does not name CUDA streams: expected a sequence of torch.cuda.Stream, found 3; "
+          "pass streams=[stream]")),
+        (arguments.callables, ["log"],
+         ("subscribers is not a sequence of functions: expected functions that take an event, "
+          "found ['log']; pass subscribers=[on_event]")),
+        (arguments.patterns, [],
+         ("only does not name parts of the state: expected names of items, or globs over "
+          "item/tensor names, found []; pass only=['model'] or only=['optimizer/*exp_avg*']; "
+          "without only all of it")),
+    ],
+)  # fmt: skip
+def test_a_sequence_of_something_else_is_told_in_its_own_words(
+    check: Callable[[object], object], wrong: object, told: str
+) -> None:
+    with pytest.raises(laststep.Usage) as caught:
+        check(wrong)
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize(
     ("method", "wrong"),
     [
         ("save", {"overwrite": 1}), ("save", {"overwrite": "yes"}), ("save", {"overwrite": None}),
@@ -141,9 +165,9 @@ def test_an_argument_of_the_wrong_type_is_refused_and_the_flusher_lives(
     method: str, wrong: dict[str, object], opened: object, training: object
 ) -> None:
     with opened(training) as checkpointer:
-        arguments = (0,) if method == "save" else ()
+        steps = (0,) if method == "save" else ()
         with pytest.raises(laststep.Usage, match=next(iter(wrong))) as caught:
-            getattr(checkpointer, method)(*arguments, **wrong)
+            getattr(checkpointer, method)(*steps, **wrong)
         assert_tells_all(caught.value)
         checkpointer.save(0, overwrite=np.bool_(True), streams=[]).wait()
         assert checkpointer.wait(np.float32(1))

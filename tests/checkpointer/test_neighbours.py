@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import os
 import subprocess
@@ -13,7 +15,10 @@ import pytest
 
 import laststep
 from laststep import flusher
-from laststep.checkpointer import restoring
+from laststep.catalog import epochs
+from laststep.catalog.run import Run
+from laststep.checkpointer import neighbours, restoring
+from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,8 +116,6 @@ def test_a_forked_child_waits_for_nothing_of_its_parent(
     first = opened(training)
     first.save(0)
     assert held.reached.wait(PATIENCE_S)
-    from laststep.checkpointer import neighbours
-
     pid = os.fork()
     if pid == 0:
         pids = neighbours.wait_for_others(object(), str(run_folder))
@@ -120,6 +123,42 @@ def test_a_forked_child_waits_for_nothing_of_its_parent(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
     held.go_on.set()
     first.close()
+
+
+@pytest.mark.parametrize("flush", ["thread", "process"])
+def test_a_writer_is_known_by_its_trainer(
+    flush: str, opened: object, training: object, run_folder: Path
+) -> None:
+    with opened(training, flush=flush) as checkpointer:
+        checkpointer.save(0).wait()
+        writer = Run.open(DirectoryStore(run_folder)).live_writer()
+    assert writer is not None
+    assert (writer.pid, writer.shares_pids) == (os.getpid(), True)
+
+
+@pytest.mark.parametrize("flush", ["thread", "process"])
+def test_what_ones_own_flusher_could_not_decide_is_not_waited_for(
+    flush: str, opened: object, training: object, run_folder: Path
+) -> None:
+    with opened(training, flush=flush) as checkpointer:
+        checkpointer.save(0).wait()
+        run = Run.open(DirectoryStore(run_folder))
+        run.begin(step=1, epoch=1, attempt=2)
+        own = neighbours.wait_for_others(object(), str(run_folder))
+        assert restoring._other_writers(run, own) == []
+        (writer,) = restoring._other_writers(run, frozenset({os.getpid() + 1}))
+        assert writer.attempts == ("step-00000001.1-2",)
+
+
+def test_a_process_of_the_same_number_in_another_container_is_waited_for(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.open_or_create(DirectoryStore(run_folder))
+    there = dataclasses.replace(epochs.this_writer(), host="another-container")
+    with contextlib.closing(run.lock_epoch(run.claim_epoch(None, writer=there))):
+        run.begin(step=1, epoch=1, attempt=1)
+        (writer,) = restoring._other_writers(run, frozenset({os.getpid()}))
+    assert (writer.pid, writer.host) == (os.getpid(), "another-container")
 
 
 def test_a_live_writer_that_does_not_commit_is_told(
@@ -139,7 +178,7 @@ def test_a_live_writer_that_does_not_commit_is_told(
     monkeypatch.setattr("laststep.checkpointer.neighbours.wait_for_others", lambda *_: frozenset())
     with opened(fresh) as second:
         assert second.restore().step == 1
-    assert f"process {os.getpid()} on " in caplog.text
+    assert f"the flusher of process {os.getpid()} on " in caplog.text
     assert "is alive and has not committed step-00000002" in caplog.text
     assert "restoring the newest checkpoint that is committed" in caplog.text
     held.go_on.set()

@@ -508,10 +508,10 @@ def test_a_checkpoint_that_retention_takes_meanwhile_is_no_damage(
         newest = handle.report.folder
         really_open = restoring._open
 
-        def open_late(store: object, listed: object) -> object:
-            if listed.folder == newest:
+        def open_late(run: object, folder: str, rank: int) -> object:
+            if folder == newest:
                 shutil.rmtree(tmp_path / newest)
-            return really_open(store, listed)
+            return really_open(run, folder, rank)
 
         monkeypatch.setattr(restoring, "_open", open_late)
         restored = ckpt.restore()

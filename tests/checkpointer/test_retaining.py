@@ -14,6 +14,22 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("flush", ["thread", "process"])
+def test_a_metric_that_no_checkpoint_has_is_told_in_the_trainer_once(
+    flush: str, run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep = laststep.Keep(best=1, metric="los")
+    with laststep.Checkpointer(
+        run_folder, state={"n": 1}, keep=keep, flush=flush, progress=False
+    ) as ckpt:
+        for step in range(3):
+            ckpt.save(step, metrics={"loss": 1.0}).wait()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [
+        "no checkpoint has the metric 'los'; there are: loss; until one has it, all are kept"
+    ]
+
+
+@pytest.mark.parametrize("flush", ["thread", "process"])
 def test_a_checkpoint_that_lost_a_file_takes_no_place_among_the_last(
     flush: str, run_folder: Path
 ) -> None:

@@ -81,6 +81,12 @@ def test_rules_that_make_no_sense_are_refused(ten, laststep: Callable) -> None:
     assert len(steps(ten)) == 10
 
 
+def test_a_metric_that_no_checkpoint_has_is_told_and_keeps_all(ten, laststep: Callable) -> None:
+    ended = laststep("prune", ten.path, "--best", 1, "--metric", "los", "--yes", "--json")
+    assert ended.json()["deleted"] == []
+    assert ended.err.startswith("no checkpoint has the metric 'los'; there are: loss; until one")
+
+
 def test_the_document_of_prune_has_these_fields(ten, laststep: Callable) -> None:
     dry = laststep("prune", ten.path, "--last", 9, "--dry-run", "--json").json()
     assert dry.keys() == {"dry_run", "freed_bytes", "deleted", "checkpoints"}
@@ -115,6 +121,15 @@ def test_a_pinned_checkpoint_stays(ten, laststep: Callable) -> None:
     assert document == {"step": 4, "folder": "step-00000004.1-4", "pinned": False}
     laststep("prune", ten.path, "--last", 1, "--yes")
     assert steps(ten) == [10]
+
+
+def test_pin_and_unpin_print_the_same_kind_of_document_whether_or_not_it_was_pinned(
+    ten, laststep: Callable
+) -> None:
+    for command, pinned in (("unpin", False), ("pin", True), ("pin", True), ("unpin", False)):
+        document = laststep(command, ten.path, 4, "--json").json()
+        assert document == {"step": 4, "folder": "step-00000004.1-4", "pinned": pinned}
+        assert [item.pinned for item in ten.run.checkpoints() if item.step == 4] == [pinned]
 
 
 def test_a_step_that_is_not_there_cannot_be_pinned(ten, laststep: Callable) -> None:

@@ -108,7 +108,7 @@ def test_ls_does_not_take_a_deletion_under_way_for_a_save(
     (three.path / "step-00000100.1-1" / MANIFEST_NAME).unlink()
     three.save(400, commit=False)
     out = laststep("ls", three.path).out
-    assert "step 100 is partly deleted (step-00000100.1-1, " in out
-    assert f"step 400 is {'in progress' if alive else 'left unfinished'}" in out
+    assert "step 100 has no manifest: a checkpoint that is partly deleted, or one whose" in out
+    assert f"step 400 {'is in progress' if alive else 'has no manifest: an unfinished save'}" in out
     if lock is not None:
         lock.close()

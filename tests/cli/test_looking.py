@@ -47,7 +47,24 @@ def test_ls_tells_of_saves_that_are_not_committed(maker, laststep: Callable) -> 
     assert "no checkpoint yet" in laststep("ls", maker.path).out
     assert "step 7 is in progress" in laststep("ls", maker.path).out
     lock.close()
-    assert "step 7 is left unfinished" in laststep("ls", maker.path).out
+    told = (
+        "step 7 has no manifest: an unfinished save, or one whose manifest was lost (step-00000007"
+    )
+    assert told in laststep("ls", maker.path).out
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_not_said_to_be_unfinished_or_deleted(
+    maker, laststep: Callable
+) -> None:
+    folders = [maker.save(step) for step in (1, 2, 3)]
+    (folders[0] / MANIFEST_NAME).unlink()
+    (folders[2] / MANIFEST_NAME).unlink()
+    first = "no manifest: a checkpoint that is partly deleted, or one whose manifest was lost"
+    last = "no manifest: an unfinished save, or one whose manifest was lost"
+    listed, verified = laststep("ls", maker.path).out, laststep("verify", maker.path).out
+    for step, folder, told in ((1, folders[0], first), (3, folders[2], last)):
+        assert f"step {step} has {told} ({folder.name}, 3.0" in listed
+        assert f"{folder.name}: {told} (3.0" in verified
 
 
 def test_the_document_of_ls_has_these_fields(maker, laststep: Callable) -> None:

@@ -199,9 +199,32 @@ def by_swap(model: nn.Module) -> None:
     model[0].weight[1] = first
 
 
-@pytest.mark.parametrize("change", [by_data, in_place, by_swap])
+def test_what_is_torn_is_named_with_its_item(tmp_path: Path, gate: Gate) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    other = {"0.weight": torch.zeros(1000)}
+    checkpointer = laststep.Checkpointer(
+        tmp_path / "run", model=model, optimizer=optimizer, other=other, capture="lazy",
+        flush="thread", host_memory_bytes=POOL_BYTES,
+    )  # fmt: skip
+    backward(model)
+    optimizer.step()
+    handle = checkpointer.save(0)
+    assert gate.reached.wait(PATIENCE_S)
+    other["0.weight"].fill_(1)
+    gate.opened.set()
+    with pytest.raises(laststep.Torn) as caught:
+        handle.wait(PATIENCE_S)
+    assert caught.value.where == "other/0.weight"
+    checkpointer.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "torn"),
+    [(by_data, "model/0.weight"), (in_place, "model/2.bias"), (by_swap, "model/0.weight")],
+)
 def test_a_change_behind_the_back_of_a_lazy_capture_is_torn_and_later_saves_block(
-    change: Callable[[nn.Module], None], tmp_path: Path, gate: Gate
+    change: Callable[[nn.Module], None], torn: str, tmp_path: Path, gate: Gate
 ) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -212,7 +235,7 @@ def test_a_change_behind_the_back_of_a_lazy_capture_is_torn_and_later_saves_bloc
     assert gate.reached.wait(PATIENCE_S)
     change(model)
     gate.opened.set()
-    with pytest.raises(laststep.Torn, match=r"weight|bias"):
+    with pytest.raises(laststep.Torn, match=f"at {torn}: expected"):
         handle.wait(PATIENCE_S)
     assert not handle.committed.done()
     optimizer.step()

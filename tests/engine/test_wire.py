@@ -27,6 +27,7 @@ from laststep.engine.wire import (
     Filled,
     Flushed,
     Freed,
+    NoMetric,
     Progress,
     Ready,
     Removed,
@@ -59,6 +60,7 @@ TO_TRAINER = [
     Decided(save=1, epoch=2, attempt=3, folder="step-00000007.2-3", seconds=1.5),
     Failed(save=1, kind="Torn", fields={"what": "x", "where": None}),
     Removed(step=3, folder="f"),
+    NoMetric(reason="why"),
     Ready(pid=4),
 ]
 

@@ -103,6 +103,21 @@ def state_of(n: int) -> dict[str, object]:
     return {"t": torch.full((1000,), float(n)), "n": n}
 
 
+@pytest.mark.parametrize("flush", ["thread", "process"])
+def test_who_is_taken_over_hears_by_which_trainer(flush: str, start: Callable[..., object]) -> None:
+    first = start()
+    first.do("save 0")
+    first.do("wait")
+    second = start("--flush", flush)
+    second.do("save 1")
+    second.do("wait")
+    first.do("save 2")
+    first.tell("wait")
+    told = " ".join(first.hear("failed"))
+    assert "Aborted" in told
+    assert f"found epoch 2, process {second.process.pid} on " in told
+
+
 @pytest.mark.parametrize("moment", ["idle", "saving", "with two saves"])
 def test_a_killed_flusher_is_an_error_at_the_next_call_and_the_next_save_works(
     moment: str, run_folder: Path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,28 +20,19 @@ from laststep.format.manifest import Commit, FileRecord, ItemRecord
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
 PATIENCE_S = 60.0
 HOSTILE = Path(__file__).parent.parent / "hostile"
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path: Path, mount: Callable[..., None]) -> Path:
     """A filesystem of 24 MiB, mounted for this test alone."""
     place = tmp_path / "small"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "laststep-test", str(place)]
-    try:
-        done = subprocess.run(mount, capture_output=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("needs the program `mount`")
-    if done.returncode != 0:
-        pytest.skip(f"needs the right to mount: {done.stderr.decode().strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+    mount(place, "-t", "tmpfs", "-o", "size=24m", "laststep-test")
+    return place
 
 
 def attempt(state: dict[str, object], run: Path, **settings: object) -> laststep.Checkpointer:
@@ -90,13 +80,12 @@ def test_a_disk_that_fills_up_during_a_save_fails_it(small_disk: Path) -> None:
 
 
 def test_a_filesystem_that_becomes_read_only_is_told_and_its_checkpoints_can_be_read(
-    small_disk: Path,
+    small_disk: Path, mount: Callable[..., None]
 ) -> None:
     state = {"t": torch.ones(1000)}
     with attempt(state, small_disk / "run") as checkpointer:
         checkpointer.save(0).wait(PATIENCE_S)
-    remount = ["mount", "-o", "remount,ro", str(small_disk)]
-    subprocess.run(remount, check=True)
+    mount(small_disk, "-o", "remount,ro")
     with attempt(state, small_disk / "run") as checkpointer:
         state["t"].zero_()
         assert checkpointer.restore().step == 0

@@ -314,7 +314,7 @@ def test_a_view_that_leaves_its_base_is_corrupt(view: tuple[object, ...]) -> Non
     def decode(entry: object) -> object:
         tree = {"tree": [TensorRef("v")], "ties": {}, "views": {"v": entry}}
         data = objects.encode(tree)
-        return decode_item(data, name="i", kind="value", tensors=tensors, where="here")
+        return decode_item([(data, "here")], name="i", kind="value", tensors=tensors)
 
     decode(("base", "float32", (4,), (1,), 0))
     with pytest.raises(Corrupt):
@@ -325,7 +325,7 @@ def test_an_items_tree_is_encoded_and_decoded_to_itself() -> None:
     memory = torch.arange(8.0)
     collected = collect({"a": memory, "b": memory[2:], "c": [1, (memory, 2)]})
     specs = {piece.name: TensorSpec(piece.dtype, piece.shape) for piece in collected.pieces}
-    item = decode_item(encode_item(collected), name="i", kind="value", tensors=specs, where="here")
+    item = decode_item([(encode_item(collected), "here")], name="i", kind="value", tensors=specs)
     assert item.tree == collected.tree
     assert item.ties == collected.ties
     assert item.views == collected.views

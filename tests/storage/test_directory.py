@@ -32,6 +32,11 @@ class TestBufferedBytes(StoreConformance):
         return DirectoryStore(folder, direct=False)
 
 
+def test_a_filesystem_that_counts_no_room_is_not_said_to_be_full() -> None:
+    assert DirectoryStore("/proc/laststep").free_bytes() is None
+    assert DirectoryStore("/dev/shm/laststep").free_bytes() is not None
+
+
 class _WithoutLinks(Disk):
     def link(self, path: str, new: str) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))

@@ -37,7 +37,7 @@ class Why(enum.Enum):
     """Why something may go."""
 
     ABORTED = "given up"
-    DEAD_WRITER = "its writer is dead"
+    DEAD_WRITER = "no manifest, and its writer is dead"
     DEBRIS = "a temporary name that was left behind"
 
 
@@ -84,7 +84,7 @@ def remove(store: Store, orphan: Orphan) -> bool:
     abort with it, and in a folder without a name nobody can commit.
     """
     if orphan.why is Why.DEAD_WRITER and not isinstance(
-        decision.abort(store, orphan.name, "its writer is dead; cleaned up"), Abort
+        decision.abort(store, orphan.name, f"{orphan.why.value}; cleaned up"), Abort
     ):
         return False
     if orphan.is_folder:

@@ -7,14 +7,16 @@ since its manifest was read.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from laststep.catalog import decision
 from laststep.codecs.digests import digest, digest_text
 from laststep.errors import Corrupt, NotFound
-from laststep.format.header import Header, TensorEntry, decode_header
+from laststep.format.header import Header, PartEntry, TensorEntry, decode_header
 from laststep.format.manifest import DAMAGE_REMEDY
+from laststep.state.layouts import Box, covers_once, whole
 from laststep.state.stored import StoredItem, TensorSpec, decode_item
 from laststep.terms import MAX_HEADER_BYTES
 
@@ -37,22 +39,30 @@ class DataFile:
     where: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a stored tensor's bytes lie."""
+class Place(NamedTuple):
+    """Where a box of a stored tensor lies: bytes [start, stop) of a file's tensor area, in
+    row-major order of the box."""
 
     file: int
-    entry: TensorEntry
+    start: int
+    stop: int
+    box: Box
 
 
 class Content:
     """The content of one checkpoint; close it when done."""
 
-    def __init__(self, store: Store, folder: str, commit: Commit) -> None:
+    def __init__(self, store: Store, folder: str, commit: Commit, *, rank: int = 0) -> None:
+        """Of items that every rank has for itself, this is that rank's view; of a rank that the
+        checkpoint does not have, the first one's."""
         self.folder = folder
+        self._rank = rank if rank < commit.ranks else 0
+        self.per_rank = {record.name for record in commit.items if record.per_rank}
         self.commit = commit
         self.files: list[DataFile] = []
-        self.places: dict[tuple[str, str], Place] = {}
+        self.places: dict[tuple[str, str], tuple[Place, ...]] = {}
+        """Where the bytes of each tensor lie, by item and name: boxes that cover it once."""
+        self._specs: dict[tuple[str, str], TensorSpec] = {}
         try:
             for record in commit.files:
                 self.files.append(_open_file(store, folder, record))
@@ -106,27 +116,60 @@ class Content:
                     raise Corrupt(
                         "a tensor of an unknown item", where=file.where, found=repr(entry.name)
                     )
-                self.places[item, name] = Place(file=number, entry=entry)
+                if item in self.per_rank and file.record.rank != self._rank:
+                    continue
+                part = file.header.parts.get(entry.name)
+                self._add(number, item, name, entry, part)
+        for (item, name), places in self.places.items():
+            shape = self._specs[item, name].shape
+            if len(places) == 1 and places[0].box == whole(shape):
+                continue
+            if not covers_once(shape, [place.box for place in places]):
+                raise Corrupt(
+                    "the parts of a tensor do not make it up", where=self.folder,
+                    expected=f"every element of {item}/{name} {list(shape)} once",
+                    found=f"{len(places)} parts", remedy=DAMAGE_REMEDY,
+                )  # fmt: skip
+
+    def _add(
+        self, file: int, item: str, name: str, entry: TensorEntry, part: PartEntry | None
+    ) -> None:
+        spec, box = TensorSpec(entry.dtype, entry.shape), whole(entry.shape)
+        if part is not None:
+            name, spec = part.tensor, TensorSpec(entry.dtype, part.shape)
+            stop = tuple(map(operator.add, part.start, entry.shape))
+            box = Box(part.start, stop)
+        known = self._specs.setdefault((item, name), spec)
+        if known != spec:
+            raise Corrupt(
+                "the parts of a tensor differ", where=self.files[file].where,
+                expected=f"{known.dtype}{list(known.shape)} for {item}/{name}",
+                found=f"{spec.dtype}{list(spec.shape)}", remedy=DAMAGE_REMEDY,
+            )  # fmt: skip
+        before = self.places.get((item, name), ())
+        self.places[item, name] = (*before, Place(file, entry.start, entry.stop, box))
 
     def _item(self, name: str, kind: str) -> StoredItem:
-        tensors = {
-            tensor: TensorSpec(place.entry.dtype, place.entry.shape)
-            for (item, tensor), place in self.places.items()
-            if item == name
-        }
-        data, where = self._object(name + TREE_SUFFIX)
-        return decode_item(data, name=name, kind=kind, tensors=tensors, where=where)
+        tensors = {tensor: spec for (item, tensor), spec in self._specs.items() if item == name}
+        trees = self._trees(name)
+        return decode_item(trees, name=name, kind=kind, tensors=tensors)
 
-    def _object(self, name: str) -> tuple[bytes, str]:
+    def _trees(self, item: str) -> list[tuple[bytes, str]]:
+        """The trees of an item, one of each kind of rank that has it, and where they lie."""
+        name, found = item + TREE_SUFFIX, []
         for file in self.files:
+            if item in self.per_rank and file.record.rank != self._rank:
+                continue
             for entry in file.header.objects:
                 if entry.name == name:
                     start = file.record.header_bytes + entry.start
                     data = read_verified(
                         file.reader, start, entry.stop - entry.start, entry.digest, file.where
                     )
-                    return data, f"{file.where}, object {name}"
-        raise Corrupt("the tree of an item is missing", where=self.folder, expected=name)
+                    found.append((data, f"{file.where}, object {name}"))
+        if not found:
+            raise Corrupt("the tree of an item is missing", where=self.folder, expected=name)
+        return found
 
 
 def _open_file(store: Store, folder: str, record: FileRecord) -> DataFile:

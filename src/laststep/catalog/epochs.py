@@ -2,7 +2,8 @@
 
 Each start of a job takes the next number by creating a record that nobody changes or deletes, so
 what was read once stays true. Knows nothing of manifests; aborting the attempts of older epochs is
-`run`'s part. Host, process and boot are for people, and for telling whether a lock can be trusted.
+`run`'s part. Host, process and boot are for people, who know the trainer and not its flusher, and
+for telling whether a lock can be trusted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _Number = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class EpochRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One writer: its number, the (epoch, attempt) it continues from, and who it is."""
+    """One writer: its number, the (epoch, attempt) it continues from, and its trainer."""
 
     format: int
     epoch: _Number
@@ -57,7 +58,7 @@ class _Versioned(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """A process, as far as another one may want to know it."""
+    """A process that trains, as far as another one may want to know it."""
 
     host: str
     pid: int
@@ -80,6 +81,12 @@ def is_here(record: EpochRecord) -> bool:
     """Whether that writer ran under this very kernel, where a free lock proves that it is dead."""
     me = this_writer()
     return record.boot == me.boot if me.boot and record.boot else record.host == me.host
+
+
+def shares_pids(record: EpochRecord) -> bool:
+    """Whether the number of that process means the same here: containers share a kernel, but each
+    has a host name and counts processes from 1."""
+    return is_here(record) and record.host == this_writer().host
 
 
 def encode(record: EpochRecord) -> bytes:
@@ -161,8 +168,11 @@ class Epochs:
             )
         return Chain(links=tuple(links), unrecorded_below=unrecorded)
 
-    def claim(self, continues: Point | None, *, above: int) -> int:
-        """Create the next record, beyond `above` and all others; tries again after a lost race."""
+    def claim(self, continues: Point | None, *, above: int, writer: Writer | None = None) -> int:
+        """Create the next record, beyond `above` and all others; tries again after a lost race.
+
+        `writer` is on whose behalf; this process where nobody is named.
+        """
         self._make_folder()
         while True:
             number = max((above, *self.numbers())) + 1
@@ -173,7 +183,7 @@ class Epochs:
                     expected=f"an epoch below {number} and an attempt from 1",
                     found=f"epoch {continues[0]}, attempt {continues[1]}",
                 )
-            record = _record(number, continues)
+            record = _record(number, continues, writer or this_writer())
             try:
                 self._store.create(names.epoch_record_name(number), encode(record))
             except Exists:
@@ -204,16 +214,15 @@ def later_format(where: str, version: int) -> Usage:
     )
 
 
-def _record(number: int, continues: Point | None) -> EpochRecord:
-    me = this_writer()
+def _record(number: int, continues: Point | None, writer: Writer) -> EpochRecord:
     return EpochRecord(
         format=FORMAT_VERSION,
         epoch=number,
         continues=continues,
-        host=me.host,
-        pid=me.pid,
-        boot=me.boot,
-        process_started=me.process_started,
+        host=writer.host,
+        pid=writer.pid,
+        boot=writer.boot,
+        process_started=writer.process_started,
         created_s=time.time(),
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laststep.catalog.names import PIN_NAME
-from laststep.catalog.retention import Policy, Verdict, decide
+from laststep.catalog.retention import Policy, Verdict, decide, missing_metric
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ class PrunePlan:
     verdicts: tuple[Verdict, ...]
     deletions: tuple[str, ...]
     """The folders that go, in the order in which they do."""
+
+    lacking: str | None
+    """In words, that no checkpoint has the metric of a best-k rule: then it keeps all."""
 
     @property
     def freed_bytes(self) -> int:
@@ -66,4 +69,5 @@ def plan(
     points = {item.folder: (item.epoch, item.attempt) for item in listed}
     doomed = [verdict.folder for verdict in verdicts if not verdict.keep]
     doomed.sort(key=lambda folder: points[folder], reverse=True)
-    return PrunePlan(store=store, verdicts=verdicts, deletions=tuple(doomed))
+    lacking = missing_metric(listed, policy)
+    return PrunePlan(store=store, verdicts=verdicts, deletions=tuple(doomed), lacking=lacking)

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from laststep.catalog import cleaning, decision, listing, prune
-from laststep.catalog.epochs import RECORD_LIMIT_BYTES, EpochRecord, Epochs, later_format
+from laststep.catalog.epochs import (
+    RECORD_LIMIT_BYTES,
+    EpochRecord,
+    Epochs,
+    later_format,
+    shares_pids,
+)
 from laststep.catalog.listing import Attempt, Listed, Scanner
 from laststep.catalog.names import (
     PIN_NAME,
@@ -25,22 +31,19 @@ from laststep.catalog.names import (
     format_folder,
     parse_folder,
 )
-from laststep.catalog.retention import missing_metric
 from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, Usage
 from laststep.format.manifest import Abort, Commit
 from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from laststep.catalog.cleaning import Orphan
+    from laststep.catalog.epochs import Writer
     from laststep.catalog.lineage import Point
     from laststep.catalog.prune import PrunePlan
     from laststep.catalog.retention import Policy
     from laststep.storage.store import Lock, Store
 
 _log = logging.getLogger(__name__)
-
-_warned: set[tuple[str, str | None]] = set()
-"""The runs and metrics that `plan_prune` has warned of."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +65,9 @@ class LiveWriter:
     epoch: int
     host: str
     pid: int
+    """Of the trainer, which may be dead while its flusher finishes."""
+    shares_pids: bool
+    """Whether that number means the same in this process."""
     attempts: tuple[str, ...]
 
 
@@ -153,20 +159,22 @@ class Run:
                     epoch=number,
                     host="" if record is None else record.host,
                     pid=0 if record is None else record.pid,
+                    shares_pids=record is not None and shares_pids(record),
                     attempts=pending,
                 )
         return None
 
     # Writing
 
-    def claim_epoch(self, continues: Point | None) -> int:
+    def claim_epoch(self, continues: Point | None, *, writer: Writer | None = None) -> int:
         """Become the writer: take the next epoch, then give up what older, dead writers left open.
 
-        The epoch's lock MUST be taken (`lock_epoch`) before the first attempt begins.
+        `writer` is the trainer that this is done for; this process where none is named. The lock of
+        the epoch MUST be taken (`lock_epoch`) before the first attempt begins.
         """
         folders = self._scanner.names()
         above = max((name.epoch for name in folders), default=0)
-        number = self._epochs.claim(continues, above=above)
+        number = self._epochs.claim(continues, above=above, writer=writer)
         for item in self.attempts():
             if item.epoch < number and not item.alive:
                 decided = decision.abort(
@@ -174,8 +182,9 @@ class Run:
                 )
                 if isinstance(decided, Abort):
                     _log.warning(
-                        "gave up %s, whose writer is dead: its folder is deleted", item.folder
-                    )
+                        "gave up %s, which has no manifest and whose writer is dead: its folder is "
+                        "deleted", item.folder,
+                    )  # fmt: skip
         _log.info("epoch %d of %s continues from %s", number, self.store.url, continues)
         return number
 
@@ -187,7 +196,7 @@ class Run:
                 "the run was taken over by another writer",
                 where=self.store.url,
                 expected=f"epoch {epoch} to be the newest",
-                found=f"epoch {newest}",
+                found=self._taken_by(newest),
                 remedy="end one of the two jobs; only one at a time may save to a run",
             )
 
@@ -214,13 +223,7 @@ class Run:
         self.store.make_folder(folder)
         newest = max(self._epochs.numbers(), default=0)
         if newest > epoch:
-            taken_by = f"epoch {newest}"
-            try:
-                record = self._epochs.read(newest)
-                if record is not None:
-                    taken_by += f", process {record.pid} on {record.host}"
-            except Corrupt as error:
-                taken_by += f" ({error.what})"
+            taken_by = self._taken_by(newest)
             decision.abort(self.store, folder, f"the run was taken over by {taken_by}")
             raise Aborted(
                 f"cannot save step {step}: the run was taken over by another writer",
@@ -237,6 +240,15 @@ class Run:
                 found=f"epoch {epoch}",
             )
         return folder
+
+    def _taken_by(self, epoch: int) -> str:
+        """The writer of that epoch, as a person knows it."""
+        try:
+            record = self._epochs.read(epoch)
+        except Corrupt as error:
+            return f"epoch {epoch} ({error.what})"
+        who = "" if record is None else f", process {record.pid} on {record.host}"
+        return f"epoch {epoch}{who}"
 
     def commit(self, folder: str, commit: Commit) -> None:
         """Make a checkpoint visible; see `decision.commit`."""
@@ -298,16 +310,10 @@ def plan_prune(
     resumed_from: str | None = None,
     in_use: frozenset[str] = frozenset(),
 ) -> PrunePlan:
-    """What the policy would delete now; `in_use` are folders that a save under way refers to.
-
-    A metric that no checkpoint has is warned of, once per run and process.
-    """
-    listed = run.checkpoints()
-    lacking = missing_metric(listed, policy)
-    if lacking is not None and (run.store.url, policy.best_metric) not in _warned:
-        _warned.add((run.store.url, policy.best_metric))
-        _log.warning("%s: %s; until one has it, all are kept", run.store.url, lacking)
-    return prune.plan(run.store, listed, policy, resumed_from=resumed_from, pinned=in_use)
+    """What the policy would delete now; `in_use` are folders that a save under way refers to."""
+    return prune.plan(
+        run.store, run.checkpoints(), policy, resumed_from=resumed_from, pinned=in_use
+    )
 
 
 def _read_record(store: Store) -> RunRecord | None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
@@ -121,26 +121,18 @@ def seconds(timeout_s: object) -> float | None:
 
 def cuda_streams(streams: object) -> tuple[torch.cuda.Stream, ...]:
     """Streams on which state was written."""
-    given = tuple(streams) if isinstance(streams, Iterable) else (streams,)
-    found = tuple(stream for stream in given if hasattr(stream, "cuda_stream"))
-    if len(found) != len(given) or not isinstance(streams, Iterable):
-        raise Usage(
-            "streams does not name CUDA streams", expected="a sequence of torch.cuda.Stream",
-            found=repr(streams), remedy="pass streams=[stream]",
-        )  # fmt: skip
-    return found
+    return _all_of(
+        streams, lambda one: hasattr(one, "cuda_stream"), "streams does not name CUDA streams",
+        expected="a sequence of torch.cuda.Stream", remedy="pass streams=[stream]",
+    )  # fmt: skip
 
 
 def callables(subscribers: object) -> tuple[Subscriber, ...]:
     """Who is told of events."""
-    given = tuple(subscribers) if isinstance(subscribers, Iterable) else (None,)
-    if not all(callable(one) for one in given):
-        raise Usage(
-            "subscribers is not a sequence of functions",
-            expected="functions that take an event", found=repr(subscribers),
-            remedy="pass subscribers=[on_event]",
-        )  # fmt: skip
-    return given
+    return _all_of(
+        subscribers, callable, "subscribers is not a sequence of functions",
+        expected="functions that take an event", remedy="pass subscribers=[on_event]",
+    )  # fmt: skip
 
 
 def check_metrics(metrics: object) -> None:
@@ -156,12 +148,25 @@ def patterns(only: object) -> tuple[str, ...] | None:
     """What to restore as patterns; a single one may stand for itself."""
     if only is None:
         return None
-    given = (only,) if isinstance(only, str) or not isinstance(only, Iterable) else tuple(only)
-    found = tuple(pattern for pattern in given if isinstance(pattern, str))
-    if len(found) != len(given) or not given:
-        raise Usage(
-            "only does not name parts of the state",
-            expected="names of items, or globs over item/tensor names", found=repr(only),
-            remedy="pass only=['model'] or only=['optimizer/*exp_avg*']; without only all of it",
-        )  # fmt: skip
-    return found
+    return _all_of(
+        (only,) if isinstance(only, str) else only, lambda one: isinstance(one, str),
+        "only does not name parts of the state", at_least=1,
+        expected="names of items, or globs over item/tensor names",
+        remedy="pass only=['model'] or only=['optimizer/*exp_avg*']; without only all of it",
+    )  # fmt: skip
+
+
+def _all_of(
+    value: object,
+    is_one: Callable[[object], bool],
+    refusal: str,
+    *,
+    expected: str,
+    remedy: str,
+    at_least: int = 0,
+) -> tuple[Any, ...]:
+    """A sequence of one kind of thing."""
+    given = tuple(value) if isinstance(value, Iterable) else None
+    if given is None or len(given) < at_least or not all(map(is_one, given)):
+        raise Usage(refusal, expected=expected, found=repr(value), remedy=remedy)
+    return given

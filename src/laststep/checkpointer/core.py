@@ -18,15 +18,25 @@ from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from laststep import interrupts
 from laststep.catalog.run import Run
-from laststep.checkpointer import arguments, lifetimes, neighbours, places, queueing, sizing
+from laststep.checkpointer import (
+    arguments,
+    lifetimes,
+    neighbours,
+    places,
+    queueing,
+    sizing,
+    teaming,
+)
 from laststep.checkpointer.keep import Keep
 from laststep.checkpointer.parts import Memory, take_state
 from laststep.checkpointer.pausing import without_collection
 from laststep.checkpointer.restoring import Skipped, Wanted, restore_into
+from laststep.checkpointer.share import own_share, refuse_parts, table_of
 from laststep.checkpointer.watching import ProgressBar, log_event, somebody_watches
 from laststep.checkpointer.work import Work, launcher
 from laststep.config import Capture, FlushIn, OnBusy, Settings
-from laststep.dist.ranks import require_single_rank
+from laststep.dist.group import Alone, Group
+from laststep.dist.ranks import this_rank
 from laststep.engine.client import Client
 from laststep.engine.copy.capture import Capturer
 from laststep.engine.handle import SaveHandle, SaveReport
@@ -45,7 +55,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from laststep.checkpointer.parts import Taken
+    from laststep.dist.group import Ranks
+    from laststep.dist.ranks import Rank
     from laststep.engine.copy.job import Job
+    from laststep.plan.job import Agreement
+    from laststep.plan.save import SavePlan
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +103,7 @@ class Checkpointer:
         allow_pickle: bool = False,
         writers: int = 4,
         progress: bool | None = None,
+        deadline_s: float = 300.0,
         subscribers: Sequence[Subscriber] = (),
         **more_items: object,
     ) -> None:
@@ -96,14 +112,15 @@ class Checkpointer:
             capture=capture,  # type: ignore[arg-type]
             flush=flush, on_busy=on_busy, host_memory_bytes=host_memory_bytes,  # type: ignore[arg-type]
             device_margin_bytes=device_margin_bytes, allow_pickle=allow_pickle, writers=writers,
-            progress=progress,
+            progress=progress, deadline_s=deadline_s,
         )  # fmt: skip
         if keep is not None and not isinstance(keep, Keep):
             raise Usage(
                 "keep is not a Keep", found=repr(keep), remedy="pass keep=laststep.Keep(last=3)"
             )
         subscribers = arguments.callables(subscribers)
-        require_single_rank()
+        self._rank = self._who()
+        self._group: Ranks | None = None
         self._jobs: weakref.WeakKeyDictionary[SaveHandle, Job] = weakref.WeakKeyDictionary()
         self._taken: set[int] = set()
         self._mixed: str | None = None
@@ -147,8 +164,11 @@ class Checkpointer:
             self._capturer.close()
             self._pool.close()
             raise
-        self._work = Work(self._pool, self._capturer, self._client)
-        if all(provider.cheap for provider in self._providers.values()):
+        self._team = None
+        if self._rank.ranks > 1:
+            self._team = teaming.gather(self._rank, self.path, self._client, self._settings)
+        self._work = Work(self._pool, self._capturer, self._client, self._team)
+        if self._team is None and all(provider.cheap for provider in self._providers.values()):
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, self._rehearse)
         self._abandons = self._newest_step()
         lifetimes.watch(self, at_exit=self._finish_at_exit, in_child=self._abandon)
@@ -157,6 +177,10 @@ class Checkpointer:
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"<Checkpointer of {self.path}: {', '.join(self._providers)}{state}>"
+
+    @staticmethod
+    def _who() -> Rank:
+        return this_rank()
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -226,9 +250,15 @@ class Checkpointer:
                 self._providers, self._memory, metrics, metadata,
                 allow_pickle=self._settings.allow_pickle,
             )  # fmt: skip
-            plan = self._plans.plan(taken.specs)
-            self._announce(handle, plan.tensor_bytes, len(taken.pieces))
-            link = self._client.begin(plan, handle, taken.sealing(plan), overwrite=overwrite)
+            if self._team is None:
+                refuse_parts(taken)
+                plan = self._plans.plan(taken.specs)
+                self._announce(handle, plan.tensor_bytes, len(taken.pieces))
+                link = self._client.begin(plan, handle, taken.sealing(plan), overwrite=overwrite)
+            else:
+                plan, taken, agreement = self._share(taken)
+                self._announce(handle, plan.tensor_bytes, len(taken.pieces))
+                link = self._team.begin(handle, plan, taken, agreement, overwrite=overwrite)
         except BaseException:
             if early is not None:
                 self._capturer.cancel(early)
@@ -248,6 +278,16 @@ class Checkpointer:
         self._jobs[handle] = job
         handle.refresh_with(_timing_of(job))
         return job
+
+    def _share(self, taken: Taken) -> tuple[SavePlan, Taken, Agreement]:
+        """What this rank writes of it; waits for the others where one describes something new."""
+        assert self._team is not None  # noqa: S101 (only asked in a job of several ranks)
+        rank = self._rank.number
+        agreement = self._team.agreements.on(table_of(taken))
+        mine = own_share(taken, agreement, rank)
+        first = agreement.is_first(rank)
+        trees = frozenset(spec.name for spec in mine.specs if first or spec.per_rank)
+        return self._plans.plan(mine.specs, rank=rank, trees=trees), mine, agreement
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed; False when the time is up. Raises what failed."""
@@ -330,7 +370,7 @@ class Checkpointer:
         with without_collection(), self._pool.at_rest(2 * wanted.threads):
             outcome = restore_into(
                 self._store, self._providers, self._pool, self._bus, wanted,
-                touched=self._mark_mixed, own_pids=own_pids,
+                touched=self._mark_mixed, own_pids=own_pids, ranks=self._all_ranks(),
             )  # fmt: skip
         if outcome is None:
             self._taken = set()
@@ -353,6 +393,17 @@ class Checkpointer:
             problems=outcome.problems, folder=found.folder, metrics=commit.metrics,
             metadata=commit.metadata,
         )  # fmt: skip
+
+    def _all_ranks(self) -> Ranks:
+        """Who restores together."""
+        if self._group is None:
+            alone = self._rank.ranks == 1
+            self._group = (
+                Alone(self._rank)
+                if alone
+                else Group(self._rank, deadline_s=self._settings.deadline_s)
+            )
+        return self._group
 
     def continue_newest(self) -> None:
         """Let saves continue the newest checkpoint without restoring it, as an import does."""
@@ -387,7 +438,6 @@ class Checkpointer:
                 f"cannot {what}: the Checkpointer is closed",
                 remedy="make a new one for the same run",
             )
-        require_single_rank()
         if self._mixed is not None and not mixed_is_fine:
             raise Usage(
                 f"cannot {what}: the live state is mixed",
@@ -456,6 +506,8 @@ class Checkpointer:
         for stage in (handle.captured, handle.durable, handle.committed):
             stage.skip()
         self._bus.emit(SaveSkipped(step=handle.step, reason=reason))
+        if self._team is not None:
+            self._team.stay_out(handle.step, f"skipped the save: {reason}")
         return 0.0
 
     def _announce(self, handle: SaveHandle, size_bytes: int, tensors: int) -> None:

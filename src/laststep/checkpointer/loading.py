@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from laststep.checkpointer.boxing import transfer_boxes
 from laststep.checkpointer.parts import naming
+from laststep.dist.group import together
 from laststep.engine.copy.place import Placer
 from laststep.engine.read import ReadFile, read_all
 from laststep.errors import Mismatch, NotFound, Problems
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.catalog.content import Content
+    from laststep.dist.group import Ranks
+    from laststep.dist.ranks import Rank
     from laststep.engine.pool import Pool
     from laststep.state.provider import StateProvider
 
@@ -51,6 +58,18 @@ def _matches(pattern: str, item: str, name: str) -> bool:
     return "/" not in pattern or fnmatch.fnmatchcase(f"{item}/{name}", pattern)
 
 
+@dataclass(slots=True)
+class Fit:
+    """How a checkpoint goes into the live state of one rank, and all that does not fit."""
+
+    matches: list[Match]
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
+    removed: dict[str, list[str]]
+    """Live values that go, by item."""
+
+
 def fit(
     content: Content,
     providers: Mapping[str, StateProvider],
@@ -59,11 +78,44 @@ def fit(
     strict: bool,
     where: str,
     remedy: str,
+    ranks: Ranks,
 ) -> tuple[list[Match], Problems]:
     """Fit all wanted items; raises one `Mismatch` that lists everything when `strict`. `where` (the
-    checkpoint's folder) and `remedy` are for its message."""
+    checkpoint's folder) and `remedy` are for its message. Where several `ranks` restore, what is
+    stored need not be wanted by each of them, but by one."""
+    found = together(
+        ranks, lambda: _look(content, providers, only, ranks.rank, strict=strict, where=where)
+    )
+    found.unexpected = _unexpected_by_all(found.unexpected, ranks)
+    problems = Problems(
+        missing=tuple(found.missing), unexpected=tuple(found.unexpected),
+        mismatched=tuple(found.mismatched),
+    )  # fmt: skip
+
+    def judge() -> None:
+        if problems and strict:
+            way = _way_by_hooks(problems, content, providers, where)
+            raise Mismatch.of(problems, where=where, remedy=remedy + way)
+
+    together(ranks, judge)
+    _warn_of_removed(found.removed)
+    return found.matches, problems
+
+
+def _look(
+    content: Content,
+    providers: Mapping[str, StateProvider],
+    only: Sequence[str] | None,
+    rank: Rank,
+    *,
+    strict: bool,
+    where: str,
+) -> Fit:
+    """What fits on this rank, and what does not; nothing is touched."""
     matches: list[Match] = []
-    missing, unexpected, mismatched = [], [], []
+    missing: list[str] = []
+    unexpected: list[str] = []
+    mismatched: list[str] = []
     removed: dict[str, list[str]] = {}
     for name, provider in providers.items():
         wanted, selected = selection(only, name)
@@ -73,6 +125,8 @@ def fit(
             missing.append(name)
             continue
         item = content.item(name)
+        if not _takes_over(content, name, provider, rank, mismatched):
+            continue
         if selected is not None and not any(map(selected, item.names())):
             continue
         with naming(name):
@@ -84,6 +138,7 @@ def fit(
             matches.append(match)
         missing += [f"{name}/{n}" for n in match.missing]
         unexpected += [f"{name}/{n}" for n in match.unexpected]
+        unexpected += [f"{name} {text}" for text in match.lacking]
         mismatched += [
             f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}"
             for text in match.mismatched
@@ -97,14 +152,41 @@ def fit(
         unexpected += [name for name in content.items if name not in providers]
     else:
         _check_all_used(only, content, providers, where)
-    problems = Problems(
-        missing=tuple(missing), unexpected=tuple(unexpected), mismatched=tuple(mismatched)
-    )
-    if problems and strict:
-        remedy += _way_by_hooks(problems, content, providers, where)
-        raise Mismatch.of(problems, where=where, remedy=remedy)
-    _warn_of_removed(removed)
-    return matches, problems
+    return Fit(matches, missing, unexpected, mismatched, removed)
+
+
+def _takes_over(
+    content: Content,
+    name: str,
+    provider: StateProvider,
+    rank: Rank,
+    mismatched: list[str],
+) -> bool:
+    """Whether a rank takes over a state that each has for itself; there may be other ranks now."""
+    stored = content.commit.ranks
+    number, count = rank
+    if not provider.per_rank or stored == count:
+        return True
+    what = f"the state of {name!r} is each rank's own; stored are {stored} ranks, now there are"
+    if provider.when_ranks_change == "keep":
+        if number < stored:
+            return True
+        log.warning("%s %d: rank %d begins with its own", what, count, number)
+    elif provider.when_ranks_change == "drop":
+        log.warning("%s %d: it is dropped", what, count)
+    else:
+        mismatched.append(
+            f"{name}: {what} {count}; wrap it in laststep.PerRank(…, when_ranks_change='keep') "
+            "or 'drop'"
+        )
+    return False
+
+
+def _unexpected_by_all(unexpected: list[str], ranks: Ranks) -> list[str]:
+    told = ranks.gather(msgspec.msgpack.encode(unexpected))
+    notes = [msgspec.msgpack.decode(note) for note in told]
+    common = set(notes[0]).intersection(*notes[1:])
+    return [text for text in unexpected if text in common]
 
 
 def _way_by_hooks(
@@ -170,28 +252,54 @@ def load_all(content: Content, device: str) -> list[Match]:
     return [load_item(item, device) for item in content.items.values()]
 
 
-def transfer(content: Content, matches: Sequence[Match], pool: Pool, *, threads: int) -> int:
+def transfer(
+    content: Content,
+    matches: Sequence[Match],
+    pool: Pool,
+    *,
+    threads: int,
+    ranks: Ranks,
+) -> int:
     """Read what the matches want, each block once, into place; returns the bytes read."""
-    targets: list[torch.Tensor] = []
-    wants: dict[int, list[Want]] = {}
-    for match in matches:
-        for source, tensor in match.reads.items():
-            place = content.places[match.item.name, source]
-            wants.setdefault(place.file, []).append(
-                Want(place.entry.start, place.entry.stop, len(targets))
-            )
-            targets.append(tensor)
-    reads: list[Read] = []
-    for number, wanted in wants.items():
-        reads += plan_reads(number, content.files[number].header.tensor_bytes, wanted)
     files = [
         ReadFile(
             reader=f.reader, data_at=f.record.header_bytes, blocks=f.header.blocks, where=f.where
         )
         for f in content.files
     ]
+    # What every rank has for itself is nobody else's business.
+    own = [
+        match for match in matches
+        if match.item.name in content.per_rank or (ranks.size == 1 and _is_simple(content, match))
+    ]  # fmt: skip
+    common = [match for match in matches if not any(match is one for one in own)]
+    done = together(ranks, lambda: _transfer_whole(content, own, pool, files, threads))
+    if common or ranks.size > 1:
+        done += transfer_boxes(content, common, pool, files, threads, ranks)
+    copy_tensors([pair for match in matches for pair in match.copies])
+    return done
+
+
+def _is_simple(content: Content, match: Match) -> bool:
+    """Whether every tensor that is read lies in one place, and goes to one."""
+    places = (content.places[match.item.name, source] for source in match.reads)
+    return not match.layouts and all(len(one) == 1 for one in places)
+
+
+def _transfer_whole(
+    content: Content, matches: Sequence[Match], pool: Pool, files: list[ReadFile], threads: int
+) -> int:
+    targets: list[torch.Tensor] = []
+    wants: dict[int, list[Want]] = {}
+    for match in matches:
+        for source, tensor in match.reads.items():
+            (place,) = content.places[match.item.name, source]
+            wants.setdefault(place.file, []).append(Want(place.start, place.stop, len(targets)))
+            targets.append(tensor)
+    reads: list[Read] = []
+    for number, wanted in wants.items():
+        reads += plan_reads(number, content.files[number].header.tensor_bytes, wanted)
     placer = Placer(pool, targets)
     done = read_all(files, reads, pool, placer.deliver, threads=threads)
     placer.finish()
-    copy_tensors([pair for match in matches for pair in match.copies])
     return done

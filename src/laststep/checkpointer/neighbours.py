@@ -11,7 +11,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnderWay:
-    """What a Checkpointer has not finished, and the process that does it."""
-
-    handles: tuple[SaveHandle, ...]
-    flusher_pid: int
-
-
-_Ask = Callable[[Any], UnderWay]
+_Ask = Callable[[Any], "tuple[SaveHandle, ...]"]
 _entered: weakref.WeakKeyDictionary[object, tuple[Path, _Ask]] = weakref.WeakKeyDictionary()
 os.register_at_fork(after_in_child=_entered.clear)
 
@@ -41,17 +32,16 @@ def enter(who: object, run: str, under_way: _Ask) -> None:
 
 def wait_for_others(who: object, run: str) -> frozenset[int]:
     """Wait until the saves that others had under way are over; how they ended is theirs to tell.
-    Returns the processes that flush for this run on behalf of this one."""
-    pids = {os.getpid()}
+    Returns the processes whose saves are over thereby: this one, by whose number its flushers are
+    known too."""
     for one, (place, ask) in list(_entered.items()):
         if place != Path(run).resolve():
             continue
-        under_way = ask(one)
-        pids.add(under_way.flusher_pid)
-        if one is who or not under_way.handles:
+        handles = () if one is who else ask(one)
+        if not handles:
             continue
-        steps = ", ".join(str(handle.step) for handle in under_way.handles)
+        steps = ", ".join(str(handle.step) for handle in handles)
         log.info("waiting for another Checkpointer of %s, which is saving step %s", run, steps)
-        for handle in under_way.handles:
+        for handle in handles:
             handle.committed.over_within(None)
-    return frozenset(pids)
+    return frozenset({os.getpid()})

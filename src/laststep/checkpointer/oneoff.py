@@ -18,7 +18,8 @@ from laststep.checkpointer.loading import VALUE, fit, load_all, transfer
 from laststep.checkpointer.opening import Catalog, Checkpoint, open_folder
 from laststep.checkpointer.places import check_new_folder
 from laststep.config import MIN_SLOTS
-from laststep.dist.ranks import require_single_rank
+from laststep.dist.group import Alone
+from laststep.dist.ranks import Rank, this_rank
 from laststep.engine.pool import Pool
 from laststep.errors import Exists, NotFound, Usage
 from laststep.state.items import providers_for
@@ -32,9 +33,16 @@ if TYPE_CHECKING:
 _LOAD_SLOTS = 16
 
 
+class _Alone(Checkpointer):
+    """Of this process only, though its job may have other ranks."""
+
+    @staticmethod
+    def _who() -> Rank:
+        return Rank(0, 1)
+
+
 def save(state: object, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
     """Save a nested state (or a module, an optimizer, …) as one new folder, durably."""
-    require_single_rank()
     if isinstance(state, str | os.PathLike) and not isinstance(path, str | os.PathLike):
         raise Usage(
             "the arguments are swapped", expected="save(state, path)",
@@ -55,7 +63,7 @@ def write_folder(items: Mapping[str, object], full: str, *, allow_pickle: bool) 
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.parent / f".{target.name}.tmp-{os.getpid()}-{time.monotonic_ns()}"
     try:
-        with Checkpointer(
+        with _Alone(
             staging, items=items, flush="thread", allow_pickle=allow_pickle, progress=False
         ) as ckpt:
             handle = ckpt.save(0)
@@ -109,6 +117,7 @@ def _load(
     allow_pickle: bool,
     strict: bool,
 ) -> object:
+    alone = Alone(this_rank())
     pool = Pool(max(_LOAD_SLOTS, MIN_SLOTS) * CHUNK_BYTES, pinned=False)
     pool.want(pool.cap_bytes)
     try:
@@ -116,15 +125,16 @@ def _load(
         single = not is_run and set(content.items) == {VALUE}
         if into is None:
             matches = load_all(content, device)
-            transfer(content, matches, pool, threads=4)
+            transfer(content, matches, pool, threads=4, ranks=alone)
             values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
             return values[VALUE] if single else values
         providers = providers_for({VALUE: into} if single else _items_in(into, content))
         matches, _ = fit(
             content, providers, None, strict=strict, where=where,
             remedy="pass strict=False to load what fits, or leave `into` out to see what is stored",
+            ranks=alone,
         )  # fmt: skip
-        transfer(content, matches, pool, threads=4)
+        transfer(content, matches, pool, threads=4, ranks=alone)
         for match in matches:
             providers[match.item.name].restore(match.tree(allow_pickle=allow_pickle))
         return into
@@ -192,7 +202,7 @@ def import_state(
     items: Mapping[str, object], run: str | os.PathLike[str], step: int, *, metadata: object = None
 ) -> str:
     """Commit items that came from elsewhere as a checkpoint of a run; returns its folder."""
-    with Checkpointer(run, items=items, flush="thread", progress=False) as ckpt:
+    with _Alone(run, items=items, flush="thread", progress=False) as ckpt:
         ckpt.continue_newest()
         handle = ckpt.save(step, metadata=metadata)
         handle.wait()

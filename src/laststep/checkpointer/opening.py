@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Self
 
-from laststep.catalog.content import Content, DataFile
+from laststep.catalog.content import Content, DataFile, Place
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.catalog.verify import VerifyReport, verify_checkpoint
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.format.manifest import DAMAGE_REMEDY, Commit, decode
+from laststep.state.layouts import Box, whole
 from laststep.storage.directory import DirectoryStore, absolute
 from laststep.terms import BLOCK_BYTES, DTYPES, MANIFEST_NAME
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.catalog.listing import Listed
-    from laststep.format.header import TensorEntry
+    from laststep.state.stored import TensorSpec
     from laststep.storage.store import Store
 
 _MANIFEST_LIMIT = 64 << 20
@@ -146,11 +147,12 @@ class Checkpoint:
             raise Usage(
                 f"{full_name} shares bytes with other tensors", remedy="load its item whole"
             )
-        place = content.places.get((item_name, item.ties.get(name, name)))
-        if place is None:
+        stored = item.ties.get(name, name)
+        places = content.places.get((item_name, stored))
+        if places is None:
             raise NotFound(f"there is no tensor {full_name!r}", where=self.folder,
                            remedy="`laststep show --all` lists the names")  # fmt: skip
-        return StoredTensor(content, place.file, full_name, place.entry)
+        return StoredTensor(content, full_name, item.tensors[stored], places)
 
     def verify(self) -> VerifyReport:
         """Read and check every byte."""
@@ -186,31 +188,54 @@ class Checkpoint:
 class StoredTensor:
     """A tensor in a checkpoint; slicing reads just what is asked for: `t[10:20]`, `t[:]`."""
 
-    def __init__(self, content: Content, file: int, name: str, entry: TensorEntry) -> None:
+    def __init__(
+        self, content: Content, name: str, spec: TensorSpec, places: tuple[Place, ...]
+    ) -> None:
         self._content = content
-        self._file = file
-        self._entry = entry
+        self._places = places
         self.name = name
-        self.dtype = self._entry.dtype
-        self.shape = self._entry.shape
+        self.dtype, self.shape = spec
 
     def __getitem__(self, index: object) -> torch.Tensor:
         """The slice as a CPU tensor. A leading int or slice limits what is read."""
-        from laststep.state.tensors import from_bytes
-
         self._check(index)
         lead = index[0] if isinstance(index, tuple) and index else index
         found = self._rows(lead)
-        row_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].size_bytes
         if found is None:
-            data = self._read(0, self._entry.stop - self._entry.start)
-            return from_bytes(data, self.dtype, self.shape)[index]  # type: ignore[index]
+            return self._box(whole(self.shape))[index]  # type: ignore[index]
         rows, rest = found
-        data = self._read(rows.start * row_bytes, max(rows.stop - rows.start, 0) * row_bytes)
-        part = from_bytes(data, self.dtype, (max(rows.stop - rows.start, 0), *self.shape[1:]))
+        inner = whole(self.shape[1:])
+        part = self._box(Box((rows.start, *inner.start), (rows.stop, *inner.stop)))
         if isinstance(index, tuple):
             return part[(rest, *index[1:])]
         return part[rest]
+
+    def _box(self, wanted: Box) -> torch.Tensor:
+        """A box of the tensor, put together from where its parts lie."""
+        from laststep.state.tensors import allocate, from_bytes, put_box
+
+        size = DTYPES[self.dtype].size_bytes
+        if len(self._places) == 1 and self._places[0].box == whole(self.shape):
+            place = self._places[0]
+            row_bytes = math.prod(self.shape[1:]) * size
+            start = wanted.start[0] * row_bytes if wanted.start else 0
+            data = self._read(place, start, wanted.volume * size)
+            return from_bytes(data, self.dtype, wanted.shape)
+        result = allocate(self.dtype, wanted.shape, "cpu")
+        for place in self._places:
+            common = place.box.meet(wanted)
+            if common is None:
+                continue
+            # Whole rows of the part that hold it: those are one range of its bytes.
+            first, rows = common.start[0] - place.box.start[0], common.shape[0]
+            row_bytes = math.prod(place.box.shape[1:]) * size
+            data = self._read(place, first * row_bytes, rows * row_bytes)
+            read = Box(
+                (common.start[0], *place.box.start[1:]), (common.stop[0], *place.box.stop[1:])
+            )
+            stored = from_bytes(data, self.dtype, read.shape)
+            put_box(result, common.within(wanted), stored, common.within(read))
+        return result
 
     def _check(self, index: object) -> None:
         """Refuse what torch would warn of, or take for something else, before anything is read."""
@@ -236,12 +261,12 @@ class StoredTensor:
                 return range(start, max(start, stop)), slice(None, None, step)
         return None
 
-    def _read(self, start: int, size: int) -> bytearray:
-        """Bytes of the tensor, out of whole verified blocks."""
+    def _read(self, place: Place, start: int, size: int) -> bytearray:
+        """Bytes of a part of the tensor, out of whole verified blocks."""
         if size == 0:
             return bytearray()
-        file = self._content.files[self._file]
-        first_byte = self._entry.start + start
+        file = self._content.files[place.file]
+        first_byte = place.start + start
         first = first_byte // BLOCK_BYTES
         last = -(-(first_byte + size) // BLOCK_BYTES)
         base = first * BLOCK_BYTES

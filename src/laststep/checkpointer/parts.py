@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laststep.codecs import objects
+from laststep.codecs.digests import digest
 from laststep.errors import Usage
 from laststep.format.manifest import ItemRecord
 from laststep.plan.save import TREE_NAME, ItemSpec, SavePlan
@@ -19,7 +20,7 @@ from laststep.state.stored import encode_item
 from laststep.state.tensors import CollectCache, collect, hold_scalar, plain_scalar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
 
@@ -39,20 +40,31 @@ class Taken:
     metrics: dict[str, object]
     metadata: object
 
-    def sealing(self, plan: SavePlan) -> SealParts:
-        """What the capture thread calls to serialise the rest, once all tensors are under way."""
+    def sealing(
+        self, plan: SavePlan, note: Callable[[dict[str, bytes]], None] | None = None
+    ) -> SealParts:
+        """What the capture thread calls to serialise the rest, once all tensors are under way;
+        `note` is told the digest of each item's plain values."""
 
         def seal() -> tuple[
             tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes
         ]:
-            shared = next(i for i, file in enumerate(plan.files) if file.object_names)
+            shared, names = next(
+                ((i, file.object_names) for i, file in enumerate(plan.files) if file.object_names),
+                (0, ()),
+            )
+            encoded = {name: _encoded(name, one) for name, one in self.collected.items()}
+            if note is not None:
+                note({name: digest(data) for name, data in encoded.items()})
             trees = tuple(
-                (shared, f"{name}/{TREE_NAME}", _encoded(name, collected))
-                for name, collected in self.collected.items()
+                (shared, f"{name}/{TREE_NAME}", data)
+                for name, data in encoded.items()
+                if f"{name}/{TREE_NAME}" in names
             )
             items = tuple(
                 ItemRecord(name=item.name, kind=item.kind, file=plan.file_of[item.name],
-                           tensors=len(item.pieces), size_bytes=item.size_bytes)
+                           tensors=len(item.pieces), size_bytes=item.size_bytes,
+                           per_rank=item.per_rank)
                 for item in plan.items
             )  # fmt: skip
             metrics = {name: plain_scalar(value) for name, value in self.metrics.items()}
@@ -70,13 +82,21 @@ class Memory:
         self.pieces: tuple[Piece, ...] = ()
 
     def spec(
-        self, name: str, kind: str, pieces: tuple[Piece, ...], *, standalone: bool
+        self,
+        name: str,
+        provider: StateProvider,
+        pieces: tuple[Piece, ...],
+        *,
+        standalone: bool,
     ) -> ItemSpec:
         """The item's spec: the very same value while its pieces are."""
         known = self.specs.get(name)
         same = known is not None and (known.pieces is pieces or known.pieces == pieces)
         if known is None or not same or known.standalone != standalone:
-            known = ItemSpec(name=name, kind=kind, standalone=standalone, pieces=pieces)
+            known = ItemSpec(
+                name=name, kind=provider.kind, standalone=standalone, pieces=pieces,
+                per_rank=provider.per_rank,
+            )  # fmt: skip
             self.specs[name] = known
             self.pieces = ()
         return known
@@ -103,7 +123,7 @@ def take_state(
             )
         collected[name] = one
         sources += one.sources
-        specs.append(memory.spec(name, provider.kind, one.pieces, standalone=state.standalone))
+        specs.append(memory.spec(name, provider, one.pieces, standalone=state.standalone))
     if not memory.pieces:
         memory.pieces = tuple(piece for spec in specs for piece in spec.pieces)
     held = {name: _metric(name, value) for name, value in (metrics or {}).items()}

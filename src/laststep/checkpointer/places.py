@@ -79,14 +79,6 @@ def check_new_folder(path: Path) -> None:
     _check_can_be_made(path, _nearest(path))
 
 
-def counts_room(path: Path) -> bool:
-    """Whether the filesystem that holds a path, or will, counts its room at all; /proc does not."""
-    try:
-        return os.statvfs(_nearest(path)).f_blocks > 0
-    except (OSError, LaststepError):
-        return False
-
-
 def _nearest(path: Path) -> Path:
     """The folder at a path, or else the nearest above it; `StorageFailed` where something else is
     in the way."""

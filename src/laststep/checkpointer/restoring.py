@@ -6,17 +6,22 @@ that cannot be reached and state that does not fit raise. Everything passed over
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from laststep import interrupts
 from laststep.catalog.content import Content
 from laststep.catalog.listing import nearest_steps
+from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
 from laststep.checkpointer.loading import fit, transfer
 from laststep.checkpointer.parts import naming
+from laststep.dist.group import together
 from laststep.errors import Corrupt, LaststepError, NotFound, Problems
 from laststep.events import Bus, PassedOver
 from laststep.events import Restored as RestoredEvent
@@ -26,8 +31,10 @@ if TYPE_CHECKING:
 
     from laststep.catalog.listing import Listed
     from laststep.catalog.run import LiveWriter
+    from laststep.dist.group import Ranks
     from laststep.engine.pool import Pool
     from laststep.format.manifest import Commit
+    from laststep.state.matching import Match
     from laststep.state.provider import StateProvider
     from laststep.storage.store import Store
 
@@ -80,56 +87,57 @@ def restore_into(
     *,
     touched: Callable[[str], None],
     own_pids: frozenset[int],
+    ranks: Ranks,
 ) -> Outcome | None:
     """Restore; None where there is nothing yet and no step was asked for. `touched` is called with
-    the folder's name before the first live byte changes. Saves by `own_pids`, which flush for this
-    process, are over."""
+    the folder's name before the first live byte changes. Saves of `own_pids`, the trainers that are
+    this process, are over."""
     try:
-        run = Run.open(store)
+        run = together(ranks, lambda: Run.open(store))
     except NotFound:
         if wanted.step is not None:
             raise
         return None
-    wait_for_flushers(run, own_pids=own_pids)
+    if ranks.rank.is_first:
+        wait_for_flushers(run, own_pids=own_pids)
     lineage = run.lineage()
-    left = list(lineage) if wanted.step is None else [_named(run, wanted.step)]
+    left = together(ranks, lambda: _candidates(run, wanted))
     skipped: list[Skipped] = []
     last: Corrupt | None = None
     changed = False
     passed: set[str] = set()
-    while left:
+    while left := _of_first(ranks, left):
         interrupts.let_in()
-        listed = left.pop()
-        passed.add(listed.folder)
+        folder = left.pop()
+        passed.add(folder)
         began = time.perf_counter()
         try:
-            content = _open(store, listed)
+            listed, content = together(
+                ranks, functools.partial(_open, run, folder, ranks.rank.number)
+            )
         except NotFound as gone:
             if wanted.step is not None:
                 raise
             # Retention takes a checkpoint only after a commit, so there may be a newer one now.
             log.info("looking again: %s", gone)
             lineage = run.lineage()
-            left = [one for one in lineage if one.folder not in passed]
+            left = [one.folder for one in lineage if one.folder not in passed]
             continue
         except Corrupt as error:
-            last = _pass_over(listed, error, wanted, bus, skipped)
+            last = _pass_over(folder, error, wanted, bus, skipped)
             continue
         try:
             with content:
                 matches, problems = fit(
                     content, providers, wanted.only, strict=wanted.strict,
-                    where=f"{store.url}/{listed.folder}", remedy=_REMEDY,
+                    where=f"{store.url}/{listed.folder}", remedy=_REMEDY, ranks=ranks,
                 )  # fmt: skip
                 touched(listed.folder)
                 changed_before, changed = changed, True
-                size = transfer(content, matches, pool, threads=wanted.threads)
-            for match in matches:
-                tree = match.tree(allow_pickle=wanted.allow_pickle)
-                with naming(match.item.name, "restored"):
-                    providers[match.item.name].restore(tree)
+                size = transfer(content, matches, pool, threads=wanted.threads, ranks=ranks)
+            together(ranks, functools.partial(_hand_over, matches, providers, wanted))
         except Corrupt as error:
-            last = _pass_over(listed, error, wanted, bus, skipped)
+            last = _pass_over(folder, error, wanted, bus, skipped)
             continue
         seconds = time.perf_counter() - began
         bus.emit(
@@ -147,22 +155,49 @@ def restore_into(
     return None
 
 
+def _candidates(run: Run, wanted: Wanted) -> list[str]:
+    """The folders to try, the last one first."""
+    if wanted.step is not None:
+        return [_named(run, wanted.step).folder]
+    return [one.folder for one in run.lineage()]
+
+
+def _of_first(ranks: Ranks, folders: list[str]) -> list[str]:
+    """What the first rank has found: all try the same, in the same order."""
+    note = msgspec.msgpack.encode(folders) if ranks.rank.is_first else b""
+    return msgspec.msgpack.decode(ranks.gather(note)[0], type=list[str])
+
+
+def _hand_over(
+    matches: Sequence[Match], providers: Mapping[str, StateProvider], wanted: Wanted
+) -> None:
+    for match in matches:
+        tree = match.tree(allow_pickle=wanted.allow_pickle)
+        with naming(match.item.name, "restored"):
+            providers[match.item.name].restore(tree)
+
+
 def _pass_over(
-    listed: Listed, error: Corrupt, wanted: Wanted, bus: Bus, skipped: list[Skipped]
+    folder: str, error: Corrupt, wanted: Wanted, bus: Bus, skipped: list[Skipped]
 ) -> Corrupt:
     """Go on to an older one and say so; a step that was asked for has none to stand in for it."""
     if wanted.step is not None:
         raise error
     reason = error.without_remedy()  # which is to take the newest good one: so it is done
-    skipped.append(Skipped(step=listed.step, folder=listed.folder, reason=reason))
-    bus.emit(PassedOver(step=listed.step, folder=listed.folder, reason=reason))
+    name = parse_folder(folder)
+    step = -1 if name is None else name.step
+    skipped.append(Skipped(step=step, folder=folder, reason=reason))
+    bus.emit(PassedOver(step=step, folder=folder, reason=reason))
     return error
 
 
-def _open(store: Store, listed: Listed) -> Content:
+def _open(run: Run, folder: str, rank: int) -> tuple[Listed, Content]:
+    listed = next((one for one in run.checkpoints() if one.folder == folder), None)
+    if listed is None:
+        raise NotFound("the checkpoint was deleted meanwhile", where=f"{run.store.url}/{folder}")
     if listed.commit is None:
         raise listed.error or Corrupt("the manifest cannot be read", where=listed.folder)
-    return Content(store, listed.folder, listed.commit)
+    return listed, Content(run.store, folder, listed.commit, rank=rank)
 
 
 def _none_left(store: Store, skipped: list[Skipped]) -> Corrupt:
@@ -197,7 +232,8 @@ def wait_for_flushers(run: Run, *, own_pids: frozenset[int]) -> None:
     kept our own from deciding is not."""
     deadline = time.monotonic() + _PATIENCE_S
     for writer in _other_writers(run, own_pids):
-        who = f"process {writer.pid} on {writer.host}" if writer.pid else "another process"
+        whose = f"process {writer.pid} on {writer.host}" if writer.pid else "another process"
+        who = f"the flusher of {whose}"
         saves = ", ".join(writer.attempts)
         log.info("waiting for %s, which is finishing %s", who, saves)
         while any(
@@ -219,7 +255,8 @@ def _other_writers(run: Run, own_pids: frozenset[int]) -> list[LiveWriter]:
     try:
         writer = run.live_writer()
         while writer is not None:
-            if writer.attempts and writer.pid not in own_pids:
+            own = writer.shares_pids and writer.pid in own_pids
+            if writer.attempts and not own:
                 found.append(writer)
             writer = run.live_writer(below=writer.epoch)
     except LaststepError as error:

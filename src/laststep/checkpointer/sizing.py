@@ -8,10 +8,8 @@ import mmap
 import secrets
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laststep.checkpointer.places import counts_room
 from laststep.checkpointer.watching import human
 from laststep.config import MIN_SLOTS, Settings
 from laststep.engine.memory import available_bytes
@@ -55,7 +53,7 @@ def _estimate(part: Any) -> list[tuple[str, int]]:
         return [(str(t.device), dense_bytes(t)) for t in (*part.parameters(), *part.buffers())]
     if is_optimizer(part):
         parameters = [p for group in part.param_groups for p in group["params"]]
-        return [(str(p.device), 2 * p.nbytes) for p in parameters]
+        return [(str(p.device), 2 * dense_bytes(p)) for p in parameters]
     return []
 
 
@@ -79,7 +77,9 @@ def start_preflight(
 
     def run() -> None:
         probe = min(state_bytes // CHUNK_BYTES * CHUNK_BYTES, _PROBE_BYTES)
-        free = _free(store)
+        free = None
+        with contextlib.suppress(LaststepError):  # then nobody can tell
+            free = store.free_bytes()
         roomy = free is None or free > needed + 2 * _PROBE_BYTES
         rate = _write_rate(store, probe) if probe and roomy else None
         bus.emit(
@@ -93,16 +93,6 @@ def start_preflight(
     thread = threading.Thread(target=run, name="laststep-preflight", daemon=True)
     thread.start()
     return thread
-
-
-def _free(store: Store) -> int | None:
-    """Room left; None where nobody can tell."""
-    try:
-        free = store.free_bytes()
-    except LaststepError:
-        return None
-    # Filesystems that count no blocks answer 0, which is not the same as a full disk.
-    return free if free or counts_room(Path(store.url)) else None
 
 
 def _write_rate(store: Store, size_bytes: int) -> float | None:

@@ -50,6 +50,8 @@ def log_event(event: Event) -> None:
             log.warning("passed over step %d (%s): %s", event.step, event.folder, event.reason)
         case events.Pruned():
             log.info("pruned step %d (%s)", event.step, event.folder)
+        case events.MetricMissing():
+            log.warning("%s; until one has it, all are kept", event.reason)
         case _:
             pass
 

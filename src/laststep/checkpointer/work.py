@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from laststep import flusher
-from laststep.checkpointer.neighbours import UnderWay
 from laststep.config import FlushIn
 
 if TYPE_CHECKING:
@@ -14,6 +12,7 @@ if TYPE_CHECKING:
     import threading
 
     from laststep.checkpointer.keep import Keep
+    from laststep.checkpointer.team import Team
     from laststep.config import Settings
     from laststep.engine.client import Client, Launch
     from laststep.engine.copy.capture import Capturer
@@ -39,28 +38,29 @@ def launcher(run: str, pool: Pool, settings: Settings, keep: Keep | None) -> Lau
 class Work:
     """The parts that run, until they are closed."""
 
-    def __init__(self, pool: Pool, capturer: Capturer, client: Client) -> None:
+    def __init__(
+        self, pool: Pool, capturer: Capturer, client: Client, team: Team | None = None
+    ) -> None:
+        self._team = team
         self._pool = pool
         self._capturer = capturer
         self._client = client
-        self._over = False
         self.handles: list[SaveHandle] = []
         """Saves that are not known to be over, or whose end nobody was told of yet."""
         self.preflight: threading.Thread | None = None
 
-    def under_way(self) -> UnderWay:
-        handles = tuple(handle for handle in self.handles if not handle.committed.over())
-        pid = None if self._over else self._client.helper_pid
-        return UnderWay(handles=handles, flusher_pid=pid or os.getpid())
+    def under_way(self) -> tuple[SaveHandle, ...]:
+        return tuple(handle for handle in self.handles if not handle.committed.over())
 
     def close(self) -> None:
         """Wait for all saves and end everything, on the thread that trains."""
         self._capturer.close()
+        if self._team is not None:
+            self._team.close()
         self._client.close()
         if self.preflight is not None:
             self.preflight.join()
         self._pool.close()
-        self._over = True
 
     def abandon(self) -> None:
         """In a forked child: all of it belongs to the parent."""

@@ -1,8 +1,9 @@
-"""The command line: `laststep ls | show | verify | prune | pin | unpin | import | demo | bench`.
+"""The command line: `laststep ls | show | verify | prune | pin | unpin | import | export | …`.
 
 Each command is a module of its own, imported here; none of them imports torch before it runs, and
-only `import` (in this process) and `demo` (in others) run it at all. Errors of the library become
-one message on stderr and the statuses of `status`; anything else is a bug and shows its traceback.
+only `import`, `export` (in this process) and `demo` (in others) run it at all. Errors of the
+library become one message on stderr and the statuses of `status`; anything else is a bug and shows
+its traceback.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import typer
 from laststep.cli import status
 from laststep.cli.benching import bench
 from laststep.cli.demo import demo
+from laststep.cli.exporting import export
 from laststep.cli.importing import import_
 from laststep.cli.listing import ls
 from laststep.cli.pinning import pin, unpin
@@ -34,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, verify, prune, pin, unpin, demo):
+for command in (ls, show, verify, prune, pin, unpin, export, demo):
     app.command()(command)
 app.command("import")(import_)
 # Whatever is typed after `bench` belongs to the benchmarks, options too.

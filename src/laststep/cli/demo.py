@@ -58,10 +58,20 @@ class _Result:
     reference: dict[int, str]
     resumed: list[tuple[int, str]]
     """Every loss of the interrupted run, in order; steps that were done again are there twice."""
-    saves: tuple[_Line, ...]
-    kills: tuple[_Line, ...]
+    attempts: tuple[_Line, ...]
+    """Saves that were committed, and those in which somebody was killed, in order."""
     resumes: tuple[_Line, ...]
     reference_s: float
+
+    @property
+    def saves(self) -> list[_Line]:
+        """The saves whose costs are known."""
+        return [line for line in self.attempts if line.event == "save"]
+
+    @property
+    def kills(self) -> list[_Line]:
+        """The deaths, each in the middle of a save."""
+        return [line for line in self.attempts if line.event == "kill"]
 
     @property
     def differing(self) -> list[int]:
@@ -122,8 +132,7 @@ def _train(folder: Path, console: Console) -> _Result:
     return _Result(
         reference={_step(line): line.loss for line in reference if line.event == "loss"},
         resumed=[(_step(line), line.loss) for line in lines if line.event == "loss"],
-        saves=tuple(line for line in lines if line.event == "save"),
-        kills=tuple(line for line in lines if line.event == "kill"),
+        attempts=tuple(line for line in lines if line.event in ("save", "kill")),
         resumes=tuple(line for line in lines if line.event == "restored")[1:],
         reference_s=sum(line.seconds for line in reference if line.event == "end"),
     )
@@ -229,7 +238,10 @@ def _print_kills(console: Console, result: _Result) -> None:
 def _print_saves(console: Console, result: _Result) -> None:
     titles = ("save of step", "size", "training lost", "durable after", "committed after")
     table = output.table(*titles, right=titles)
-    for line in result.saves:
+    for line in result.attempts:
+        if line.event == "kill":
+            table.add_row(str(line.step), "-", "killed", "-", "-")
+            continue
         table.add_row(
             str(line.step),
             output.size_text(line.size_bytes),
@@ -239,12 +251,8 @@ def _print_saves(console: Console, result: _Result) -> None:
         )
     console.print()
     console.print(table)
-    told = {line.step for line in result.saves}
-    lost = [str(kill.step) for kill in result.kills if kill.step not in told]
-    if lost:
-        console.print(
-            f"No times for step {' and '.join(lost)}: they died with the trainer that was killed."
-        )
+    if result.kills:
+        console.print("killed: what that save cost was known to the trainer alone.")
 
 
 def _print_losses(console: Console, result: _Result) -> None:

@@ -1,9 +1,9 @@
-"""`laststep import`: make a checkpoint of a file that torch.save or safetensors wrote.
+"""`laststep import`: make a checkpoint of what torch.save, safetensors or DCP wrote.
 
 A torch.save file is read as `torch.load(weights_only=True)` reads it: tensors and plain values,
-never code. A dict whose values are themselves states becomes one item per key; anything else
-becomes the item `model`. torch is loaded by the library, only once this command runs; a safetensors
-file is checked as strictly as our own.
+never code; so is a folder of torch.distributed.checkpoint (DCP). A dict whose values are themselves
+states becomes one item per key; anything else becomes the item `model`. torch is loaded only once
+this command runs; a safetensors file is checked as strictly as our own.
 
 A run that a live job saves to is left alone, unless --force is given.
 
@@ -13,7 +13,6 @@ With --json: `source`, `run`, `step` and `items` (names).
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -22,28 +21,18 @@ import typer
 
 from laststep.catalog.run import Run
 from laststep.cli import output
-from laststep.errors import (
-    Aborted,
-    Corrupt,
-    Exists,
-    LaststepError,
-    NotFound,
-    StorageFailed,
-    Usage,
-)
-from laststep.format.header import decode_plain, region_bytes_of
+from laststep.errors import Aborted, Corrupt, Exists, NotFound, StorageFailed
 from laststep.storage.directory import DirectoryStore
 
 _SAFETENSORS = ".safetensors"
-_ZIP = b"PK\x03\x04"
-_REFUSED = re.compile(r"([\w.]+) was not an allowed global")
 _WHOLE = "model"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 def import_(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A torch.save or safetensors file.")
+        str,
+        typer.Argument(metavar="SOURCE", help="A torch.save or safetensors file, or a DCP folder."),
     ],
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run, which may be new.")],
     *,
@@ -53,12 +42,13 @@ def import_(
     ] = False,
     as_json: output.AsJson = False,
 ) -> None:
-    """Make a checkpoint of a torch.save or safetensors file, without running any code in it."""
+    """Make a checkpoint of a torch.save or safetensors file, or of a folder that
+    torch.distributed.checkpoint wrote, without running any code in it."""
     _check_run(run, step, force=force)
     items = items_of(read_state(source))
     from laststep.checkpointer.oneoff import import_state
 
-    import_state(items, run, step, metadata={"imported_from": Path(source).name})
+    import_state(items, run, step, metadata={"imported_from": Path(source).absolute().name})
     if as_json:
         output.print_json({"source": source, "run": run, "step": step, "items": list(items)})
         return
@@ -91,82 +81,58 @@ def _check_run(path: str, step: int, *, force: bool) -> None:
 
 
 def read_state(source: str) -> object:
-    """What the file holds, as plain nested state."""
+    """What the file or folder holds, as plain nested state."""
     path = Path(source).expanduser()
-    if path.is_dir():
-        raise NotFound(
-            "cannot import",
-            where=source,
-            expected="a torch.save or safetensors file",
-            found="a folder",
-            remedy="name a file in it",
-        )
-    if not path.is_file():
-        raise NotFound("cannot import", where=source, found="no such file", remedy="check the path")
     try:
+        if path.is_dir():
+            return _read_folder(path, source)
+        if not path.is_file():
+            raise NotFound(
+                "cannot import", where=source, found="no such file", remedy="check the path"
+            )
         if path.suffix == _SAFETENSORS or _is_safetensors(path):
             return _read_safetensors(path)
         return _read_torch(path)
     except OSError as error:
         raise StorageFailed("cannot import", where=source, found=str(error.strerror)) from error
+    except MemoryError as error:
+        raise StorageFailed(
+            "cannot import",
+            where=source,
+            found=f"too little memory: {error}",
+            remedy="import where all of it fits into memory",
+        ) from error
+
+
+def _read_folder(path: Path, source: str) -> object:
+    from laststep.adapters import dcp_folder
+
+    if not dcp_folder.is_one(path):
+        raise NotFound(
+            "cannot import",
+            where=source,
+            expected="a file of torch.save or safetensors, or a folder of "
+            "torch.distributed.checkpoint",
+            found="a folder",
+            remedy="name a file in it",
+        )
+    return dcp_folder.read_folder(path)
 
 
 def _read_torch(path: Path) -> object:
-    from laststep.state import tensors
+    from laststep.adapters import torch_save
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickles that torch.save did not write
-            return tensors.load_torch_file(str(path))
-    except OSError:
-        raise
-    except Exception as error:  # junk makes torch raise anything, even a KeyError
-        raise _unreadable(path, f"{error} {error.__cause__ or ''}") from error
-
-
-def _unreadable(path: Path, told: str) -> LaststepError:
-    """What torch's refusal means, without its advice to run the code in the file."""
-    refused = _REFUSED.search(told)
-    if refused is not None:
-        return Usage(
-            "cannot import",
-            where=str(path),
-            expected="tensors and plain values",
-            found=f"{refused[1]}, which is code and not allowed",
-            remedy="load the file yourself if you trust it, and save its state_dict()",
-        )
-    if "TorchScript" in told:
-        return Usage(
-            "cannot import",
-            where=str(path),
-            found="a TorchScript archive",
-            remedy="load it with torch.jit.load, and save its state_dict()",
-        )
-    with path.open("rb") as file:
-        is_zip = file.read(4) == _ZIP
-    return Corrupt(
-        "cannot import: not a torch.save file nor safetensors",
-        where=str(path),
-        found="a zip archive that is damaged, cut off or not torch's" if is_zip else None,
-    )
+    remedy = "load the file yourself if you trust it, and save its state_dict()"
+    return torch_save.load(path, where=str(path), remedy=remedy)
 
 
 def _read_safetensors(path: Path) -> dict[str, object]:
-    from laststep.state import tensors
+    from laststep.adapters.safetensors_part import open_part, read_tensor
 
     where = str(path)
-    size_bytes = path.stat().st_size
     with path.open("rb") as file:
-        prefix = file.read(8)
-        header_bytes = region_bytes_of(prefix, size_bytes=size_bytes, where=where)
-        region = prefix + file.read(header_bytes - len(prefix))
-        entries = decode_plain(region, data_bytes=size_bytes - header_bytes, where=where)
-        state: dict[str, object] = {}
-        for entry in entries:  # in the order of their bytes, without holes
-            data = bytearray(entry.stop - entry.start)
-            file.readinto(data)
-            state[entry.name] = tensors.from_bytes(data, entry.dtype, entry.shape)
-    return state
+        part = open_part(file, start=0, stop=path.stat().st_size, where=where)
+        return {name: read_tensor(file, part, name, where=where) for name in part.entries}
 
 
 def items_of(state: object) -> dict[str, object]:

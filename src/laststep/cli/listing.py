@@ -50,6 +50,32 @@ def lineage_of(listed: Listed) -> str:
     return "abandoned" if listed.superseded_by is None else "superseded"
 
 
+def is_in_progress(attempt: Attempt, checkpoints: Sequence[Listed]) -> bool:
+    """Whether a writer that is alive may still commit it."""
+    return attempt.alive and not _is_overtaken(attempt, checkpoints)
+
+
+def why_no_manifest(attempt: Attempt, checkpoints: Sequence[Listed]) -> str:
+    """What a folder without a manifest may be, where it is not in progress: the folder alone does
+    not tell what never had one from what lost it."""
+    if _is_overtaken(attempt, checkpoints):
+        return "a checkpoint that is partly deleted, or one whose manifest was lost"
+    return "an unfinished save, or one whose manifest was lost"
+
+
+def _is_overtaken(attempt: Attempt, checkpoints: Sequence[Listed]) -> bool:
+    """Whether a folder without a manifest had one: it loses that first when it is deleted.
+
+    A writer commits in the order of its attempts, and a new one gives up what the dead left open.
+    """
+    return any(
+        later.attempt > attempt.attempt
+        if later.epoch == attempt.epoch
+        else later.epoch > attempt.epoch and not attempt.alive
+        for later in checkpoints
+    )
+
+
 def _document(item: Listed) -> dict[str, object]:
     return {
         "step": item.step,
@@ -97,22 +123,9 @@ def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[Attempt])
             console.print(f"step {item.step} is incomplete: {item.incomplete}")
     for attempt in attempts:
         size = output.size_text(attempt.size_bytes)
-        if _is_overtaken(attempt, checkpoints):
-            state, size = "partly deleted", f"{size} left"
+        if is_in_progress(attempt, checkpoints):
+            text = f"is in progress ({attempt.folder}, {size} so far)"
         else:
-            state = "in progress" if attempt.alive else "left unfinished by a dead writer"
-            size += " so far"
-        console.print(f"step {attempt.step} is {state} ({attempt.folder}, {size})")
-
-
-def _is_overtaken(attempt: Attempt, checkpoints: Sequence[Listed]) -> bool:
-    """Whether a folder without a manifest had one: it loses that first when it is deleted.
-
-    A writer commits in the order of its attempts, and a new one gives up what the dead left open.
-    """
-    return any(
-        later.attempt > attempt.attempt
-        if later.epoch == attempt.epoch
-        else later.epoch > attempt.epoch and not attempt.alive
-        for later in checkpoints
-    )
+            text = f"has no manifest: {why_no_manifest(attempt, checkpoints)}"
+            text += f" ({attempt.folder}, {size})"
+        console.print(f"step {attempt.step} {text}")

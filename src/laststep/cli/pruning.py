@@ -61,6 +61,8 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
         keep_abandoned=not abandoned,
     )
     plan = plan_prune(opened, policy, resumed_from=_resumed_from(opened))
+    if plan.lacking is not None:
+        output.console(stderr=True).print(f"{plan.lacking}; until one has it, all are kept")
     if not as_json:
         _print(plan)
     deleted: tuple[str, ...] = ()

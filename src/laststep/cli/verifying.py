@@ -20,7 +20,7 @@ import typer
 
 from laststep.catalog.run import Run
 from laststep.catalog.verify import VerifyReport, verify_checkpoint
-from laststep.cli import output, places
+from laststep.cli import listing, output, places
 from laststep.cli.status import DAMAGED
 from laststep.errors import Corrupt, NotFound
 from laststep.storage.directory import DirectoryStore
@@ -121,9 +121,11 @@ def _all(path: str) -> _Found:
 
 def _print_rest(path: str, found: _Found) -> None:
     console = output.console()
+    listed = [place.listed for place in found.places if place.listed is not None]
     for attempt in found.attempts:
-        why = "an unfinished save, or one whose manifest was lost"
-        why = "a save in progress" if attempt.alive else why
+        why = "a save in progress"
+        if not listing.is_in_progress(attempt, listed):
+            why = listing.why_no_manifest(attempt, listed)
         size = output.size_text(attempt.size_bytes)
         console.print(f"{attempt.folder}: no manifest: {why} ({size}, not checked)")
     if found.error is not None:

@@ -1,4 +1,4 @@
-"""Find out how many ranks this job has.
+"""Find out which rank of how many this process is.
 
 Knows only torch.distributed and the variables that its launchers set.
 """
@@ -6,27 +6,35 @@ Knows only torch.distributed and the variables that its launchers set.
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch.distributed
 
 from laststep.errors import Usage
 
 
-def world_size() -> int:
-    """The number of ranks: the process group's, or what a launcher announced."""
+class Rank(NamedTuple):
+    """This process's number, and how many there are."""
+
+    number: int
+    ranks: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it decides for all."""
+        return self.number == 0
+
+
+def this_rank() -> Rank:
+    """This process's rank; `Usage` in a job of several whose process group is not there yet."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
+        return Rank(torch.distributed.get_rank(), torch.distributed.get_world_size())
     announced = os.environ.get("WORLD_SIZE", "1")
-    return int(announced) if announced.isdigit() else 1
-
-
-def require_single_rank() -> None:
-    """Raise `Usage` in a job of several ranks, which this version cannot save as one checkpoint."""
-    ranks = world_size()
-    if ranks > 1:
+    if announced.isdigit() and int(announced) > 1:
         raise Usage(
-            "this version saves jobs of one rank only",
-            expected="a world size of 1",
-            found=f"{ranks} ranks",
-            remedy="save with torch.distributed.checkpoint until a later version takes over",
+            "the ranks of this job do not know each other yet",
+            expected="torch.distributed.init_process_group() before the Checkpointer is made",
+            found=f"WORLD_SIZE={announced} and no process group",
+            remedy="call init_process_group() first, or unset WORLD_SIZE for a job of its own",
         )
+    return Rank(0, 1)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from laststep.engine.wire import (
     Begin,
+    Begun,
     Bye,
     Chunks,
     Connection,
@@ -26,15 +27,26 @@ from laststep.engine.wire import (
     Filled,
     Flushed,
     Freed,
+    NoMetric,
     Progress,
     Removed,
+    Role,
     Seal,
     ToFlusher,
     ToTrainer,
 )
 from laststep.errors import Aborted, LaststepError, StorageFailed, from_wire
-from laststep.events import Bus, Captured, Committed, Durable, Pruned, SaveFailed, Written
-from laststep.format.manifest import ItemRecord
+from laststep.events import (
+    Bus,
+    Captured,
+    Committed,
+    Durable,
+    MetricMissing,
+    Pruned,
+    SaveFailed,
+    Written,
+)
+from laststep.format.manifest import FileRecord, ItemRecord
 
 if TYPE_CHECKING:
     from laststep.engine.copy.job import CaptureTiming
@@ -74,9 +86,15 @@ class SaveLink:
         parts: SealParts,
         *,
         overwrite: bool,
+        role: Role = "alone",
     ) -> None:
         self._client = client
-        self._number = number
+        self.number = number
+        self.place: Begun | None = None
+        """Where the first rank's flusher has begun a save of all ranks."""
+        self.files: tuple[FileRecord, ...] = ()
+        """What this rank has made durable of it."""
+        self._role = role
         self.handle = handle
         self._plan = plan
         self._parts = parts
@@ -95,12 +113,14 @@ class SaveLink:
                 return
             files = tuple(
                 FileBegin(name=f.name, item=f.item, region_bytes=f.region_bytes, entries=f.entries,
-                          tensor_bytes=f.tensor_bytes, has_objects=bool(f.object_names))
+                          tensor_bytes=f.tensor_bytes, has_objects=bool(f.object_names),
+                          parts=f.parts)
                 for f in self._plan.files
             )  # fmt: skip
             self._client.send(
                 Begin(
-                    save=self._number, step=self.handle.step, overwrite=self._overwrite, files=files
+                    save=self.number, step=self.handle.step, overwrite=self._overwrite,
+                    files=files, role=self._role,
                 )
             )  # fmt: skip
             self._begun = True
@@ -110,7 +130,7 @@ class SaveLink:
         if self._dropped:
             self._client.release([chunk.slot for chunk in filled])
             return
-        self._client.send(Chunks(save=self._number, filled=filled))
+        self._client.send(Chunks(save=self.number, filled=filled))
 
     def captured(self, timing: CaptureTiming) -> None:
         """All chunks are handed over: serialise the objects, seal, and tell."""
@@ -127,7 +147,7 @@ class SaveLink:
             return
         self.begin()
         seal = Seal(
-            save=self._number, objects=objects, items=items, metrics=metrics, metadata=metadata
+            save=self.number, objects=objects, items=items, metrics=metrics, metadata=metadata
         )
         # Sealed first: once somebody is told "captured", the death of the trainer loses nothing.
         # The lock keeps the flusher's answer from overtaking that.
@@ -140,7 +160,7 @@ class SaveLink:
         with self._beginning:
             self._dropped = True
         self._parts = _spent
-        self._client.drop(self._number, error, begun=self._begun)
+        self._client.drop(self.number, error, begun=self._begun)
 
 
 def _spent() -> NoReturn:
@@ -161,6 +181,7 @@ class Client:
         self._dead: LaststepError | None = None
         self._closing = False
         self._continues: Continue | None = None
+        self._told_no_metric = False
         self._start()
 
     @property
@@ -194,14 +215,20 @@ class Client:
         self.send(continues)
 
     def begin(
-        self, plan: SavePlan, handle: SaveHandle, parts: SealParts, *, overwrite: bool
+        self,
+        plan: SavePlan,
+        handle: SaveHandle,
+        parts: SealParts,
+        *,
+        overwrite: bool,
+        role: Role = "alone",
     ) -> SaveLink:
         """Enter a save; its chunks may follow. Raises if the flusher is gone."""
         with self._lock:
             if self._dead is not None:
                 raise self._dead
             self._count += 1
-            link = SaveLink(self, self._count, handle, plan, parts, overwrite=overwrite)
+            link = SaveLink(self, self._count, handle, plan, parts, overwrite=overwrite, role=role)
             self._links[self._count] = link
         return link
 
@@ -288,11 +315,19 @@ class Client:
             self._pool.slots.release(message.slots)
         elif isinstance(message, Removed):
             self._bus.emit(Pruned(step=message.step, folder=message.folder))
+        elif isinstance(message, NoMetric):
+            if not self._told_no_metric:  # it comes after every commit until one has it
+                self._told_no_metric = True
+                self._bus.emit(MetricMissing(reason=message.reason))
         elif isinstance(message, Progress):
             link = self._links.get(message.save)
             if link is not None:
                 self._bus.emit(Written(step=link.handle.step, done_bytes=message.done_bytes,
                                        size_bytes=link.size_bytes))  # fmt: skip
+        elif isinstance(message, Begun):
+            link = self._links.get(message.save)
+            if link is not None:
+                link.place = message
         elif isinstance(message, Flushed):
             self._flushed(message)
         elif isinstance(message, Decided):
@@ -311,6 +346,7 @@ class Client:
             report = link.handle.report
         report.durable_s, report.size_bytes = link.handle.since_began_s(), message.size_bytes
         report.opened_s, report.written_s = message.opened_s, message.written_s
+        link.files = message.files
         link.handle.durable.reach()
         self._bus.emit(
             Durable(step=link.handle.step, size_bytes=message.size_bytes, seconds=report.durable_s)

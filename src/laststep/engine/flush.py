@@ -127,7 +127,7 @@ class SaveFlush:
             self._write_aligned(file.writer, plan.region_bytes + at, joined)
         header = Header(
             item=plan.item, tensors=plan.entries, objects=tuple(entries),
-            tensor_bytes=plan.tensor_bytes, blocks=bytes(file.digests),
+            tensor_bytes=plan.tensor_bytes, blocks=bytes(file.digests), parts=plan.parts,
         )  # fmt: skip
         region = encode_header(header, region_bytes=plan.region_bytes)
         self._write_aligned(file.writer, 0, region)

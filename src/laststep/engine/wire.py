@@ -11,12 +11,12 @@ import select
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from laststep.format.header import TensorEntry
-from laststep.format.manifest import ItemRecord
+from laststep.format.header import PartEntry, TensorEntry
+from laststep.format.manifest import FileRecord, ItemRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +45,12 @@ class FileBegin(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     tensor_bytes: int
     has_objects: bool
     entries: tuple[TensorEntry, ...]
+    parts: dict[str, PartEntry] = {}
+
+
+Role = Literal["alone", "first", "member"]
+"""Who decides: the writer itself where it is alone; in a job the trainers of all ranks agree, and
+the first rank's flusher carries it out."""
 
 
 class Begin(_Message, frozen=True, kw_only=True):
@@ -54,6 +60,16 @@ class Begin(_Message, frozen=True, kw_only=True):
     step: int
     overwrite: bool
     files: tuple[FileBegin, ...]
+    role: Role = "alone"
+
+
+class Located(_Message, frozen=True, kw_only=True):
+    """Where the first rank has begun the save that this member takes part in."""
+
+    save: int
+    epoch: int
+    attempt: int
+    folder: str
 
 
 class Filled(NamedTuple):
@@ -81,6 +97,17 @@ class Seal(_Message, frozen=True, kw_only=True):
     items: tuple[ItemRecord, ...]
     metrics: bytes
     metadata: bytes
+
+
+class Decide(_Message, frozen=True, kw_only=True):
+    """What the ranks of a job agreed on: to commit with these items and files, or, with a reason,
+    to give the save up."""
+
+    save: int
+    reason: str | None = None
+    items: tuple[ItemRecord, ...] = ()
+    files: tuple[FileRecord, ...] = ()
+    ranks: int = 1
 
 
 class Drop(_Message, frozen=True, kw_only=True):
@@ -111,6 +138,15 @@ class Freed(_Message, frozen=True, kw_only=True):
     slots: list[int]
 
 
+class Begun(_Message, frozen=True, kw_only=True):
+    """The first rank's flusher has made the folder of a job's save."""
+
+    save: int
+    epoch: int
+    attempt: int
+    folder: str
+
+
 class Progress(_Message, frozen=True, kw_only=True):
     save: int
     done_bytes: int
@@ -125,6 +161,7 @@ class Flushed(_Message, frozen=True, kw_only=True):
     """From here on counted from the save's announcement: files made, bytes written, all durable."""
     written_s: float
     seconds: float
+    files: tuple[FileRecord, ...] = ()
 
 
 class Decided(_Message, frozen=True, kw_only=True):
@@ -150,14 +187,20 @@ class Removed(_Message, frozen=True, kw_only=True):
     folder: str
 
 
+class NoMetric(_Message, frozen=True, kw_only=True):
+    """Retention found that no checkpoint has the metric by which the best are to be kept."""
+
+    reason: str
+
+
 class Ready(_Message, frozen=True, kw_only=True):
     """The flusher runs."""
 
     pid: int
 
 
-ToFlusher = Begin | Chunks | Seal | Drop | Continue | Bye
-ToTrainer = Freed | Progress | Flushed | Decided | Failed | Removed | Ready
+ToFlusher = Begin | Located | Chunks | Seal | Decide | Drop | Continue | Bye
+ToTrainer = Begun | Freed | Progress | Flushed | Decided | Failed | Removed | NoMetric | Ready
 
 _LENGTH = struct.Struct("<Q")
 _LIMIT_BYTES = 4 << 30

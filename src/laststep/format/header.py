@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
@@ -54,6 +54,15 @@ class TensorEntry(NamedTuple):
     stop: int
 
 
+class PartEntry(NamedTuple):
+    """What an entry is that holds not a whole tensor but a box of one: the tensor's name and shape,
+    and the first index of the box; its own shape is the entry's."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectEntry:
     """A serialised object, its place in the data and the digest of its bytes."""
@@ -73,6 +82,8 @@ class Header:
     objects: tuple[ObjectEntry, ...]
     tensor_bytes: int
     blocks: bytes
+    parts: dict[str, PartEntry] = field(default_factory=dict)
+    """By the name of their entries."""
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_OFFSET)]
@@ -98,6 +109,7 @@ class _Laststep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     objects: dict[str, str]
     dtypes: dict[str, tuple[str, tuple[_Size, ...]]]
     codec: Literal["raw"] = "raw"
+    parts: dict[str, PartEntry] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,6 +126,7 @@ def reserve_bytes(
     tensors: Sequence[TensorEntry],
     object_names: Iterable[str],
     tensor_bytes: int,
+    parts: dict[str, PartEntry] | None = None,
 ) -> int:
     """The most that the header region of such a file can take, whatever its objects come to."""
     widest = _MAX_OFFSET  # no offset has more digits
@@ -123,8 +136,9 @@ def reserve_bytes(
     )
     blocks = bytes(_block_count(tensor_bytes) * DIGEST_BYTES)
     header = Header(
-        item=item, tensors=tuple(tensors), objects=objects, tensor_bytes=tensor_bytes, blocks=blocks
-    )
+        item=item, tensors=tuple(tensors), objects=objects, tensor_bytes=tensor_bytes,
+        blocks=blocks, parts=parts or {},
+    )  # fmt: skip
     region_bytes = align_up(_LENGTH_BYTES + len(_json_of(header)), ALIGN_BYTES)
     if region_bytes > MAX_HEADER_BYTES:
         raise Usage(
@@ -176,6 +190,7 @@ def _json_of(header: Header) -> bytes:
         blocks=base64.b64encode(header.blocks).decode("ascii"),
         objects={stored.name: stored.digest.hex() for stored in header.objects},
         dtypes=dtypes,
+        parts=header.parts or msgspec.UNSET,
     )
     try:
         entries[_METADATA] = _Metadata(laststep=msgspec.json.encode(document).decode())
@@ -210,6 +225,7 @@ def _problem(header: Header) -> str | None:
         _tensor_problem(header.tensors, header.tensor_bytes)
         or _object_problem(header.objects, header.tensor_bytes)
         or _block_problem(header)
+        or _part_problem(header)
     )
 
 
@@ -266,6 +282,24 @@ def _block_problem(header: Header) -> str | None:
     return f"{len(header.blocks)} bytes of block digests where {wanted} are due"
 
 
+def _part_problem(header: Header) -> str | None:
+    """Why these parts are not boxes of larger tensors, in words, or None."""
+    if not header.parts:
+        return None
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    for name, part in header.parts.items():
+        shape = shapes.get(name)
+        if shape is None:
+            return f"a part {name!r} that is no tensor of the file"
+        fits = len(shape) == len(part.shape) == len(part.start) and all(
+            start >= 0 and start + size <= whole <= _MAX_OFFSET
+            for start, size, whole in zip(part.start, shape, part.shape, strict=True)
+        )
+        if not fits or not part.tensor:
+            return f"{name!r}, of shape {list(shape)}, as the part {part}"
+    return None
+
+
 # --- decoding ---------------------------------------------------------------------------------
 
 
@@ -294,6 +328,7 @@ def decode_header(region: bytes | memoryview, *, data_bytes: int, where: str) ->
         objects=objects,
         tensor_bytes=document.tensor_bytes,
         blocks=_blocks(document.blocks, where),
+        parts={} if document.parts is msgspec.UNSET else document.parts,
     )
     problem = _problem(header)
     if problem is not None:

@@ -37,23 +37,30 @@ _DIGEST_TEXT_BYTES = len(DIGEST_NAME) + 1 + 32
 _SUFFIX = ".safetensors"
 
 
-class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A data file: its size, and the length and digest of its header region."""
+class FileRecord(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A data file: its size, the length and digest of its header region, and who wrote it."""
 
     name: str
     size_bytes: _Count
     header_bytes: _Count
     header_digest: str
+    rank: _Count = 0
 
 
-class ItemRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An item: the kind of provider that wrote it, and the file that holds its tensors."""
+class ItemRecord(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """An item: the kind of provider that wrote it, and the (first) file that holds its tensors;
+    `per_rank` if every rank has a state of its own."""
 
     name: str
     kind: str
     file: str
     tensors: _Count
     size_bytes: _Count
+    per_rank: bool = False
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +80,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     metadata: object = None
     continues: str | None = None
     references: tuple[str, ...] = ()
+    ranks: int = 1
+    """How many ranks wrote it."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +109,7 @@ class _CommitDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     metadata: msgspec.Raw
     continues: str | None
     references: tuple[str, ...]
+    ranks: _Count | msgspec.UnsetType = msgspec.UNSET
 
 
 class _AbortDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -208,6 +218,7 @@ def _document_of(decision: Commit | Abort) -> _CommitDocument | _AbortDocument:
         metadata=msgspec.Raw(objects.encode(decision.metadata)),
         continues=decision.continues,
         references=decision.references,
+        ranks=decision.ranks if decision.ranks != 1 else msgspec.UNSET,
     )
 
 
@@ -249,6 +260,7 @@ def _commit_of(document: _CommitDocument, where: str) -> Commit:
         metadata=objects.decode(bytes(document.metadata), where=f"metadata of {where}"),
         continues=document.continues,
         references=document.references,
+        ranks=1 if document.ranks is msgspec.UNSET else document.ranks,
     )
 
 
@@ -262,7 +274,11 @@ def _problem(commit: Commit) -> tuple[str, str] | None:
             return "the name of a checkpoint's folder", repr(folder)
     if not _all_differ(commit.references):
         return "folders that differ", "one twice"
+    if commit.ranks < 1:
+        return "a number of ranks", str(commit.ranks)
     for record in commit.files:
+        if record.rank >= commit.ranks:
+            return f"a rank below {commit.ranks} for {record.name}", str(record.rank)
         problem = _file_problem(record)
         if problem is not None:
             return problem

@@ -8,10 +8,10 @@ plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.format.header import TensorEntry, reserve_bytes
+from laststep.format.header import PartEntry, TensorEntry, reserve_bytes
 from laststep.terms import DTYPES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class ItemSpec:
     kind: str
     standalone: bool
     pieces: tuple[Piece, ...]
+    per_rank: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -60,6 +61,7 @@ class FilePlan:
     object_names: tuple[str, ...]
     tensor_bytes: int
     region_bytes: int
+    parts: dict[str, PartEntry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +78,12 @@ class SavePlan:
         return sum(file.tensor_bytes for file in self.files)
 
 
-def plan_save(items: tuple[ItemSpec, ...]) -> SavePlan:
-    """Place every piece of every item, and every item's tree, into files."""
+def plan_save(
+    items: tuple[ItemSpec, ...], *, rank: int | None = None, trees: frozenset[str] | None = None
+) -> SavePlan:
+    """Place every piece of every item, and the trees of these items (None: of all), into files.
+    In a job of several ranks, `rank` tells the files of each from the others'."""
+    mine = "" if rank is None else f"-r{rank:05d}"
     files: list[FilePlan] = []
     file_of: dict[str, str] = {}
     shared: list[tuple[int, int]] = []
@@ -85,20 +91,22 @@ def plan_save(items: tuple[ItemSpec, ...]) -> SavePlan:
         refs = [(index, piece) for piece in range(len(item.pieces))]
         if not (item.standalone and refs) and item.size_bytes < OWN_FILE_BYTES:
             shared += refs
-            file_of[item.name] = f"{SHARED_FILE}.safetensors"
+            file_of[item.name] = f"{SHARED_FILE}{mine}.safetensors"
             continue
         groups = _split(refs, items)
         for number, group in enumerate(groups):
             suffix = f"-{number + 1:05d}" if len(groups) > 1 else ""
-            file = _place(f"{item.name}{suffix}.safetensors", item.name, group, items, ())
+            file = _place(f"{item.name}{mine}{suffix}.safetensors", item.name, group, items, ())
             files.append(file)
             file_of.setdefault(item.name, file.name)
-    trees = tuple(f"{item.name}/{TREE_NAME}" for item in items)
-    groups = _split(shared, items) or [[]]
+    names = tuple(
+        f"{item.name}/{TREE_NAME}" for item in items if trees is None or item.name in trees
+    )
+    groups = _split(shared, items) or ([[]] if names else [])
     for number, group in enumerate(groups):
         suffix = f"-{number + 1:05d}" if number else ""
-        name = f"{SHARED_FILE}{suffix}.safetensors"
-        files.append(_place(name, None, group, items, trees if number == 0 else ()))
+        name = f"{SHARED_FILE}{mine}{suffix}.safetensors"
+        files.append(_place(name, None, group, items, names if number == 0 else ()))
     return SavePlan(items=items, files=tuple(files), file_of=file_of)
 
 
@@ -132,6 +140,7 @@ def _place(
         alike.setdefault((spec.device, spec.dtype), []).append((index, number, spec))
     placed: list[Placed] = []
     entries: list[TensorEntry] = []
+    parts: dict[str, PartEntry] = {}
     offset = 0
     for key in sorted(alike, key=lambda key: (-DTYPES[key[1]].size_bytes, *key)):
         for index, number, spec in alike[key]:
@@ -139,12 +148,16 @@ def _place(
             name_in_file = spec.name if item is not None else f"{items[index].name}/{spec.name}"
             placed.append(Placed(index, number, offset, stop))
             entries.append(TensorEntry(name_in_file, key[1], spec.shape, offset, stop))
+            if spec.part is not None:
+                parts[name_in_file] = PartEntry(*spec.part)
             offset = stop
     fixed = tuple(entries)
-    region = reserve_bytes(item=item, tensors=fixed, object_names=object_names, tensor_bytes=offset)
+    region = reserve_bytes(
+        item=item, tensors=fixed, object_names=object_names, tensor_bytes=offset, parts=parts
+    )
     return FilePlan(
         name=name, item=item, placed=tuple(placed), entries=fixed, object_names=object_names,
-        tensor_bytes=offset, region_bytes=region,
+        tensor_bytes=offset, region_bytes=region, parts=parts,
     )  # fmt: skip
 
 
@@ -153,13 +166,22 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._plan: SavePlan | None = None
+        self._trees: frozenset[str] | None = None
 
     @property
     def last_bytes(self) -> int:
         """The size of the last plan; 0 before the first."""
         return 0 if self._plan is None else self._plan.tensor_bytes
 
-    def plan(self, items: tuple[ItemSpec, ...]) -> SavePlan:
-        if self._plan is None or self._plan.items != items:
-            self._plan = plan_save(items)
-        return self._plan
+    def plan(
+        self,
+        items: tuple[ItemSpec, ...],
+        *,
+        rank: int | None = None,
+        trees: frozenset[str] | None = None,
+    ) -> SavePlan:
+        known = self._plan
+        if known is None or known.items != items or self._trees != trees:
+            known = self._plan = plan_save(items, rank=rank, trees=trees)
+            self._trees = trees
+        return known

@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laststep.errors import Usage
 
@@ -370,6 +370,29 @@ class Flat:
 
 
 Layout = Sharded | Flat
+
+_Plain = tuple[object, ...]
+
+
+def to_plain(layout: Layout) -> _Plain:
+    """A layout as nested tuples of numbers and strings, for a table and its digest."""
+    mesh = (layout.mesh.names, layout.mesh.sizes, layout.mesh.strides, layout.mesh.base,
+            layout.mesh.listed)  # fmt: skip
+    if isinstance(layout, Flat):
+        return "flat", layout.shape, mesh, layout.axes, layout.offset, layout.total
+    cuts = tuple((p.dim, p.after) if isinstance(p, Shard) else () for p in layout.placements)
+    return "sharded", layout.shape, mesh, cuts
+
+
+def from_plain(plain: Sequence[Any]) -> Layout:
+    """The layout again; raises what Python raises on something else."""
+    kind, shape, (names, sizes, strides, base, listed), *rest = plain
+    mesh = Mesh(tuple(names), tuple(sizes), tuple(strides), base, tuple(listed))
+    if kind == "flat":
+        axes, offset, total = rest
+        return Flat(tuple(shape), mesh, tuple(axes), offset, total)
+    (cuts,) = rest
+    return Sharded(tuple(shape), mesh, tuple(Shard(*cut) if cut else Replicate() for cut in cuts))
 
 
 def covers_once(shape: Index, boxes: Sequence[Box]) -> bool:

@@ -18,6 +18,9 @@ from laststep.state.stored import StoredItem, TensorSpec
 from laststep.state.tensors import (
     DTYPE_NAMES,
     allocate,
+    is_dtensor,
+    laid_of,
+    like,
     open_view,
     repeats_itself,
     revive,
@@ -29,7 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from torch.distributed.tensor import DTensor
 
+    from laststep.state.layouts import Layout
     from laststep.state.pieces import Collected
 
 
@@ -49,6 +54,8 @@ class Match:
     """Whether these go, so that the dicts become what was stored; else they stay."""
     reads: dict[str, torch.Tensor] = field(default_factory=dict)
     """Stored tensor → contiguous memory that its bytes are read into."""
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    """How those lie of which this rank takes a part; the memory in `reads` is of that part."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(to, from), after all reads."""
     values: dict[str, object] = field(default_factory=dict)
@@ -56,6 +63,8 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
+    """Stored state for which there is nothing live, in words."""
 
     def tree(self, *, allow_pickle: bool) -> object:
         """The loaded state; after the reads and copies."""
@@ -102,6 +111,10 @@ def match_item(
         if selected is None or any(map(selected, below)):
             match.foreign += (path,)
             match.mismatched.append(why)
+    for path, why in provider.lacks(_outline(item)).items():
+        match.foreign += (path,)
+        if selected is None:
+            match.lacking.append(why)
     names = [name for name in item.names() if selected is None or selected(name)]
     if match.foreign:
         names = [name for name in names if not lies_under(path_of(name), match.foreign)]
@@ -145,13 +158,13 @@ def _pair(match: Match, names: list[str], state: State, live: Collected) -> list
                 fresh.append(name)
             else:
                 match.unexpected.append(name)
-        elif _differs(match, name, target):
+        elif _differs(match, name, target, live):
             continue
         else:
             in_place.setdefault(match.item.source_of(name), []).append((name, target))
     _refuse_new_ties(match, in_place, live)
     for source, targets in in_place.items():
-        _place_live(match, source, targets)
+        _place_live(match, source, targets, live)
     return fresh
 
 
@@ -165,9 +178,11 @@ def _refuse_foreign(match: Match, live: Collected) -> None:
             match.mismatched.append(f"{show_path(path)} {text}" if path else text)
 
 
-def _differs(match: Match, name: str, target: torch.Tensor) -> bool:
+def _differs(match: Match, name: str, target: torch.Tensor, live: Collected) -> bool:
     spec = match.item.spec_of(name)
-    found = TensorSpec(DTYPE_NAMES[target.dtype], tuple(target.shape))
+    layout = live.layouts.get(name)
+    shape = tuple(target.shape) if layout is None else layout.shape
+    found = TensorSpec(DTYPE_NAMES[target.dtype], shape)
     if spec != found:
         match.mismatched.append(
             f"{name}: stored {spec.dtype}{list(spec.shape)}, live {found.dtype}{list(found.shape)}"
@@ -200,8 +215,13 @@ def _refuse_new_ties(
         del in_place[source]
 
 
-def _place_live(match: Match, source: str, targets: list[tuple[str, torch.Tensor]]) -> None:
+def _place_live(
+    match: Match, source: str, targets: list[tuple[str, torch.Tensor]], live: Collected
+) -> None:
     """Read straight into one live tensor where it has the stored form, and copy on from there."""
+    if any(name in live.layouts for name, _ in targets):
+        _place_parts(match, source, targets, live)
+        return
     spec = match.item.tensors[source]
     plain = [t for name, t in targets if match.item.view_of(name) is None and t.is_contiguous()]
     landing = plain[0] if plain else allocate(spec.dtype, spec.shape, str(targets[0][1].device))
@@ -214,6 +234,25 @@ def _place_live(match: Match, source: str, targets: list[tuple[str, torch.Tensor
             match.copies.append((target, origin))
 
 
+def _place_parts(
+    match: Match, source: str, targets: list[tuple[str, torch.Tensor]], live: Collected
+) -> None:
+    """Read the part that this rank holds; all names of it must lie alike."""
+    first, target = targets[0]
+    layout = live.layouts.get(first)
+    for name, other in targets:
+        alike = live.layouts.get(name) == layout and match.item.view_of(name) is None
+        if layout is None or not alike or not other.is_contiguous():
+            match.mismatched.append(f"{name}: lies otherwise over the ranks than {first}")
+            return
+        match.values[name] = live.owners.get(name, other)
+        if other is not target and not same_memory(other, target):
+            match.copies.append((other, target))
+    match.reads[source] = target
+    if layout is not None:
+        match.layouts[source] = layout
+
+
 def _allocate_fresh(
     match: Match, names: list[str], provider: StateProvider, live: Collected
 ) -> None:
@@ -221,7 +260,27 @@ def _allocate_fresh(
     chosen = dict(zip(names, devices, strict=True))
     for name in _replaced(live.tree).intersection(names):
         chosen[name] = str(live.tensors[name].device)
+    models = provider.models([path_of(name) for name in names])
+    for name, model in zip(names, models, strict=True):
+        if is_dtensor(model) and match.item.view_of(name) is None:
+            _place_like(match, name, model)  # type: ignore[arg-type]
+            chosen.pop(name)
     _place_fresh(match, chosen)
+
+
+def _place_like(match: Match, name: str, model: DTensor) -> None:
+    """New memory for a tensor that is to lie over the ranks as another one does."""
+    source = match.item.source_of(name)
+    spec = match.item.tensors[source]
+    if spec.shape != tuple(model.shape):
+        _place_fresh(match, {name: str(model.device)})
+        return
+    if source not in match.reads:
+        local = laid_of(model, name)
+        shape = tuple(local.local.shape)
+        match.reads[source] = allocate(spec.dtype, shape, str(local.local.device))
+        match.layouts[source] = local.layout
+    match.values[name] = like(model, match.reads[source])
 
 
 def _replaced(tree: object) -> set[str]:

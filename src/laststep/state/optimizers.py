@@ -57,8 +57,7 @@ class OptimizerProvider(StateProvider):
         for group in self._optimizer.param_groups:
             options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
             groups.append({
-                "params": [names[id(p)] for p in group["params"]],
-                "forms": [_form(p) for p in group["params"]],
+                "params": {names[id(p)]: _form(p) for p in group["params"]},
                 "options": options,
             })  # fmt: skip
         others = {key: value for key, value in state.items() if id(key) not in names}
@@ -83,24 +82,39 @@ class OptimizerProvider(StateProvider):
             return [f"was stored by position, as torch's state_dict() has it; {how}"]
         if not _is_ours(stored):
             return ["is not the state of an optimizer"]
-        theirs = [list(group["params"]) for group in stored["groups"]]
+        theirs = _group_of(stored)
         names = self._named()
-        ours = [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
+        groups = self._optimizer.param_groups
+        ours = {names[id(p)]: number for number, g in enumerate(groups) for p in g["params"]}
         problems = []
-        if len(ours) != len(theirs):
-            problems.append(f"has {len(ours)} parameter groups, stored are {len(theirs)}")
-        flat_ours = {name for group in ours for name in group}
-        flat_theirs = {name for group in theirs for name in group}
+        if len(groups) != len(stored["groups"]):
+            problems.append(
+                f"has {len(groups)} parameter groups, stored are {len(stored['groups'])}"
+            )
         problems += [
-            f"has no stored state for its parameter {n}" for n in sorted(flat_ours - flat_theirs)
+            f"has no stored state for its parameter {n}" for n in sorted(ours.keys() - theirs)
         ]
-        problems += [
-            f"does not have the parameter {n}, whose state is stored"
-            for n in sorted(flat_theirs - flat_ours)
-        ]
-        if not problems and [set(g) for g in ours] != [set(g) for g in theirs]:
+        if not problems and any(theirs[name] != number for name, number in ours.items()):
             problems.append("has its parameters in other groups than the stored one")
         return problems
+
+    def lacks(self, stored: object) -> dict[Path, str]:
+        if not _is_ours(stored):
+            return {}
+        ours = set(self._named().values())
+        return {
+            ("state", name): f"does not have the parameter {name}, whose state is stored"
+            for name in sorted(_group_of(stored).keys() - ours)
+        }
+
+    def models(self, paths: list[Path]) -> list[object]:
+        """State lies as its parameter does."""
+        parameters: dict[object, object] = {name: p for p, name, _ in self._walk()}
+        of_state = [path[:1] == ("state",) and len(path) > 2 for path in paths]
+        return [
+            parameters.get(path[1]) if one else None
+            for path, one in zip(paths, of_state, strict=True)
+        ]
 
     def refuses(self, stored: object) -> dict[Path, str]:
         """State of parameters of another form: moments are of the parameter's own, and a fused step
@@ -110,7 +124,7 @@ class OptimizerProvider(StateProvider):
         live = {name: _form(parameter) for parameter, name, _ in self._walk()}
         found: dict[Path, str] = {}
         for group in stored["groups"]:
-            for name, theirs in zip(group["params"], group.get("forms", ()), strict=False):
+            for name, theirs in group["params"].items():
                 ours = live.get(name, theirs)
                 if ours != theirs:
                     found["state", name] = f"state of {name}: stored for {theirs}, live is {ours}"
@@ -199,7 +213,16 @@ def _form_of(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 def _is_ours(stored: object) -> TypeGuard[dict[str, Any]]:
-    return isinstance(stored, dict) and {"state", "groups"} <= set(stored)
+    return (
+        isinstance(stored, dict)
+        and {"state", "groups"} <= set(stored)
+        and all(isinstance(group["params"], dict) for group in stored["groups"])
+    )
+
+
+def _group_of(stored: dict[str, Any]) -> dict[str, int]:
+    """The number of the group of each parameter whose state is stored."""
+    return {name: number for number, g in enumerate(stored["groups"]) for name in g["params"]}
 
 
 def _set_option(group: dict[str, object], key: str, entry: object) -> None:

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from laststep.state.layouts import Layout
+
 Shape = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """What a piece is that is not a whole tensor but a box of one."""
+
+    tensor: str
+    shape: Shape
+    start: Shape
 
 
 class Piece(NamedTuple):
@@ -26,6 +36,7 @@ class Piece(NamedTuple):
     contiguous: bool
     volatile: bool
     """Whether a forward pass may change it (BatchNorm's statistics): then it is never lazy."""
+    part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,3 +63,7 @@ class Collected:
     views: dict[str, View] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Every tensor by its name, those that share bytes included; opaque like `sources`."""
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    """How those lie that this rank holds a part of; `tensors` and `sources` have that part."""
+    owners: dict[str, object] = field(default_factory=dict)
+    """The live object of each of those, to be handed over when its part has been restored."""

@@ -69,6 +69,13 @@ class StateProvider(ABC):
     cheap: bool = False
     """Whether `describe` may be called once more than there are saves, to prepare the first one."""
 
+    per_rank: bool = False
+    """Whether in a job of several ranks each has a state of its own, such as its place in the data;
+    else ranks that hold the same tensors hold the same state, and it is stored once."""
+    when_ranks_change: str = "refuse"
+    """What becomes of such a state in a job of another number of ranks: `keep` (a rank takes that
+    of its number, if there is one), `drop` (with a warning), or `refuse`."""
+
     @abstractmethod
     def describe(self) -> State:
         """The state now. Called on the training thread in `save()`: MUST be quick, and MUST NOT
@@ -87,6 +94,16 @@ class StateProvider(ABC):
         """Parts of a stored tree that must be left alone, each with why, in words: what would be
         restored from them does not fit something that they do not hold themselves."""
         return {}
+
+    def lacks(self, stored: object) -> dict[Path, str]:
+        """Parts of a stored tree for which there is nothing live, each with why, in words: they are
+        left alone. On one rank that does not fit, unless another rank has use for them."""
+        return {}
+
+    def models(self, paths: list[Path]) -> list[object]:
+        """For stored tensors without a live counterpart: live ones that they are to lie like over
+        the ranks of a job, or None."""
+        return [None] * len(paths)
 
     def devices(self, paths: list[Path]) -> list[str]:
         """Where stored tensors without a live counterpart are to be put."""

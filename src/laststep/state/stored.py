@@ -11,7 +11,7 @@ from typing import NamedTuple
 from laststep.codecs import objects
 from laststep.errors import Corrupt
 from laststep.state.pieces import Collected, Shape, View
-from laststep.state.tree import tensor_names
+from laststep.state.tree import merge_trees, tensor_names
 from laststep.terms import DTYPES
 
 
@@ -64,19 +64,25 @@ def encode_item(collected: Collected) -> bytes:
 
 
 def decode_item(
-    data: bytes, *, name: str, kind: str, tensors: dict[str, TensorSpec], where: str
+    trees: list[tuple[bytes, str]], *, name: str, kind: str, tensors: dict[str, TensorSpec]
 ) -> StoredItem:
-    """The item again; `Corrupt` where it refers to tensors that are not there."""
-    plain = objects.decode(data, where=where)
-    if not isinstance(plain, dict) or set(plain) != {"tree", "ties", "views"}:
-        raise Corrupt(
-            "the tree of an item is malformed", where=where, expected="tree, ties and views"
-        )
-    ties = _ties(plain["ties"], where)
-    views = {key: _view(entry, where) for key, entry in _dict(plain["views"], where).items()}
-    item = StoredItem(
-        name=name, kind=kind, tree=plain["tree"], ties=ties, views=views, tensors=tensors
-    )
+    """The item again, from its trees and where they lie: one, or several where ranks had different
+    parts of it. `Corrupt` where they refer to tensors that are not there."""
+    tree: object = None
+    ties: dict[str, str] = {}
+    views: dict[str, View] = {}
+    for number, (data, where) in enumerate(trees):
+        plain = objects.decode(data, where=where)
+        if not isinstance(plain, dict) or set(plain) != {"tree", "ties", "views"}:
+            raise Corrupt(
+                "the tree of an item is malformed", where=where, expected="tree, ties and views"
+            )
+        tree = plain["tree"] if number == 0 else merge_trees(tree, plain["tree"])
+        ties.update(_ties(plain["ties"], where))
+        entries = _dict(plain["views"], where).items()
+        views.update({key: _view(entry, where) for key, entry in entries})
+    where = trees[0][1]
+    item = StoredItem(name=name, kind=kind, tree=tree, ties=ties, views=views, tensors=tensors)
     for leaf in item.names():
         source = item.source_of(leaf)
         if source not in tensors:

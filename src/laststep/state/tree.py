@@ -199,3 +199,19 @@ def show_path(path: Path) -> str:
     for key in path[1:]:
         text += f"[{key!r}]"
     return text
+
+
+def merge_trees(one: object, other: object) -> object:
+    """What two ranks hold of one item: the entries of both. Where they contradict each other, as
+    the settings of two stages may, the first holds."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        merged = dict(one)
+        for key, value in other.items():
+            merged[key] = merge_trees(one[key], value) if key in one else value
+        return type(one)(merged)
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [merge_trees(a, b) for a, b in zip(one, other, strict=True)]
+    if isinstance(one, Tagged) and isinstance(other, Tagged) and one.tag == other.tag == OWNED:
+        first, second = owned(one), owned(other)
+        return Tagged(OWNED, [first.owner, merge_trees(first.state, second.state)])
+    return one

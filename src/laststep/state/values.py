@@ -102,6 +102,8 @@ class RNG(StateProvider):
     kind = "rng"
     cheap = True
     passive = True
+    per_rank = True
+    when_ranks_change = "keep"
 
     def describe(self) -> State:
         value = {"python": random.getstate(), "numpy": _numpy_state(), "torch": torch_rng_states()}

@@ -121,7 +121,8 @@ class DirectoryStore:
             raise failed("read", path, error) from error
 
     def free_bytes(self) -> int | None:
-        """Room left for this user where the root is, or will be."""
+        """Room left for this user where the root is, or will be; None where the filesystem counts
+        no blocks, as /proc: its 0 does not mean that it is full."""
         path = self._root
         while not os.path.exists(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
@@ -129,7 +130,7 @@ class DirectoryStore:
             status = os.statvfs(path)
         except OSError as error:
             raise failed("ask for free room", path, error) from error
-        return status.f_bavail * status.f_frsize
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
 
     # Small files and folders
 

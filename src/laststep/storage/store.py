@@ -109,7 +109,7 @@ class Store(Protocol):
         """Whether a live process holds that lock (False where the file is absent)."""
 
     def free_bytes(self) -> int | None:
-        """Room left, or None where the place has no such notion."""
+        """Room left, or None where the place has no such notion: never 0 for want of a count."""
 
 
 class Lock(Protocol):

@@ -94,9 +94,10 @@ class Capturer:
             self.cancel(early)
             early = None
         layout = self._lower(plan, self._choose(pieces)) if early is None else early.layout
-        job = Job(layout=layout, sources=sources, pieces=pieces, sink=sink, began_s=began)
+        job = Job(plan=plan, layout=layout, sources=sources, pieces=pieces, sink=sink,
+                  began_s=began)  # fmt: skip
         try:
-            job = self._stage_or_choose_again(job, plan, early)
+            job = self._stage_or_choose_again(job, early)
             self._remember(job.layout, job.sources)
             lazily = [device for device in job.layout.direct if device != "cpu"]
             host_lazy = lazy and self._mode is Capture.LAZY and "cpu" in job.layout.direct
@@ -118,7 +119,7 @@ class Capturer:
         job.timing.stall_s = time.perf_counter() - began
         return job
 
-    def _stage_or_choose_again(self, job: Job, plan: SavePlan, early: Early | None) -> Job:
+    def _stage_or_choose_again(self, job: Job, early: Early | None) -> Job:
         """Stage; where training has taken what was set aside, choose anew with what there is."""
         try:
             self._stage(job, early)
@@ -126,9 +127,9 @@ class Capturer:
             self._forget_staging(job)
             if self._mode is not Capture.AUTO:
                 raise
-            layout = self._lower(plan, self._choose(job.pieces))
-            job = Job(layout=layout, sources=job.sources, pieces=job.pieces, sink=job.sink,
-                      began_s=job.began_s)  # fmt: skip
+            layout = self._lower(job.plan, self._choose(job.pieces))
+            job = Job(plan=job.plan, layout=layout, sources=job.sources, pieces=job.pieces,
+                      sink=job.sink, began_s=job.began_s)  # fmt: skip
             self._stage(job, None)
         return job
 

@@ -6,6 +6,7 @@ events, which anybody may wait for. The first error wins and is final.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from laststep.engine.copy.layout import ChunkLayout, Layout
     from laststep.engine.wire import Filled
     from laststep.errors import LaststepError
+    from laststep.plan.save import SavePlan
     from laststep.state.pieces import Piece
 
 
@@ -68,9 +70,11 @@ class _Nobody:
 class Job:
     """A capture; see the module for who owns what when."""
 
+    plan: SavePlan
     layout: Layout
     sources: Sequence[torch.Tensor]
     pieces: Sequence[Piece]
+    """Those of the plan's items, in their order."""
     sink: Sink
     began_s: float
     timing: CaptureTiming = field(default_factory=CaptureTiming)
@@ -130,6 +134,11 @@ class Job:
         self.before.clear()
         self.host_before.clear()
         self.aside.clear()
+
+    def full_name(self, piece: int) -> str:
+        """A piece as a person knows it: `item/name`."""
+        names = (f"{item.name}/{one.name}" for item in self.plan.items for one in item.pieces)
+        return next(itertools.islice(names, piece, None))
 
     def urgent(self) -> bool:
         """Whether training waits, or will: what is staged can take its time."""

@@ -146,17 +146,15 @@ class Mover:
                 same = (before == after[device]).all(dim=1).cpu().tolist()
             pieces = job.layout.direct[device]
             owners = zip(fingerprint.owners, same, strict=True)
-            changed = dict.fromkeys(
-                job.pieces[pieces[owner]].name for owner, ok in owners if not ok
-            )
+            changed = list(dict.fromkeys(pieces[owner] for owner, ok in owners if not ok))
             if changed:
-                raise _torn(list(changed))
+                raise _torn(job, changed)
 
     def _prove_host(self, job: Job, group: Group, target: torch.Tensor) -> None:
         for span, copied in zip(group.spans, windows(target, group), strict=True):
             before = job.host_before.get((span.piece, span.first, span.last))
             if before is not None and host_digest(copied) != before:
-                raise _torn([job.pieces[span.piece].name])
+                raise _torn(job, [span.piece])
 
     def _read_timers(self, job: Job) -> None:
         for device, began in job.staging_began.items():
@@ -167,11 +165,11 @@ def host_digest(flat: torch.Tensor) -> bytes:
     return digest(flat.view(torch.uint8).numpy().data)
 
 
-def _torn(changed: list[str]) -> Torn:
+def _torn(job: Job, changed: list[int]) -> Torn:
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     return Torn(
         "the state changed while it was captured lazily",
-        where=changed[0] + more,
+        where=job.full_name(changed[0]) + more,
         expected="no change between save() and the next optimizer step",
         remedy="later saves of this run block until they are captured; "
         "capture='device' or 'blocking' avoids this one",

@@ -20,10 +20,13 @@ from laststep.state.names import name_of
 from laststep.state.pieces import Collected, Piece, View
 from laststep.state.sharing import Extent, find_overlaps, find_ties
 from laststep.state.tensors.kinds import DTYPE_NAMES, PLAIN_TENSORS, handler_for
+from laststep.state.tensors.laid import Laid, is_dtensor, laid_of
 from laststep.state.tree import NOT_MINE, OWNED, Owned, Path, copy_tree, show_path
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from laststep.state.layouts import Layout
 
 _ARRAYS: Final = frozenset({np.ndarray, np.memmap})
 """Other subclasses, such as masked arrays, hold more than their elements."""
@@ -51,6 +54,8 @@ class Collector:
         self.volatile_names: set[str] = set()
         self.plain: list[tuple[Path, TensorRef, torch.Tensor]] = []
         """The tensors that are stored just as they were met."""
+        self.layouts: dict[str, Layout] = {}
+        self.owners: dict[str, object] = {}
         self._volatile = volatile
         self._allow_pickle = allow_pickle
 
@@ -58,6 +63,8 @@ class Collector:
         kind = type(value)
         if kind in PLAIN_TENSORS or isinstance(value, torch.Tensor):
             return self._take_tensor(path, value)  # type: ignore[arg-type]
+        if kind is Laid:
+            return self._take_laid(path, value, value)  # type: ignore[arg-type]
         if kind in _ARRAYS:
             if value.dtype.newbyteorder("=") not in _ARRAY_DTYPES:  # type: ignore[attr-defined]
                 return NOT_MINE
@@ -119,7 +126,17 @@ class Collector:
         self.plain.append((path, ref, tensor))
         return ref
 
+    def _take_laid(self, path: Path, laid: Laid, owner: object) -> object:
+        ref = self._take_tensor(path, laid.local.detach())
+        if not isinstance(ref, TensorRef):
+            raise Usage("cannot save a part of a tensor that is not plain", where=show_path(path))
+        self.layouts[ref.name] = laid.layout
+        self.owners[ref.name] = owner
+        return ref
+
     def _take_subclass(self, path: Path, tensor: torch.Tensor) -> object:
+        if is_dtensor(tensor):
+            return self._take_laid(path, laid_of(tensor, show_path(path)), tensor)  # type: ignore[arg-type]
         handler = handler_for(type(tensor))
         if handler is not None:
             inner = handler.to_parts(tensor)
@@ -193,7 +210,7 @@ def collect(
 def _remember(cache: CollectCache, collector: Collector, collected: Collected) -> bool:
     """Only what is as simple as it is common: every leaf a plain tensor, no overlapping views."""
     cache.known = []
-    if collected.views or len(collector.plain) != len(collector.tensors):
+    if collected.views or collected.layouts or len(collector.plain) != len(collector.tensors):
         return False
     cache.pieces, cache.ties = collected.pieces, collected.ties
     ties = collected.ties
@@ -225,6 +242,8 @@ def _collected(tree: object, collector: Collector) -> Collected:
         ties=ties,
         views=views,
         tensors=dict(tensors),
+        layouts=collector.layouts,
+        owners=collector.owners,
     )
 
 

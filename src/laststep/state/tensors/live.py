@@ -10,8 +10,10 @@ import torch
 
 from laststep.errors import Usage
 from laststep.state.tensors.kinds import TORCH_DTYPES
+from laststep.state.tensors.laid import unlaid
 
 if TYPE_CHECKING:
+    from laststep.state.layouts import Box
     from laststep.state.pieces import View
 
 
@@ -38,11 +40,13 @@ def from_bytes(data: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Ten
 
 def dense_bytes(tensor: torch.Tensor) -> int:
     """The bytes of a tensor as far as that can be said: a sparse one counts as nothing."""
+    tensor = unlaid(tensor)
     return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same window of the same storage; False where they have none."""
+    a, b = unlaid(a), unlaid(b)
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return False
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
@@ -66,6 +70,23 @@ def put_tensor(live: torch.Tensor, loaded: torch.Tensor | float) -> torch.Tensor
         elif not same_memory(live, loaded) or live.is_conj() or live.is_neg():
             live.copy_(loaded)
     return live
+
+
+def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The window of a tensor that is this box of it; the tensor itself where that is all of it."""
+    if box.shape == tuple(tensor.shape):
+        return tensor
+    return tensor[_indices(box)]
+
+
+def put_box(target: torch.Tensor, at: Box, source: torch.Tensor, taken: Box) -> None:
+    """Copy a box of one tensor into a box of another."""
+    with torch.no_grad():
+        target[_indices(at)].copy_(source[_indices(taken)])
+
+
+def _indices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
 def copy_tensors(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -1,0 +1,193 @@
+"""Read a pickle without calling anything: classes stay names, objects stay records of their parts.
+
+Knows nothing of what the classes are. Only classes that the caller admits, by module and name, may
+occur; one that is not admitted is `Usage` and names it. Whatever the bytes are, the only other
+error is `Corrupt`. There is no recursion, and nothing nested is ever compared or hashed, so neither
+deep nesting nor shared structure costs more than the length of the pickle.
+
+Covers what Python's own pickler writes of such objects with protocols 2 to 5.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from laststep.errors import Corrupt, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+_LITERALS = frozenset(
+    {
+        "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE",
+        "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
+    }
+)  # fmt: skip
+_ORDERED = ("collections", "OrderedDict")
+
+
+class Global(NamedTuple):
+    """A class or function, by name only."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """An object as it was pickled: what makes it, the arguments, and the state set afterwards."""
+
+    kind: Global
+    args: tuple[object, ...]
+    state: object = None
+
+
+def read(data: bytes, *, admitted: Collection[tuple[str, str]], where: str, remedy: str) -> object:
+    """What the pickle holds: plain values, dicts, lists, tuples, `Global` and `Record`.
+
+    A key of a dict is text, a number or a record; a record is a key by identity.
+    """
+    machine = _Machine(admitted=admitted, where=where, remedy=remedy)
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name in _LITERALS:
+                machine.stack.append(argument)
+            elif opcode.name == "STOP":
+                return machine.pop()
+            else:
+                machine.step(opcode.name, argument)
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
+        raise Corrupt(
+            "cannot read a pickle", where=where, found=f"damage: {str(error)[:200]}"
+        ) from error
+    raise Corrupt("cannot read a pickle", where=where, found="no end")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Machine:
+    """The stack and the memo; a method for each operation that is not a literal."""
+
+    admitted: Collection[tuple[str, str]]
+    where: str
+    remedy: str
+    stack: list[object] = field(default_factory=list)
+    _outer: list[list[object]] = field(default_factory=list)
+    _memo: dict[object, object] = field(default_factory=dict)
+
+    def step(self, name: str, argument: object) -> None:
+        operation = _OPERATIONS.get(name)
+        if operation is None:
+            raise ValueError(f"the operation {name}")
+        operation(self, argument)
+
+    def pop(self) -> object:
+        return self.stack.pop()
+
+    def mark(self, _: object) -> None:
+        self._outer.append(self.stack)
+        self.stack = []
+
+    def since_mark(self) -> list[object]:
+        items, self.stack = self.stack, self._outer.pop()
+        return items
+
+    def push_tuple(self, count: int | None) -> None:
+        if count is None:
+            items = self.since_mark()
+        elif count > len(self.stack):
+            raise IndexError("too few values for a tuple")
+        else:
+            at = len(self.stack) - count
+            items = self.stack[at:]
+            del self.stack[at:]
+        self.stack.append(tuple(items))
+
+    def append(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, list):
+            raise TypeError("values for something that is no list")
+        target.extend(items)
+
+    def set_items(self, items: list[object]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, dict) or len(items) % 2:
+            raise TypeError("keys and values for something that is no dict")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not isinstance(key, str | int | Record):
+                raise TypeError(f"a {type(key).__name__} as a key")
+            target[key] = value
+
+    def find(self, module: object, name: object) -> None:
+        if (module, name) not in self.admitted:
+            raise Usage(
+                "cannot import",
+                where=self.where,
+                found=f"{str(module)[:100]}.{str(name)[:100]}, which is code and not allowed",
+                remedy=self.remedy,
+            )
+        self.stack.append(Global(str(module), str(name)))
+
+    def find_popped(self, _: object) -> None:
+        name, module = self.pop(), self.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise TypeError("a class without a name")
+        self.find(module, name)
+
+    def make(self, _: object) -> None:
+        args, kind = self.pop(), self.pop()
+        if not isinstance(kind, Global) or type(args) is not tuple:
+            raise TypeError("an object of no class")
+        self.stack.append({} if kind == _ORDERED and not args else Record(kind, args))
+
+    def build(self, _: object) -> None:
+        state, target = self.pop(), self.stack[-1]
+        if not isinstance(target, Record) or target.state is not None:
+            raise TypeError("a state for something that takes none")
+        target.state = state
+
+    def remember(self, at: object) -> None:
+        self._memo[len(self._memo) if at is None else at] = self.stack[-1]
+
+    def recall(self, at: object) -> None:
+        self.stack.append(self._memo[at])
+
+
+def _global(machine: _Machine, argument: object) -> None:
+    module, _, name = str(argument).partition(" ")
+    machine.find(module, name)
+
+
+_OPERATIONS: dict[str, Callable[[_Machine, object], None]] = {
+    "PROTO": lambda machine, _: None,
+    "FRAME": lambda machine, _: None,
+    "NONE": lambda machine, _: machine.stack.append(None),
+    "NEWTRUE": lambda machine, _: machine.stack.append(True),
+    "NEWFALSE": lambda machine, _: machine.stack.append(False),
+    "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
+    "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
+    "EMPTY_TUPLE": lambda machine, _: machine.stack.append(()),
+    "MARK": _Machine.mark,
+    "TUPLE": lambda machine, _: machine.push_tuple(None),
+    "TUPLE1": lambda machine, _: machine.push_tuple(1),
+    "TUPLE2": lambda machine, _: machine.push_tuple(2),
+    "TUPLE3": lambda machine, _: machine.push_tuple(3),
+    "APPEND": lambda machine, _: machine.append([machine.pop()]),
+    "APPENDS": lambda machine, _: machine.append(machine.since_mark()),
+    "SETITEM": lambda machine, _: machine.set_items([machine.pop(), machine.pop()][::-1]),
+    "SETITEMS": lambda machine, _: machine.set_items(machine.since_mark()),
+    "GLOBAL": _global,
+    "STACK_GLOBAL": _Machine.find_popped,
+    "NEWOBJ": _Machine.make,
+    "REDUCE": _Machine.make,
+    "BUILD": _Machine.build,
+    "MEMOIZE": _Machine.remember,
+    "BINPUT": _Machine.remember,
+    "LONG_BINPUT": _Machine.remember,
+    "BINGET": _Machine.recall,
+    "LONG_BINGET": _Machine.recall,
+}

@@ -1,0 +1,231 @@
+"""What all ranks of a job hold, and who writes what of it, worked out by each rank for itself.
+
+Pure. A rank describes its state in a table: every tensor with its whole shape and its layout. Ranks
+with equal tables form a class, so a job of any size is a few tables and, for each, who has it. From
+these follows what each rank writes (`plan.shares`); whether the tables contradict each other, and
+whether every byte is held by somebody, is checked here, once per agreement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from laststep.codecs.digests import digest
+from laststep.errors import Mismatch, Problems
+from laststep.plan.shares import Share, Spread, shares_of
+from laststep.state.layouts import Layout, Mesh, Replicate, Sharded, from_plain, to_plain, whole
+from laststep.terms import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.state.pieces import Shape
+
+
+class Tensor(NamedTuple):
+    """A tensor as a rank describes it; without a layout, the rank holds all of it."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    layout: Layout | None
+
+
+class Item(NamedTuple):
+    """An item as a rank describes it. What is `per_rank` is written by every rank for itself."""
+
+    name: str
+    kind: str
+    per_rank: bool
+    tensors: tuple[Tensor, ...]
+
+
+Table = tuple[Item, ...]
+Key = tuple[str, str]
+"""An item and the name of a tensor of it."""
+
+
+def encode_table(table: Table) -> bytes:
+    """A table as bytes; equal tables give equal bytes. Layouts, of which there are few, are listed
+    once."""
+    layouts: dict[Layout, int] = {}
+    items = [
+        (item.name, item.kind, item.per_rank, [
+            (t.name, t.dtype, t.shape,
+             None if t.layout is None else layouts.setdefault(t.layout, len(layouts)))
+            for t in item.tensors
+        ])
+        for item in table
+    ]  # fmt: skip
+    return msgspec.msgpack.encode((items, [to_plain(layout) for layout in layouts]))
+
+
+def decode_table(data: bytes) -> Table:
+    """The table again."""
+    items, plain = msgspec.msgpack.decode(data)
+    layouts = [from_plain(one) for one in plain]
+    return tuple(
+        Item(name, kind, per_rank, tuple(
+            Tensor(t, dtype, tuple(shape), None if layout is None else layouts[layout])
+            for t, dtype, shape, layout in tensors
+        ))
+        for name, kind, per_rank, tensors in items
+    )  # fmt: skip
+
+
+def digest_of(table: bytes) -> bytes:
+    """The digest by which ranks compare their tables."""
+    return digest(table)
+
+
+class RankClass(NamedTuple):
+    """Ranks that describe the same."""
+
+    table: Table
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What a job holds, as all its ranks see it."""
+
+    digest: bytes
+    classes: tuple[RankClass, ...]
+    keys: tuple[Key, ...]
+    """The tensors that ranks share the work of writing, in the order of `spreads`."""
+    spreads: tuple[Spread, ...]
+    class_of: dict[int, int]
+    empty: dict[int, int]
+    """Tensors without elements, by their numbers, and the one rank that writes each of them."""
+
+    def shares(self, rank: int) -> list[tuple[Key, Share]]:
+        """What a rank writes of what the job holds in common."""
+        shares = shares_of(rank, self.spreads)
+        for number, writer in self.empty.items():
+            if writer == rank:
+                box = whole(self.spreads[number].layouts[0].shape)
+                shares.append(Share(number, box, box))
+        return [(self.keys[share.tensor], share) for share in shares]
+
+    def is_first(self, rank: int) -> bool:
+        """Whether a rank speaks for its class."""
+        return self.classes[self.class_of[rank]].ranks[0] == rank
+
+
+def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
+    """Put the tables together; `Mismatch` where ranks contradict each other."""
+    members: dict[bytes, list[int]] = {}
+    for rank, table in enumerate(digests):
+        members.setdefault(table, []).append(rank)
+    classes = tuple(RankClass(tables[table], tuple(ranks)) for table, ranks in members.items())
+    class_of = {rank: number for number, one in enumerate(classes) for rank in one.ranks}
+    told: dict[Key, list[tuple[Tensor, int]]] = {}
+    problems = _item_problems(classes)
+    for number, one in enumerate(classes):
+        for item in one.table:
+            for tensor in () if item.per_rank else item.tensors:
+                told.setdefault((item.name, tensor.name), []).append((tensor, number))
+    spreads: list[Spread] = []
+    empty: dict[int, int] = {}
+    for key, tellings in told.items():
+        problems += _tensor_problems(key, tellings, classes)
+        layouts = _layouts(tellings, classes)
+        if 0 in tellings[0][0].shape:
+            empty[len(spreads)] = classes[tellings[0][1]].ranks[0]
+        spreads.append(Spread(DTYPES[tellings[0][0].dtype].size_bytes, layouts))
+    problems += _gaps(told, classes)
+    if problems:
+        raise Mismatch.of(
+            Problems(mismatched=tuple(problems)),
+            where="the state that the ranks of this job describe",
+            remedy="every rank of a mesh must hold its part of every tensor on it",
+        )
+    return Agreement(
+        digest(b"".join(digests)), classes, tuple(told), tuple(spreads), class_of, empty
+    )
+
+
+def _item_problems(classes: Sequence[RankClass]) -> list[str]:
+    first: dict[str, tuple[Item, int]] = {}
+    problems = []
+    for one in classes:
+        for item in one.table:
+            known, rank = first.setdefault(item.name, (item, one.ranks[0]))
+            if (known.kind, known.per_rank) != (item.kind, item.per_rank):
+                problems.append(
+                    f"{item.name}: a {known.kind} on rank {rank}, a {item.kind} on rank "
+                    f"{one.ranks[0]}"
+                )
+    return problems
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}"
+
+
+def _tensor_problems(
+    key: Key, tellings: list[tuple[Tensor, int]], classes: Sequence[RankClass]
+) -> list[str]:
+    tensor, number = tellings[0]
+    return [
+        f"{key[0]}/{key[1]}: {_form(tensor)} on rank {classes[number].ranks[0]}, {_form(other)} "
+        f"on rank {classes[another].ranks[0]}"
+        for other, another in tellings[1:]
+        if _form(other) != _form(tensor)
+    ]
+
+
+def _layouts(
+    tellings: list[tuple[Tensor, int]], classes: Sequence[RankClass]
+) -> tuple[Layout, ...]:
+    """The layouts of a tensor, one for each way in which it lies; all who hold it whole are one."""
+    found: dict[Layout, None] = {}
+    holders: list[int] = []
+    for tensor, number in tellings:
+        if tensor.layout is None:
+            holders += classes[number].ranks
+        else:
+            found[tensor.layout] = None
+    if holders:
+        mesh = _mesh_of(tuple(sorted(holders)))
+        found[Sharded(tellings[0][0].shape, mesh, (Replicate(),))] = None
+    return tuple(found)
+
+
+_known_meshes: dict[tuple[int, ...], Mesh] = {}
+
+
+def _mesh_of(ranks: tuple[int, ...]) -> Mesh:
+    known = _known_meshes.get(ranks)
+    if known is None:
+        _known_meshes.clear()
+        known = _known_meshes[ranks] = Mesh.of(("rank",), (len(ranks),), ranks)
+    return known
+
+
+def _gaps(told: dict[Key, list[tuple[Tensor, int]]], classes: Sequence[RankClass]) -> list[str]:
+    """Ranks of a mesh that do not describe a tensor that is laid out on it: their part of it would
+    be written by nobody."""
+    meshes: dict[tuple[Mesh, tuple[int, ...]], int | None] = {}
+    problems = []
+    for key, tellings in told.items():
+        by_layout: dict[Layout, list[int]] = {}
+        for tensor, number in tellings:
+            if tensor.layout is not None:
+                by_layout.setdefault(tensor.layout, []).append(number)
+        for layout, numbers in by_layout.items():
+            case = (layout.mesh, tuple(numbers))
+            if case not in meshes:
+                there = {rank for number in numbers for rank in classes[number].ranks}
+                gone = (rank for rank in layout.mesh.ranks() if rank not in there)
+                meshes[case] = next(gone, None)
+            missing = meshes[case]
+            if missing is not None:
+                problems.append(
+                    f"{key[0]}/{key[1]}: laid out over a mesh of {' x '.join(layout.mesh.names)} "
+                    f"with rank {missing}, which does not hold it so"
+                )
+    return problems

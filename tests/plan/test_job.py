@@ -1,0 +1,88 @@
+"""What the ranks of a job agree on: classes, contradictions, and who writes what."""
+
+from __future__ import annotations
+
+import pytest
+
+from laststep.errors import Mismatch
+from laststep.plan.job import Item, Table, Tensor, agree, decode_table, digest_of, encode_table
+from laststep.state.layouts import Box, Flat, Layout, Mesh, Replicate, Shard, Sharded, covers_once
+
+
+def table(*tensors: Tensor, per_rank: bool = False) -> Table:
+    return (Item("model", "module", per_rank, tensors),)
+
+
+def agreed(*tables: Table) -> dict[tuple[str, str], list[tuple[int, Box]]]:
+    """Who writes which boxes of each tensor."""
+    data = [encode_table(one) for one in tables]
+    known = {digest_of(one): decode_table(one) for one in data}
+    agreement = agree([digest_of(one) for one in data], known)
+    found: dict[tuple[str, str], list[tuple[int, Box]]] = {key: [] for key in agreement.keys}
+    for rank in range(len(tables)):
+        for key, share in agreement.shares(rank):
+            found[key].append((rank, share.box))
+    return found
+
+
+LAYOUTS: list[Layout] = [
+    Sharded((6, 4), Mesh.of(("dp", "tp"), (2, 2), range(4)), (Shard(0, 2), Shard(0))),
+    Sharded((6, 4), Mesh.of(("dp",), (4,), range(4)), (Replicate(),)),
+    Flat((6, 4), Mesh.of(("dp",), (4,), [3, 1, 0, 2]), ("dp",), 5, 32),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_table_survives_being_encoded(layout: Layout) -> None:
+    one = table(Tensor("w", "float32", (6, 4), layout), Tensor("b", "bfloat16", (), None))
+    assert decode_table(encode_table(one)) == one
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_element_is_written_once(layout: Layout) -> None:
+    one = table(
+        Tensor("w", "float32", (6, 4), layout), Tensor("plain", "float32", (5,), None),
+        Tensor("scalar", "float32", (), None), Tensor("empty", "float32", (3, 0), None),
+    )  # fmt: skip
+    found = agreed(one, one, one, one)
+    assert len(found["model", "scalar"]) == len(found["model", "empty"]) == 1
+    assert covers_once((6, 4), [box for _, box in found["model", "w"]])
+    assert covers_once((5,), [box for _, box in found["model", "plain"]])
+
+
+def test_what_only_some_ranks_hold_is_written_by_those() -> None:
+    stages = [table(Tensor(f"layer{n}", "float32", (8,), None)) for n in (0, 0, 1, 1)]
+    found = agreed(*stages)
+    assert {rank for rank, _ in found["model", "layer0"]} <= {0, 1}
+    assert {rank for rank, _ in found["model", "layer1"]} <= {2, 3}
+
+
+def test_a_large_tensor_that_all_hold_is_written_by_all() -> None:
+    big = table(Tensor("w", "float32", (8 << 20, 1), None))
+    (found,) = agreed(big, big, big, big).values()
+    assert [rank for rank, _ in found] == [0, 1, 2, 3]
+    assert {box.volume for _, box in found} == {2 << 20}
+
+
+def test_ranks_that_contradict_each_other_are_named() -> None:
+    with pytest.raises(Mismatch, match=r"model/w: float32\[4\] on rank 0, float32\[5\] on rank 2"):
+        agreed(
+            table(Tensor("w", "float32", (4,), None)),
+            table(Tensor("w", "float32", (4,), None)),
+            table(Tensor("w", "float32", (5,), None)),
+        )
+
+
+def test_an_item_that_is_another_elsewhere_is_named() -> None:
+    with pytest.raises(Mismatch, match="model: a module on rank 0, a value on rank 1"):
+        agreed((Item("model", "module", False, ()),), (Item("model", "value", False, ()),))
+
+
+def test_a_rank_of_a_mesh_that_lacks_a_tensor_is_named() -> None:
+    layout = Sharded((4,), Mesh.of(("dp",), (2,), range(2)), (Shard(0),))
+    with pytest.raises(Mismatch, match=r"model/w: .* with rank 1, which does not hold it so"):
+        agreed(table(Tensor("w", "float32", (4,), layout)), table())
+
+
+def test_what_is_per_rank_is_not_shared() -> None:
+    assert agreed(table(Tensor("state", "uint8", (9,), None), per_rank=True)) == {}
