@@ -31,9 +31,10 @@ if TYPE_CHECKING:
         Torn,
         Usage,
     )
+    from laststep.state.layouts import Flat, Mesh, Replicate, Shard, Sharded
     from laststep.state.provider import ABSENT, State, StateProvider
-    from laststep.state.tensors import register_tensor_type
-    from laststep.state.values import RNG
+    from laststep.state.tensors import Laid, register_tensor_type
+    from laststep.state.values import RNG, PerRank
 
 _WHERE = {
     "laststep.checkpointer.core": ("Checkpointer", "Restored"),
@@ -48,8 +49,9 @@ _WHERE = {
         "StorageFailed", "Torn", "Usage",
     ),
     "laststep.state.provider": ("ABSENT", "State", "StateProvider"),
-    "laststep.state.tensors": ("register_tensor_type",),
-    "laststep.state.values": ("RNG",),
+    "laststep.state.layouts": ("Flat", "Mesh", "Replicate", "Shard", "Sharded"),
+    "laststep.state.tensors": ("Laid", "register_tensor_type"),
+    "laststep.state.values": ("RNG", "PerRank"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _WHERE.items() for name in names}
 
@@ -63,16 +65,23 @@ __all__ = [
     "Checkpointer",
     "Corrupt",
     "Exists",
+    "Flat",
     "FlushIn",
     "Keep",
+    "Laid",
     "LaststepError",
+    "Mesh",
     "Mismatch",
     "NotFound",
     "OnBusy",
+    "PerRank",
     "Problems",
+    "Replicate",
     "Restored",
     "SaveHandle",
     "SaveReport",
+    "Shard",
+    "Sharded",
     "Skipped",
     "State",
     "StateProvider",

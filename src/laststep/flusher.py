@@ -69,6 +69,7 @@ log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.2
 _FREED_TOGETHER = 8
+_HEAR_S = 5.0
 _NOT_FOR_THE_HELPER = (signal.SIGINT, signal.SIGTERM)
 """A person's Ctrl-C is for the trainer; the helper ends with it, after its work is done."""
 
@@ -355,6 +356,9 @@ class Flusher:
                 commit = msgspec.structs.replace(
                     commit, items=decide.items, files=decide.files, ranks=decide.ranks
                 )
+                # It may have slept for long before it was told: a later start of the job goes on
+                # from another checkpoint by now.
+                self._run.check_newest(save.epoch)
             self._run.commit(save.flush.folder, commit)
             self._last_folder = save.flush.folder
         else:
@@ -405,24 +409,57 @@ class Flusher:
             log.error("the flush of step %d failed", save.begin.step, exc_info=error)
             error = StorageFailed(f"the flush of step {save.begin.step} failed", found=repr(error))
         # A member gives up alone what concerns itself; for all, only when it is told to.
-        for_all = save.begin.role != "member" or (save.decide and save.decide.reason is not None)
-        if save.flush is not None and self._run is not None and for_all:
+        member = save.begin.role == "member"
+        if member and self._was_given_up(save):
+            self._hear_why(save)
+        if save.flush is not None and self._run is not None:
             try:
                 save.flush.close()
-                if self._abort(self._run, save.flush.folder, str(error)) and save.decide:
+                abort = self._abort_as_member if member else self._abort
+                for_all = not member or (save.decide and save.decide.reason is not None)
+                if for_all and abort(self._run, save.flush.folder, str(error)) and save.decide:
                     self._send_decided(save)  # others were quicker, and decided for it
                     return
             except (LaststepError, OSError) as second:
                 log.warning("cannot clean up after a failed save: %s", second)
+                if member:
+                    error = StorageFailed(
+                        f"it is not known whether step {save.begin.step} is committed",
+                        where=save.flush.folder, found=f"{error}; then {second}",
+                        remedy="`laststep ls` shows it if it is",
+                    )  # fmt: skip
         kind, fields = error.to_wire()
         self._send(Failed(save=save.begin.save, kind=kind, fields=fields))
+
+    def _was_given_up(self, save: _Save) -> bool:
+        """Whether the first rank has decided against a member's save, or removed its folder."""
+        if save.flush is None or self._run is None:
+            return False
+        with contextlib.suppress(LaststepError, OSError):
+            if isinstance(self._run.decision(save.flush.folder), Abort):
+                return True
+            return not self._store.list(save.flush.folder)
+        return False
+
+    @staticmethod
+    def _hear_why(save: _Save) -> None:
+        """That the folder is gone explains nothing: the trainer is about to hear the reason."""
+        with save.changed:
+            save.changed.wait_for(lambda: save.dropped is not None or save.decide, _HEAR_S)
+
+    def _abort_as_member(self, run: Run, folder: str, reason: str) -> bool:
+        """Decide against an attempt of all ranks; True if it has been committed. Its folder stays
+        for the first rank, or whoever comes after it: others may still be writing, and whoever
+        finds the decision finds the reason in it."""
+        return not isinstance(run.abort(folder, reason), Abort)
 
     def _abort(self, run: Run, folder: str, reason: str) -> bool:
         """Decide against an attempt of our own and remove it; True if it has been committed."""
         try:
             if not isinstance(run.abort(folder, reason), Abort):
                 return True
-            run.discard(folder)
+            if run.decision(folder) is not None:  # else a later start has removed it already
+                run.discard(folder)
         except StorageFailed:
             # A full disk has no room for a decision either; without its folder nobody can commit.
             if run.decision(folder) is not None:

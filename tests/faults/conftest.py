@@ -17,6 +17,11 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rank_jobs import Job, Jobs, Standing
+
+# Lets the tests of several ranks import what they share by its name.
+sys.path.insert(0, str(Path(__file__).parent))
+
 TRAINER = Path(__file__).with_name("trainer.py")
 SOURCE = TRAINER.parent.parent.parent / "src"
 PATIENCE_S = 60.0
@@ -132,3 +137,72 @@ def start(run_folder: Path) -> Iterator[Callable[..., Trainer]]:
     yield go
     for trainer in started:
         trainer.clean_up()
+
+
+@pytest.fixture(scope="session")
+def jobs() -> Iterator[Jobs]:
+    """Starts jobs of several ranks."""
+    from rank_jobs import Jobs
+
+    all_jobs = Jobs()
+    yield all_jobs
+    all_jobs.close()
+
+
+def _standing(jobs: Jobs, kept: dict[float, Standing], deadline_s: float) -> Iterator[Standing]:
+    """The job of that deadline; one that a failed test has left in disorder is replaced."""
+    from rank_jobs import check
+
+    if deadline_s not in kept:
+        kept[deadline_s] = jobs.standing(deadline_s)
+    one = kept.pop(deadline_s)
+    try:
+        yield one
+        check(one.run, one.committed, ranks=3, tidy=False)
+        in_order = all(rank.is_idle() for rank in one.ranks)
+    except BaseException:
+        one.job.clean_up()
+        raise
+    if in_order:
+        kept[deadline_s] = one
+    else:
+        one.job.clean_up()
+
+
+@pytest.fixture(scope="session")
+def kept(jobs: Jobs) -> Iterator[dict[float, Standing]]:
+    """The standing jobs, by their deadlines."""
+    found: dict[float, Standing] = {}
+    yield found
+    for one in found.values():
+        one.job.clean_up()
+
+
+@pytest.fixture
+def patient(jobs: Jobs, kept: dict[float, Standing]) -> Iterator[Standing]:
+    """A standing job whose deadline is long: whatever is heard is heard at once."""
+    from rank_jobs import LONG_S
+
+    yield from _standing(jobs, kept, LONG_S)
+
+
+@pytest.fixture
+def hasty(jobs: Jobs, kept: dict[float, Standing]) -> Iterator[Standing]:
+    """A standing job whose deadline is short."""
+    from rank_jobs import DEADLINE_S
+
+    yield from _standing(jobs, kept, DEADLINE_S)
+
+
+@pytest.fixture
+def start_job(jobs: Jobs) -> Iterator[Callable[..., Job]]:
+    """`start_job(ranks, **how)`: a job of the test's own."""
+    started: list[Job] = []
+
+    def go(ranks: int, **how: object) -> Job:
+        started.append(jobs.start(ranks, **how))
+        return started[-1]
+
+    yield go
+    for job in started:
+        job.clean_up()

@@ -3,7 +3,8 @@
 Ranks leave the digests of their tables on a board, the first one puts these together, and for every
 table that is new, one rank that has it leaves it there. That is done again only when a table
 changes. A rank whose own has not changed hears of it by the way, while one of its saves is under
-way.
+way. The first rank counts how often that was done; a rank that was late or took no part finds the
+next one by what the first rank has left.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laststep import interrupts
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import Aborted
 from laststep.plan.job import Agreement, Table, agree, decode_table, digest_of, encode_table
@@ -25,7 +27,11 @@ if TYPE_CHECKING:
 _GRACE_S = 2.0
 """Mostly all tables change at once: a rank that is called waits so long for its own next save."""
 _MARGIN_S = 10.0
-"""Others wait so much longer than the first rank does, to hear from it who is missing."""
+
+
+def margin_s(deadline_s: float) -> float:
+    """Others wait so much longer than the first rank does, to hear from it who is missing."""
+    return min(deadline_s / 2, _MARGIN_S)
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +48,10 @@ class Agreements:
         self._rank = rank
         self._board = board
         self._deadline_s = deadline_s
+        self._grace_s = min(_GRACE_S, deadline_s / 4)
         self._lock = threading.Lock()
         self._generation = 0
+        """The last one that is settled, as far as this rank knows."""
         self._data = b""
         self._table: Table | None = None
         self._agreement: Agreement | None = None
@@ -52,15 +60,16 @@ class Agreements:
 
     def on(self, table: Table) -> Agreement:
         """What the job holds, when this rank holds that. Waits for the others if it is new."""
-        with self._lock:
+        while not self._lock.acquire(timeout=interrupts.LOOK_S):
+            interrupts.let_in()
+        try:
             if self._agreement is not None and (table is self._table or table == self._table):
                 self._table = table
                 return self._agreement
-            data = encode_table(table)
-            if self._agreement is not None:
-                self._board.put(f"a/{self._generation + 1}/called", b"1")
-            self._table, self._data = table, data
+            self._table, self._data = table, encode_table(table)
             return self._agree()
+        finally:
+            self._lock.release()
 
     def join(self) -> None:
         """Take part in what another rank has called for, if it has and this one's state stays."""
@@ -73,27 +82,28 @@ class Agreements:
                 self._called_s = None
                 return
             self._called_s = self._called_s or time.monotonic()
-            if time.monotonic() - self._called_s >= _GRACE_S:
+            if time.monotonic() - self._called_s >= self._grace_s:
                 self._called_s = None
                 self._agree()
         finally:
             self._lock.release()
 
+    def close(self) -> None:
+        """When nobody asks any more."""
+        self._board.close()
+
     def _agree(self) -> Agreement:
-        self._generation += 1
         self._agreement = None
-        name = f"a/{self._generation}"
         mine = digest_of(self._data)
-        self._board.put(f"{name}/{self._rank.number}", mine)
-        told = self._hear(name)
+        generation, told = self._lead(mine) if self._rank.is_first else self._follow(mine)
         if told.problem:
+            self._generation = generation
             raise Aborted(
                 "the ranks of this job did not all describe their state",
                 found=told.problem,
                 remedy="every rank must call save() for the same step; see the log of that rank",
             )
-        cuts = range(0, len(told.digests), DIGEST_BYTES)
-        digests = [told.digests[at : at + DIGEST_BYTES] for at in cuts]
+        digests = _cut(told.digests)
         if digests.index(mine) == self._rank.number:
             self._board.put(f"t/{mine.hex()}", self._data)
         distinct = set(digests)
@@ -108,23 +118,59 @@ class Agreements:
                 )
             self._tables[one] = decode_table(notes[note])
         self._tables = {one: self._tables[one] for one in distinct}
+        self._generation = generation
         self._agreement = agree(digests, self._tables)
         return self._agreement
 
-    def _hear(self, name: str) -> _Told:
-        """The digests of all ranks, from the first one, which collects them."""
-        if not self._rank.is_first:
-            note = self._board.wait(f"{name}/all", self._deadline_s + _MARGIN_S)
-            if note is None:
-                return _Told(problem=f"nothing from rank 0 within {self._deadline_s:g} s")
-            return msgspec.msgpack.decode(note, type=_Told)
+    def _lead(self, mine: bytes) -> tuple[int, _Told]:
+        """Collect the digests of all ranks, as the first of them, and tell."""
+        self._generation += 1  # whatever comes of it: nobody can join this one later
+        name = f"a/{self._generation}"
+        self._board.put(f"{name}/called", b"1")
+        self._board.put(f"{name}/0", mine)
         names = [f"{name}/{rank}" for rank in range(self._rank.ranks)]
         notes = self._board.wait_all(names, self._deadline_s)
-        missing = [str(rank) for rank, one in enumerate(names) if one not in notes]
+        missing = [rank for rank, one in enumerate(names) if one not in notes]
         if missing:
-            shown = ", ".join(missing[:8]) + (" …" if len(missing) > 8 else "")
-            told = _Told(problem=f"nothing from rank {shown} within {self._deadline_s:g} s")
+            shown = ", ".join(map(self._last_of, missing[:4])) + (" …" if missing[4:] else "")
+            told = _Told(problem=f"nothing from {shown} within {self._deadline_s:g} s")
         else:
             told = _Told(digests=b"".join(notes[one] for one in names))
         self._board.put(f"{name}/all", msgspec.msgpack.encode(told))
-        return told
+        return self._generation, told
+
+    def _follow(self, mine: bytes) -> tuple[int, _Told]:
+        """Leave one's digest where the first rank looks for it, and hear those of all."""
+        generation, told = self._generation, None
+        while (note := self._board.look(f"a/{generation + 1}/all")) is not None:
+            generation += 1  # settled without this rank, or while it was late
+            told = msgspec.msgpack.decode(note, type=_Told)
+        if (
+            told is not None
+            and told.digests
+            and _cut(told.digests)[self._rank.number] == mine
+            and self._board.look(f"a/{generation + 1}/called") is None
+        ):
+            return generation, told
+        name = f"a/{generation + 1}"
+        self._board.put(f"{name}/{self._rank.number}", mine)
+        self._board.put(f"{name}/called", b"1")
+        note = self._board.wait(f"{name}/all", self._deadline_s + margin_s(self._deadline_s))
+        if note is None:
+            # Not settled: should the first rank come late, this one's note is there.
+            problem = f"nothing from {self._last_of(0)} within {self._deadline_s:g} s"
+            return generation, _Told(problem=problem)
+        told = msgspec.msgpack.decode(note, type=_Told)
+        if told.digests and _cut(told.digests)[self._rank.number] != mine:
+            # An earlier note of this rank's was read.
+            return generation + 1, _Told(problem=f"an old note of rank {self._rank.number}")
+        return generation + 1, told
+
+    def _last_of(self, rank: int) -> str:
+        """A rank, and what is known of it."""
+        last = self._board.look(f"last/{rank}")
+        return f"rank {rank}" + (f" (last seen at {last.decode()})" if last else "")
+
+
+def _cut(digests: bytes) -> list[bytes]:
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]

@@ -55,16 +55,33 @@ def transfer_boxes(
     sizes = [file.header.tensor_bytes for file in content.files]
     chunks = chunks_of(number, stored, wanted, sizes)
     placer = BoxPlacer(pool, ranks.rank, targets, [spec.dtype for spec in specs], wanted)
-    rounds = [chunks[at : at + _ROUND_CHUNKS] for at in range(0, len(chunks), _ROUND_CHUNKS)]
-    read_bytes = 0
+    own = [chunk for chunk in chunks if chunk.alone]
+    shared = [chunk for chunk in chunks if not chunk.alone]
+    rounds = [shared[at : at + _ROUND_CHUNKS] for at in range(0, len(shared), _ROUND_CHUNKS)]
+    read = functools.partial(_read, files=files, pool=pool, placer=placer, threads=threads)
+    read_bytes = together(ranks, lambda: read(own))
+    error: Exception | None = None
     for turn in range(ranks.largest(len(rounds))):
-        mine = rounds[turn] if turn < len(rounds) else []
-        read_bytes += together(ranks, functools.partial(_read, mine, files, pool, placer, threads))
-        if ranks.size > 1:
-            for parcel in ranks.exchange(placer.parcels()):
-                placer.unpack(parcel)
+        mine = rounds[turn] if turn < len(rounds) and error is None else []
+        try:
+            read_bytes += read(mine)
+        except Exception as raised:  # noqa: BLE001 (told when all have had their turns)
+            error = raised
+            placer.expect([])
+        parcels = ranks.exchange(*placer.parcels())
+        try:
+            for head, data in parcels:
+                placer.unpack(head, data)
+        except Exception as raised:  # noqa: BLE001 (as above: the others wait for this rank)
+            error = raised
     placer.finish()
+    together(ranks, lambda: _raise(error))
     return read_bytes
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _targets(
@@ -88,9 +105,9 @@ def _targets(
 def _read(
     chunks: Sequence[Chunk], files: list[ReadFile], pool: Pool, placer: BoxPlacer, threads: int
 ) -> int:
+    placer.expect(chunks)
     if not chunks:
         return 0
-    placer.expect(chunks)
     reads = [Read(file=c.file, start=c.start, stop=c.stop, parts=()) for c in chunks]
     return read_all(files, reads, pool, placer.deliver, threads=min(threads, len(reads)))
 

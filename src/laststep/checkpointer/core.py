@@ -30,8 +30,8 @@ from laststep.checkpointer import (
 from laststep.checkpointer.keep import Keep
 from laststep.checkpointer.parts import Memory, take_state
 from laststep.checkpointer.pausing import without_collection
-from laststep.checkpointer.restoring import Skipped, Wanted, restore_into
-from laststep.checkpointer.share import own_share, refuse_parts, table_of
+from laststep.checkpointer.restoring import PATIENCE_S, Skipped, Wanted, restore_into
+from laststep.checkpointer.share import Sharing
 from laststep.checkpointer.watching import ProgressBar, log_event, somebody_watches
 from laststep.checkpointer.work import Work, launcher
 from laststep.config import Capture, FlushIn, OnBusy, Settings
@@ -121,6 +121,7 @@ class Checkpointer:
         subscribers = arguments.callables(subscribers)
         self._rank = self._who()
         self._group: Ranks | None = None
+        self._sharing = Sharing(self._rank.number)
         self._jobs: weakref.WeakKeyDictionary[SaveHandle, Job] = weakref.WeakKeyDictionary()
         self._taken: set[int] = set()
         self._mixed: str | None = None
@@ -130,6 +131,8 @@ class Checkpointer:
         self._store = DirectoryStore(run)
         self.path = self._store.url
         self._providers = providers_for(arguments.all_items(items, more_items))
+        if self._rank.ranks > 1:
+            teaming.refuse_mixed(self._providers)
         places.look_at(self._store)
         self._keep = keep
         self._bus = Bus()
@@ -143,7 +146,7 @@ class Checkpointer:
 
     def _start(self) -> None:
         """Everything that runs."""
-        cap, expected, on_device = sizing.memory_for(self._providers, self._settings)
+        cap, expected, on_device = sizing.memory_for(self._providers, self._settings, self._rank)
         self._pool = Pool(cap, pinned=bool(on_device))
         self._capturer = Capturer(
             self._pool,
@@ -195,8 +198,9 @@ class Checkpointer:
     ) -> SaveHandle:
         """Save the state as it is now, and return as soon as training may go on.
 
-        Raises what made an earlier save fail, once. `streams` names CUDA streams, other than the
-        current one, on which state was written and not yet joined.
+        Raises what made an earlier save fail, once. In a job of several ranks this save is under
+        way all the same when it does: the others count on it. `streams` names CUDA streams, other
+        than the current one, on which state was written and not yet joined.
         """
         with interrupts.held():
             return self._save(step, metrics, metadata, streams, overwrite=overwrite)
@@ -216,18 +220,28 @@ class Checkpointer:
         arguments.check_metrics(metrics)
         overwrite = arguments.true_or_false("overwrite", overwrite)
         streams = arguments.cuda_streams(streams)
-        self._raise_failed()
+        earlier = None
+        try:
+            self._raise_failed()
+        except LaststepError as error:
+            if self._team is None:
+                raise
+            earlier = error  # the ranks hear of it at different saves, and must make the same ones
         self._revive()
         self._warn_of_branch()
         self._check_step(step, overwrite=overwrite)
         handle = SaveHandle(step)
         waited = self._make_room(handle)
         if handle.report.skipped is not None:
+            if earlier is not None:
+                raise earlier
             return handle
         with without_collection():
             job = self._capture(handle, metrics, metadata, streams, overwrite=overwrite)
         job.timing.stall_s = time.perf_counter() - began
         job.timing.waited_s += waited
+        if earlier is not None:
+            raise earlier
         return handle
 
     def _capture(
@@ -251,7 +265,7 @@ class Checkpointer:
                 allow_pickle=self._settings.allow_pickle,
             )  # fmt: skip
             if self._team is None:
-                refuse_parts(taken)
+                taken = self._sharing.alone(taken)
                 plan = self._plans.plan(taken.specs)
                 self._announce(handle, plan.tensor_bytes, len(taken.pieces))
                 link = self._client.begin(plan, handle, taken.sealing(plan), overwrite=overwrite)
@@ -259,9 +273,11 @@ class Checkpointer:
                 plan, taken, agreement = self._share(taken)
                 self._announce(handle, plan.tensor_bytes, len(taken.pieces))
                 link = self._team.begin(handle, plan, taken, agreement, overwrite=overwrite)
-        except BaseException:
+        except BaseException as error:
             if early is not None:
                 self._capturer.cancel(early)
+            if self._team is not None:
+                self._team.stay_out(step, str(error) or type(error).__name__)
             raise
         self._work.handles.append(handle)
         self._taken.add(step)
@@ -283,8 +299,8 @@ class Checkpointer:
         """What this rank writes of it; waits for the others where one describes something new."""
         assert self._team is not None  # noqa: S101 (only asked in a job of several ranks)
         rank = self._rank.number
-        agreement = self._team.agreements.on(table_of(taken))
-        mine = own_share(taken, agreement, rank)
+        agreement = self._team.agreements.on(self._sharing.table(taken))
+        mine = self._sharing.own(taken, agreement)
         first = agreement.is_first(rank)
         trees = frozenset(spec.name for spec in mine.specs if first or spec.per_rank)
         return self._plans.plan(mine.specs, rank=rank, trees=trees), mine, agreement
@@ -401,7 +417,7 @@ class Checkpointer:
             self._group = (
                 Alone(self._rank)
                 if alone
-                else Group(self._rank, deadline_s=self._settings.deadline_s)
+                else Group(self._rank, deadline_s=self._settings.deadline_s + PATIENCE_S)
             )
         return self._group
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -68,6 +68,11 @@ class Fit:
     mismatched: list[str]
     removed: dict[str, list[str]]
     """Live values that go, by item."""
+    derived: set[str] = field(default_factory=set)
+    """Items of which this rank derives a state of its own from another's."""
+    merged: list[str] = field(default_factory=list)
+    """Items whose state is made of those of all ranks that were."""
+    problems: Problems = field(default_factory=Problems)
 
 
 def fit(
@@ -79,7 +84,7 @@ def fit(
     where: str,
     remedy: str,
     ranks: Ranks,
-) -> tuple[list[Match], Problems]:
+) -> Fit:
     """Fit all wanted items; raises one `Mismatch` that lists everything when `strict`. `where` (the
     checkpoint's folder) and `remedy` are for its message. Where several `ranks` restore, what is
     stored need not be wanted by each of them, but by one."""
@@ -99,7 +104,8 @@ def fit(
 
     together(ranks, judge)
     _warn_of_removed(found.removed)
-    return found.matches, problems
+    found.problems = problems
+    return found
 
 
 def _look(
@@ -112,11 +118,8 @@ def _look(
     where: str,
 ) -> Fit:
     """What fits on this rank, and what does not; nothing is touched."""
-    matches: list[Match] = []
-    missing: list[str] = []
-    unexpected: list[str] = []
-    mismatched: list[str] = []
-    removed: dict[str, list[str]] = {}
+    found = Fit([], [], [], [], {})
+    missing, unexpected, mismatched = found.missing, found.unexpected, found.mismatched
     for name, provider in providers.items():
         wanted, selected = selection(only, name)
         if not wanted:
@@ -125,7 +128,7 @@ def _look(
             missing.append(name)
             continue
         item = content.item(name)
-        if not _takes_over(content, name, provider, rank, mismatched):
+        if not _takes_over(content, name, provider, rank, found):
             continue
         if selected is not None and not any(map(selected, item.names())):
             continue
@@ -135,7 +138,7 @@ def _look(
         match = match_item(item, provider, state, live, selected)
         match.exact = strict and selected is None
         if () not in match.foreign:
-            matches.append(match)
+            found.matches.append(match)
         missing += [f"{name}/{n}" for n in match.missing]
         unexpected += [f"{name}/{n}" for n in match.unexpected]
         unexpected += [f"{name} {text}" for text in match.lacking]
@@ -147,39 +150,46 @@ def _look(
         if not strict:
             missing += [f"{name}/{n}" for n in newer]
         elif newer and provider.kind in _VALUES:
-            removed[name] = newer
+            found.removed[name] = newer
     if only is None:
         unexpected += [name for name in content.items if name not in providers]
     else:
         _check_all_used(only, content, providers, where)
-    return Fit(matches, missing, unexpected, mismatched, removed)
+    return found
 
 
 def _takes_over(
-    content: Content,
-    name: str,
-    provider: StateProvider,
-    rank: Rank,
-    mismatched: list[str],
+    content: Content, name: str, provider: StateProvider, rank: Rank, found: Fit
 ) -> bool:
     """Whether a rank takes over a state that each has for itself; there may be other ranks now."""
-    stored = content.commit.ranks
-    number, count = rank
-    if not provider.per_rank or stored == count:
+    stored, policy = content.commit.ranks, provider.when_ranks_change
+    if not provider.per_rank or stored == rank.ranks:
         return True
-    what = f"the state of {name!r} is each rank's own; stored are {stored} ranks, now there are"
-    if provider.when_ranks_change == "keep":
-        if number < stored:
-            return True
-        log.warning("%s %d: rank %d begins with its own", what, count, number)
-    elif provider.when_ranks_change == "drop":
-        log.warning("%s %d: it is dropped", what, count)
-    else:
-        mismatched.append(
-            f"{name}: {what} {count}; wrap it in laststep.PerRank(…, when_ranks_change='keep') "
-            "or 'drop'"
+    if callable(policy):
+        found.merged.append(name)
+        return False
+    if policy in ("keep", "derive") and rank.number < stored:
+        return True
+    if policy == "derive":
+        found.derived.add(name)
+        return True
+    what = f"each rank has a state of its own; stored are {stored}, now there are {rank.ranks}"
+    if policy == "refuse":
+        found.mismatched.append(
+            f"{name}: {what}; laststep.PerRank(…, when_ranks_change=…) says what becomes of it"
         )
+    elif policy == "drop":
+        log.warning("%s: %s: it is dropped", name, what)
+    else:
+        log.warning("%s: %s: rank %d begins with its own", name, what, rank.number)
     return False
+
+
+def state_of_rank(content: Content, item: str, pool: Pool, *, allow_pickle: bool) -> object:
+    """An item's state in that rank's view of a checkpoint, in new memory."""
+    match = load_item(content.item(item), "cpu")
+    _transfer_whole(content, [match], pool, _files(content), threads=1)
+    return match.tree(allow_pickle=allow_pickle)
 
 
 def _unexpected_by_all(unexpected: list[str], ranks: Ranks) -> list[str]:
@@ -261,12 +271,7 @@ def transfer(
     ranks: Ranks,
 ) -> int:
     """Read what the matches want, each block once, into place; returns the bytes read."""
-    files = [
-        ReadFile(
-            reader=f.reader, data_at=f.record.header_bytes, blocks=f.header.blocks, where=f.where
-        )
-        for f in content.files
-    ]
+    files = _files(content)
     # What every rank has for itself is nobody else's business.
     own = [
         match for match in matches
@@ -278,6 +283,15 @@ def transfer(
         done += transfer_boxes(content, common, pool, files, threads, ranks)
     copy_tensors([pair for match in matches for pair in match.copies])
     return done
+
+
+def _files(content: Content) -> list[ReadFile]:
+    return [
+        ReadFile(
+            reader=f.reader, data_at=f.record.header_bytes, blocks=f.header.blocks, where=f.where
+        )
+        for f in content.files
+    ]
 
 
 def _is_simple(content: Content, match: Match) -> bool:

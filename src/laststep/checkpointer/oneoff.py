@@ -129,11 +129,11 @@ def _load(
             values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
             return values[VALUE] if single else values
         providers = providers_for({VALUE: into} if single else _items_in(into, content))
-        matches, _ = fit(
+        matches = fit(
             content, providers, None, strict=strict, where=where,
             remedy="pass strict=False to load what fits, or leave `into` out to see what is stored",
             ranks=alone,
-        )  # fmt: skip
+        ).matches  # fmt: skip
         transfer(content, matches, pool, threads=4, ranks=alone)
         for match in matches:
             providers[match.item.name].restore(match.tree(allow_pickle=allow_pickle))

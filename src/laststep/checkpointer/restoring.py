@@ -19,7 +19,7 @@ from laststep.catalog.content import Content
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
-from laststep.checkpointer.loading import fit, transfer
+from laststep.checkpointer.loading import Fit, fit, state_of_rank, transfer
 from laststep.checkpointer.parts import naming
 from laststep.dist.group import together
 from laststep.errors import Corrupt, LaststepError, NotFound, Problems
@@ -32,15 +32,16 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
     from laststep.catalog.run import LiveWriter
     from laststep.dist.group import Ranks
+    from laststep.dist.ranks import Rank
     from laststep.engine.pool import Pool
     from laststep.format.manifest import Commit
-    from laststep.state.matching import Match
     from laststep.state.provider import StateProvider
     from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_S = 120.0
+PATIENCE_S = 120.0
+"""So long a restore waits for a save that another process has not finished."""
 _LOOK_S = 0.05
 _REMEDY = "pass strict=False to restore what fits, or only=[…] to restore a part"
 
@@ -100,7 +101,7 @@ def restore_into(
         return None
     if ranks.rank.is_first:
         wait_for_flushers(run, own_pids=own_pids)
-    lineage = run.lineage()
+    lineage = together(ranks, run.lineage)
     left = together(ranks, lambda: _candidates(run, wanted))
     skipped: list[Skipped] = []
     last: Corrupt | None = None
@@ -120,7 +121,7 @@ def restore_into(
                 raise
             # Retention takes a checkpoint only after a commit, so there may be a newer one now.
             log.info("looking again: %s", gone)
-            lineage = run.lineage()
+            lineage = together(ranks, run.lineage)
             left = [one.folder for one in lineage if one.folder not in passed]
             continue
         except Corrupt as error:
@@ -128,14 +129,17 @@ def restore_into(
             continue
         try:
             with content:
-                matches, problems = fit(
+                found = fit(
                     content, providers, wanted.only, strict=wanted.strict,
                     where=f"{store.url}/{listed.folder}", remedy=_REMEDY, ranks=ranks,
                 )  # fmt: skip
                 touched(listed.folder)
                 changed_before, changed = changed, True
-                size = transfer(content, matches, pool, threads=wanted.threads, ranks=ranks)
-            together(ranks, functools.partial(_hand_over, matches, providers, wanted))
+                size = transfer(content, found.matches, pool, threads=wanted.threads, ranks=ranks)
+                hand_over = functools.partial(
+                    _hand_over, run, content, found, providers, wanted, pool, ranks.rank
+                )
+                together(ranks, hand_over)
         except Corrupt as error:
             last = _pass_over(folder, error, wanted, bus, skipped)
             continue
@@ -145,9 +149,9 @@ def restore_into(
         )
         position = lineage.index(listed) if listed in lineage else -1
         return Outcome(
-            listed=listed, commit=content.commit, skipped=tuple(skipped), problems=problems,
+            listed=listed, commit=content.commit, skipped=tuple(skipped), problems=found.problems,
             # What a damaged checkpoint had put in place may lie beyond what this one covers.
-            mixed=changed_before and (bool(problems) or wanted.only is not None),
+            mixed=changed_before and (bool(found.problems) or wanted.only is not None),
             lineage_steps=tuple(one.step for one in lineage[: position + 1]) or (listed.step,),
         )  # fmt: skip
     if last is not None:
@@ -169,12 +173,36 @@ def _of_first(ranks: Ranks, folders: list[str]) -> list[str]:
 
 
 def _hand_over(
-    matches: Sequence[Match], providers: Mapping[str, StateProvider], wanted: Wanted
+    run: Run,
+    content: Content,
+    found: Fit,
+    providers: Mapping[str, StateProvider],
+    wanted: Wanted,
+    pool: Pool,
+    rank: Rank,
 ) -> None:
-    for match in matches:
+    """Give every provider its state, on the training thread."""
+    for match in found.matches:
+        name = match.item.name
         tree = match.tree(allow_pickle=wanted.allow_pickle)
-        with naming(match.item.name, "restored"):
-            providers[match.item.name].restore(tree)
+        with naming(name, "restored"):
+            if name in found.derived:
+                providers[name].derive(tree, rank.number)
+            else:
+                providers[name].restore(tree)
+    if not found.merged:
+        return
+    states: dict[str, list[object]] = {name: [] for name in found.merged}
+    for number in range(content.commit.ranks):
+        with Content(run.store, content.folder, content.commit, rank=number) as theirs:
+            for name, some in states.items():
+                allow = wanted.allow_pickle
+                some.append(state_of_rank(theirs, name, pool, allow_pickle=allow))
+    for name, some in states.items():
+        merge = providers[name].when_ranks_change
+        assert callable(merge)  # noqa: S101 (that is why it is here)
+        with naming(name, "restored"):
+            providers[name].restore(merge(some, rank.number, rank.ranks))
 
 
 def _pass_over(
@@ -230,7 +258,7 @@ def wait_for_flushers(run: Run, *, own_pids: frozenset[int]) -> None:
     """A trainer that died may have left a flusher that is finishing its last save: let it. Whether
     its trainer is dead cannot be known, so a live one is waited for likewise. What a failed disk
     kept our own from deciding is not."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     for writer in _other_writers(run, own_pids):
         whose = f"process {writer.pid} on {writer.host}" if writer.pid else "another process"
         who = f"the flusher of {whose}"
@@ -242,7 +270,7 @@ def wait_for_flushers(run: Run, *, own_pids: frozenset[int]) -> None:
             if time.monotonic() >= deadline:
                 log.warning(
                     "%s is alive and has not committed %s after %.0f s: restoring the newest "
-                    "checkpoint that is committed", who, saves, _PATIENCE_S,
+                    "checkpoint that is committed", who, saves, PATIENCE_S,
                 )  # fmt: skip
                 break
             interrupts.let_in()

@@ -6,94 +6,175 @@ window into the memory that it holds.
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.errors import Usage
-from laststep.plan.job import Agreement, Item, Table, Tensor
-from laststep.state.layouts import whole
+from laststep.plan.job import (
+    Agreement,
+    Item,
+    Table,
+    Tensor,
+    agree,
+    digest_of,
+    encode_table,
+)
+from laststep.plan.save import ItemSpec
+from laststep.state.layouts import Box, Layout, whole
 from laststep.state.pieces import Part, Piece
-from laststep.state.tensors import Held, Laid, box_of, held_by
+from laststep.state.tensors import box_of, check_held
 
 if TYPE_CHECKING:
     import torch
 
     from laststep.checkpointer.parts import Taken
-    from laststep.plan.save import ItemSpec
     from laststep.plan.shares import Share
     from laststep.state.pieces import Collected
 
-
-def table_of(taken: Taken) -> Table:
-    """How this rank describes its state to the others."""
-    return tuple(
-        Item(spec.name, spec.kind, spec.per_rank,
-             () if spec.per_rank else _tensors(spec, taken.collected[spec.name]))
-        for spec in taken.specs
-    )  # fmt: skip
+_Described = tuple[ItemSpec, dict[str, Layout]]
 
 
-def _tensors(spec: ItemSpec, collected: Collected) -> tuple[Tensor, ...]:
+class Sharing:
+    """Works out what this rank writes, and keeps it: from one save to the next mostly nothing
+    changes but the numbers."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._described: tuple[_Described, ...] = ()
+        self._table: Table = ()
+        self._worked_out: _WorkedOut | None = None
+
+    def table(self, taken: Taken) -> Table:
+        """How this rank describes its state to the others: the very same value while it stays."""
+        described = tuple((spec, taken.collected[spec.name].layouts) for spec in taken.specs)
+        same = len(described) == len(self._described) and all(
+            spec is known and (layouts is those or layouts == those)
+            for (spec, layouts), (known, those) in zip(described, self._described, strict=True)
+        )
+        if not same:
+            self._table = tuple(
+                Item(spec.name, spec.kind, spec.per_rank,
+                     () if spec.per_rank else _tensors(spec, layouts),
+                     () if spec.per_rank else _ties(spec.name, taken.collected[spec.name]))
+                for spec, layouts in described
+            )  # fmt: skip
+        self._described = described
+        return self._table
+
+    def own(self, taken: Taken, agreement: Agreement) -> Taken:
+        """The part of the state that this rank writes."""
+        known = self._worked_out
+        if known is None or known.agreement is not agreement or known.table is not self._table:
+            known = self._worked_out = _work_out(taken, agreement, self._table, self._rank)
+        sources = tuple(window.of(taken.sources[window.source]) for window in known.windows)
+        return replace(taken, specs=known.specs, pieces=known.pieces, sources=sources)
+
+    def alone(self, taken: Taken) -> Taken:
+        """What a rank that saves alone writes: all of it. `Mismatch` where it holds only a part of
+        a tensor, which lies over other ranks as well."""
+        if not any(collected.layouts for collected in taken.collected.values()):
+            return taken
+        table = self.table(taken)
+        known = self._worked_out
+        if known is not None and known.table is table:
+            return self.own(taken, known.agreement)
+        name = digest_of(encode_table(table))
+        return self.own(taken, agree([name], {name: table}))
+
+
+class _Window(NamedTuple):
+    """What is written of the memory of a piece."""
+
+    source: int
+    first: int | None
+    """Where it begins in the flattened memory, if that holds several boxes one after the other."""
+    held: tuple[int, ...]
+    """The shape of the box that the memory is."""
+    box: Box | None
+    """The part of that box; None: all of it."""
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        if self.first is not None:
+            flat = memory.reshape(-1)[self.first : self.first + math.prod(self.held)]
+            memory = flat.view(self.held)
+        elif tuple(memory.shape) != self.held:
+            memory = memory.view(self.held)
+        return memory if self.box is None else box_of(memory, self.box)
+
+
+class _WorkedOut(NamedTuple):
+    """What a rank writes, under an agreement."""
+
+    agreement: Agreement
+    table: Table
+    specs: tuple[ItemSpec, ...]
+    pieces: tuple[Piece, ...]
+    windows: tuple[_Window, ...]
+
+
+def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[Tensor, ...]:
     found = []
     for piece in spec.pieces:
-        layout = collected.layouts.get(piece.name)
+        layout = layouts.get(piece.name)
         shape = piece.shape if layout is None else layout.shape
         found.append(Tensor(piece.name, piece.dtype, shape, layout))
     return tuple(found)
 
 
-def refuse_parts(taken: Taken) -> None:
-    """`Usage` where a rank that saves alone holds only a part of a tensor."""
-    for spec in taken.specs:
-        layouts = taken.collected[spec.name].layouts
-        for piece in spec.pieces if layouts else ():
-            layout = layouts.get(piece.name)
-            if layout is not None and layout.shape != piece.shape:
-                raise Usage(
-                    "cannot save a part of a tensor as if it were all of it",
-                    where=f"{spec.name}/{piece.name}",
-                    expected=f"all of {list(layout.shape)}", found=f"{list(piece.shape)}",
-                    remedy="save it with a Checkpointer on all ranks, which stores it whole",
-                )  # fmt: skip
+def _ties(item: str, collected: Collected) -> tuple[tuple[str, str], ...]:
+    """What is tied, where tensors lie in parts. `Usage` where parts overlap otherwise: their common
+    memory would be stored as one, and is other bytes on every rank."""
+    over = next((name for name in collected.views if name in collected.layouts), None)
+    if over is not None:
+        raise Usage(
+            "cannot save parts of tensors that lie over each other in memory",
+            where=f"{item}/{over}",
+            remedy="describe the same memory once, or by the same layout",
+        )
+    return tuple(collected.ties.items()) if collected.layouts else ()
 
 
-def own_share(taken: Taken, agreement: Agreement, rank: int) -> Taken:
-    """The part of the state that this rank writes."""
-    shares: dict[str, dict[str, list[Share]]] = {}
-    for (item, name), share in agreement.shares(rank):
-        shares.setdefault(item, {}).setdefault(name, []).append(share)
+def _work_out(taken: Taken, agreement: Agreement, table: Table, rank: int) -> _WorkedOut:
+    shares: dict[tuple[str, str], list[Share]] = {}
+    for key, share in agreement.shares(rank):
+        shares.setdefault(key, []).append(share)
     specs: list[ItemSpec] = []
-    sources: list[torch.Tensor] = []
+    windows: list[_Window] = []
     at = 0
     for spec in taken.specs:
-        mine = taken.sources[at : at + len(spec.pieces)]
-        at += len(spec.pieces)
-        if spec.per_rank:
-            specs.append(spec)
-            sources += mine
-            continue
-        wanted = shares.get(spec.name, {})
         layouts = taken.collected[spec.name].layouts
         pieces: list[Piece] = []
-        for piece, source in zip(spec.pieces, mine, strict=True):
-            if piece.name not in wanted:
+        for number, piece in enumerate(spec.pieces, at):
+            if spec.per_rank:
+                pieces.append(piece)
+                windows.append(_Window(number, None, piece.shape, None))
                 continue
             layout = layouts.get(piece.name)
-            where = f"{spec.name}/{piece.name}"
-            held = (
-                [Held(whole(piece.shape), source)]
-                if layout is None
-                else held_by(rank, Laid(source, layout), where)
-            )
+            held = _held(rank, piece, layout, f"{spec.name}/{piece.name}")
             shape = piece.shape if layout is None else layout.shape
-            for share in wanted[piece.name]:
-                memory = next((one.memory for one in held if one.box == share.held), source)
-                window = box_of(memory, share.box.within(share.held))
-                pieces.append(_piece(piece, shape, share, window))
-                sources.append(window)
+            for share in shares.get((spec.name, piece.name), ()):
+                box = None if share.box == share.held else share.box.within(share.held)
+                window = _Window(number, held.get(share.held), share.held.shape, box)
+                windows.append(window)
+                pieces.append(_piece(piece, shape, share, window.of(taken.sources[number])))
+        at += len(spec.pieces)
         specs.append(replace(spec, pieces=tuple(pieces)))
     flat = tuple(piece for spec in specs for piece in spec.pieces)
-    return replace(taken, specs=tuple(specs), pieces=flat, sources=tuple(sources))
+    return _WorkedOut(agreement, table, tuple(specs), flat, tuple(windows))
+
+
+def _held(rank: int, piece: Piece, layout: Layout | None, where: str) -> dict[Box, int | None]:
+    """The boxes that the memory of a piece holds, and where each begins in it; None: it is all."""
+    if layout is None:
+        return {whole(piece.shape): None}
+    boxes = layout.held(rank)
+    check_held(rank, boxes, math.prod(piece.shape), where)
+    if len(boxes) == 1:
+        return {boxes[0]: None}
+    starts = itertools.accumulate((box.volume for box in boxes), initial=0)
+    return dict(zip(boxes, starts, strict=False))
 
 
 def _piece(piece: Piece, shape: tuple[int, ...], share: Share, window: torch.Tensor) -> Piece:

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from laststep.checkpointer.watching import human
 from laststep.config import MIN_SLOTS, Settings
+from laststep.dist.ranks import ranks_on_this_node
 from laststep.engine.memory import available_bytes
 from laststep.errors import LaststepError
 from laststep.events import Bus, Preflight
-from laststep.state.tensors import dense_bytes, is_module, is_optimizer
+from laststep.state.tensors import is_module, is_optimizer, share_bytes
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from laststep.checkpointer.keep import Keep
+    from laststep.dist.ranks import Rank
     from laststep.engine.copy.layout import Way
     from laststep.state.pieces import Piece
     from laststep.state.provider import StateProvider
@@ -33,27 +35,31 @@ _PROBE_BYTES = 32 << 20
 
 
 def memory_for(
-    providers: Mapping[str, StateProvider], settings: Settings
+    providers: Mapping[str, StateProvider], settings: Settings, rank: Rank
 ) -> tuple[int, int, dict[str, int]]:
-    """(cap, bytes of host memory to make ready now, bytes expected on each device)."""
-    cap = settings.host_memory_bytes or max(available_bytes() // 4, MIN_SLOTS * CHUNK_BYTES)
+    """(cap, bytes of host memory to make ready now, bytes expected on each device); of what all
+    ranks hold, each writes a part."""
+    share = available_bytes() // 4 // ranks_on_this_node(rank)
+    cap = settings.host_memory_bytes or max(share, MIN_SLOTS * CHUNK_BYTES)
     total: dict[str, int] = {}
     for provider in providers.values():
         for part in provider.parts():
-            for device, size in _estimate(part):
+            for device, size in _estimate(part, rank.ranks):
                 total[device] = total.get(device, 0) + size
     on_device = {d: size + CHUNK_BYTES for d, size in total.items() if d.startswith("cuda")}
     return cap, sum(total.values()) + 4 * CHUNK_BYTES, on_device
 
 
-def _estimate(part: Any) -> list[tuple[str, int]]:
+def _estimate(part: Any, ranks: int) -> list[tuple[str, int]]:
     """(device, bytes) of a module's tensors, or of an optimizer's once it has taken a step, for
     which two moments like the parameter are guessed."""
     if is_module(part):
-        return [(str(t.device), dense_bytes(t)) for t in (*part.parameters(), *part.buffers())]
+        return [
+            (str(t.device), share_bytes(t, ranks)) for t in (*part.parameters(), *part.buffers())
+        ]
     if is_optimizer(part):
         parameters = [p for group in part.param_groups for p in group["params"]]
-        return [(str(p.device), 2 * dense_bytes(p)) for p in parameters]
+        return [(str(p.device), 2 * share_bytes(p, ranks)) for p in parameters]
     return []
 
 

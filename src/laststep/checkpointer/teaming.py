@@ -13,13 +13,28 @@ from laststep.checkpointer.agreeing import Agreements
 from laststep.checkpointer.team import Team
 from laststep.codecs.digests import digest
 from laststep.dist.board import Board
+from laststep.errors import Usage
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from laststep.config import Settings
     from laststep.dist.ranks import Rank
     from laststep.engine.client import Client
+    from laststep.state.provider import StateProvider
 
 _made: Counter[str] = Counter()
+
+
+def refuse_mixed(providers: Mapping[str, StateProvider]) -> None:
+    """`Usage` for a group of which a part is each rank's own and a part is not."""
+    for name, provider in providers.items():
+        if getattr(provider, "mixed", False):
+            raise Usage(
+                "a group mixes what ranks have in common with what each has for itself",
+                where=f"item {name!r}",
+                remedy="pass random numbers and loaders as items of their own",
+            )
 
 
 def gather(rank: Rank, run: str, client: Client, settings: Settings) -> Team:
@@ -27,5 +42,7 @@ def gather(rank: Rank, run: str, client: Client, settings: Settings) -> Team:
     _made[run] += 1
     prefix = f"laststep/{digest(run.encode()).hex()}/{_made[run]}"
     # A connection for each thread that asks: the training thread's must not wait for the other's.
-    agreements = Agreements(rank, Board(prefix), deadline_s=settings.deadline_s)
-    return Team(rank, Board(prefix), client, agreements, deadline_s=settings.deadline_s)
+    deadline_s = settings.deadline_s
+    boards = [Board(prefix, patience_s=deadline_s) for _ in range(2)]
+    agreements = Agreements(rank, boards[0], deadline_s=deadline_s)
+    return Team(rank, boards[1], client, agreements, deadline_s=deadline_s)

@@ -17,11 +17,14 @@ import torch.distributed as dist
 from laststep.errors import LaststepError, Mismatch, StorageFailed, from_wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from laststep.dist.ranks import Rank
 
 T = TypeVar("T")
+
+
+_NOTE_BYTES, _LENGTH_BYTES = 512, 8
 
 
 class Ranks(Protocol):
@@ -37,8 +40,10 @@ class Ranks(Protocol):
     def largest(self, number: int) -> int:
         """The largest of all ranks' numbers."""
 
-    def exchange(self, parcels: Sequence[bytes | bytearray]) -> list[memoryview]:
-        """Send a parcel to each rank, oneself included, and get one from each."""
+    def exchange(
+        self, heads: list[bytes], sizes: list[int], data: torch.Tensor
+    ) -> list[tuple[bytes, torch.Tensor]]:
+        """Send each rank a head and the next `sizes` bytes of `data`; get those of each."""
 
 
 class Alone:
@@ -54,8 +59,10 @@ class Alone:
     def largest(self, number: int) -> int:
         return number
 
-    def exchange(self, parcels: Sequence[bytes | bytearray]) -> list[memoryview]:
-        return [memoryview(parcel) for parcel in parcels]
+    def exchange(
+        self, heads: list[bytes], sizes: list[int], data: torch.Tensor
+    ) -> list[tuple[bytes, torch.Tensor]]:
+        return []
 
 
 class Group:
@@ -69,38 +76,45 @@ class Group:
         )
 
     def gather(self, note: bytes) -> list[bytes]:
-        sizes = torch.zeros(self.rank.ranks, dtype=torch.int64)
-        mine = torch.tensor([len(note)], dtype=torch.int64)
-        _asked(lambda: dist.all_gather_into_tensor(sizes, mine, group=self._group))
-        width = max(int(sizes.max()), 1)
-        padded = torch.zeros(width, dtype=torch.uint8)
-        if note:
-            padded[: len(note)] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
-        found = torch.empty(self.rank.ranks * width, dtype=torch.uint8)
-        _asked(lambda: dist.all_gather_into_tensor(found, padded, group=self._group))
-        rows = found.view(self.rank.ranks, width).numpy()
-        return [bytes(row[:size]) for row, size in zip(rows, sizes.tolist(), strict=True)]
+        # Mostly there is little to tell: that fits beside its length, and one round is enough.
+        head = len(note).to_bytes(_LENGTH_BYTES, "little") + note[: _NOTE_BYTES - _LENGTH_BYTES]
+        rows = self._gather(head, _NOTE_BYTES)
+        sizes = [int.from_bytes(row[:_LENGTH_BYTES], "little") for row in rows]
+        if max(sizes) > _NOTE_BYTES - _LENGTH_BYTES:
+            rows = self._gather(note, max(sizes))
+            return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+        return [
+            row[_LENGTH_BYTES : _LENGTH_BYTES + size] for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def _gather(self, note: bytes, width: int) -> list[bytes]:
+        """The notes of all, each filled up to `width` bytes."""
+        mine = torch.frombuffer(bytearray(note.ljust(width, b"\0")), dtype=torch.uint8)
+        found = torch.empty(self.size * width, dtype=torch.uint8)
+        _asked(lambda: dist.all_gather_into_tensor(found, mine, group=self._group))
+        return [row.tobytes() for row in found.view(self.size, width).numpy()]
 
     def largest(self, number: int) -> int:
         value = torch.tensor([number], dtype=torch.int64)
         _asked(lambda: dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group))
         return int(value)
 
-    def exchange(self, parcels: Sequence[bytes | bytearray]) -> list[memoryview]:
-        out = torch.tensor([len(parcel) for parcel in parcels], dtype=torch.int64)
-        come = torch.empty_like(out)
-        _asked(lambda: dist.all_to_all_single(come, out, group=self._group))
-        joined = bytearray(b"".join(parcels)) or bytearray(1)
-        sent = torch.frombuffer(joined, dtype=torch.uint8)[: int(out.sum())]
-        sizes = come.tolist()
-        got = torch.empty(sum(sizes), dtype=torch.uint8)
-        _asked(lambda: dist.all_to_all_single(got, sent, sizes, out.tolist(), group=self._group))
-        view = memoryview(got.numpy())  # type: ignore[arg-type]
-        at, found = 0, []
-        for size in sizes:
-            found.append(view[at : at + size])
-            at += size
-        return found
+    def exchange(
+        self, heads: list[bytes], sizes: list[int], data: torch.Tensor
+    ) -> list[tuple[bytes, torch.Tensor]]:
+        told = torch.tensor([[len(h), n] for h, n in zip(heads, sizes, strict=True)])
+        come = torch.empty_like(told)
+        _asked(lambda: dist.all_to_all_single(come, told, group=self._group))
+        joined = torch.frombuffer(bytearray(b"".join(heads)), dtype=torch.uint8)
+        lengths, volumes = come[:, 0].tolist(), come[:, 1].tolist()
+        got_heads = self._scatter(joined, [len(head) for head in heads], lengths)
+        got_data = self._scatter(data, sizes, volumes)
+        return [(h.numpy().tobytes(), d) for h, d in zip(got_heads, got_data, strict=True)]
+
+    def _scatter(self, data: torch.Tensor, out: list[int], come: list[int]) -> list[torch.Tensor]:
+        got = torch.empty(sum(come), dtype=torch.uint8)
+        _asked(lambda: dist.all_to_all_single(got, data, come, out, group=self._group))
+        return list(got.split(come))
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
@@ -126,8 +140,8 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         result = work()
     except Exception as raised:  # noqa: BLE001 (raised again below, when the others know)
         error = raised
-    told = LaststepError(repr(error)) if error else None
-    note = b"" if error is None else _encode((error if isinstance(error, LaststepError) else told))
+    told = error if isinstance(error, LaststepError) else LaststepError(repr(error))
+    note = b"" if error is None else _encode(told)
     for rank, heard in enumerate(ranks.gather(note)):
         if not heard:
             continue
@@ -139,8 +153,7 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _encode(error: LaststepError | None) -> bytes:
-    assert error is not None  # noqa: S101 (only asked where there is one)
+def _encode(error: LaststepError) -> bytes:
     kind, fields = error.to_wire()
     lines = error.problems.lines() if isinstance(error, Mismatch) else ()
     if lines:

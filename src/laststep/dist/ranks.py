@@ -38,3 +38,10 @@ def this_rank() -> Rank:
             remedy="call init_process_group() first, or unset WORLD_SIZE for a job of its own",
         )
     return Rank(0, 1)
+
+
+def ranks_on_this_node(rank: Rank) -> int:
+    """How many ranks share this node's memory: what the launcher says, or all of them."""
+    announced = os.environ.get("LOCAL_WORLD_SIZE", "")
+    here = int(announced) if announced.isdigit() else rank.ranks
+    return max(1, min(here, rank.ranks))

@@ -7,6 +7,8 @@ A rank looks only at chunks that hold something for itself.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,6 +43,8 @@ class Chunk:
     start: int
     stop: int
     stored: tuple[Stored, ...]
+    alone: bool
+    """Whether nobody but its reader wants anything of it."""
 
     def boxes(self) -> Iterator[tuple[Stored, Box, int]]:
         """The boxes that lie in it, each with the byte at which it begins, in the chunk."""
@@ -68,6 +72,7 @@ def chunks_of(
 ) -> list[Chunk]:
     """The chunks that a rank reads. `wanted` says who wants what of a tensor, `tensor_bytes` how
     long each file's tensor area is."""
+    alike = functools.cache(lambda tensor: _Alike(wanted(tensor)))
     grid: dict[tuple[int, int], list[Stored]] = {}
     touched: set[tuple[int, int]] = set()
     for one in stored:
@@ -75,29 +80,51 @@ def chunks_of(
             continue
         for number in range(one.start // CHUNK_BYTES, -(-one.stop // CHUNK_BYTES)):
             grid.setdefault((one.file, number), []).append(one)
-        for who, boxes in wanted(one.tensor):
-            if who == rank:
-                for start, stop in _ranges(one, boxes):
-                    numbers = range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES))
-                    touched.update((one.file, number) for number in numbers)
+        for start, stop in _ranges(one, alike(one.tensor).of(rank)):
+            numbers = range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES))
+            touched.update((one.file, number) for number in numbers)
     found = []
+    before = _chunks_before(tensor_bytes)
     for file, number in sorted(touched):
         low, high = number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES
-        ranks: set[int] = set()
+        wanting: dict[int, list[int]] = {}
         start, stop = high, low
         for one in grid[file, number]:
-            for who, boxes in wanted(one.tensor):
+            for boxes, who in alike(one.tensor).ranks_of.items():
                 for first, last in _ranges(one, boxes):
                     if first < high and low < last:
-                        ranks.add(who)
+                        wanting[id(who)] = who
                         start, stop = min(start, max(first, low)), max(stop, min(last, high))
-        readers = sorted(ranks)
-        if readers and readers[(file + number) % len(readers)] == rank:
+        readers = sorted(set(itertools.chain(*wanting.values())))
+        if readers and readers[(before[file] + number) % len(readers)] == rank:
             start = start // BLOCK_BYTES * BLOCK_BYTES
             stop = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, tensor_bytes[file])
             held = tuple(s for s in grid[file, number] if s.start < stop and start < s.stop)
-            found.append(Chunk(file, start, stop, held))
+            found.append(Chunk(file, start, stop, held, len(readers) == 1))
     return found
+
+
+class _Alike:
+    """Who wants which boxes of a tensor; those who want the same are looked at once. A model that
+    every rank holds whole is wanted by all of them, and lies in as many parts."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.ranks_of: dict[tuple[Box, ...], list[int]] = {}
+        for rank, boxes in wanted:
+            self.ranks_of.setdefault(boxes, []).append(rank)
+        self._boxes_of = dict(wanted)
+
+    def of(self, rank: int) -> tuple[Box, ...]:
+        """What a rank wants."""
+        return self._boxes_of.get(rank, ())
+
+
+def _chunks_before(tensor_bytes: Sequence[int]) -> list[int]:
+    """How many chunks lie in the files before each, so that readers take turns over all of them.
+    Small files do not count: each rank has one beside its large one, and every other turn would
+    fall on those."""
+    counts = [-(-size // CHUNK_BYTES) if size >= BLOCK_BYTES else 0 for size in tensor_bytes]
+    return [0, *itertools.accumulate(counts)]
 
 
 def _ranges(stored: Stored, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:

@@ -41,6 +41,9 @@ class Item(NamedTuple):
     kind: str
     per_rank: bool
     tensors: tuple[Tensor, ...]
+    ties: tuple[tuple[str, str], ...] = ()
+    """Names of tensors that are others by another name, and of which. Told where tensors lie in
+    parts: a rank cannot see that two of which it holds nothing are one."""
 
 
 Table = tuple[Item, ...]
@@ -57,7 +60,7 @@ def encode_table(table: Table) -> bytes:
             (t.name, t.dtype, t.shape,
              None if t.layout is None else layouts.setdefault(t.layout, len(layouts)))
             for t in item.tensors
-        ])
+        ], item.ties)
         for item in table
     ]  # fmt: skip
     return msgspec.msgpack.encode((items, [to_plain(layout) for layout in layouts]))
@@ -71,8 +74,8 @@ def decode_table(data: bytes) -> Table:
         Item(name, kind, per_rank, tuple(
             Tensor(t, dtype, tuple(shape), None if layout is None else layouts[layout])
             for t, dtype, shape, layout in tensors
-        ))
-        for name, kind, per_rank, tensors in items
+        ), tuple((name, first) for name, first in ties))
+        for name, kind, per_rank, tensors, ties in items
     )  # fmt: skip
 
 
@@ -128,11 +131,13 @@ def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
         for item in one.table:
             for tensor in () if item.per_rank else item.tensors:
                 told.setdefault((item.name, tensor.name), []).append((tensor, number))
+    _drop_unseen_ties(told, classes)
     spreads: list[Spread] = []
     empty: dict[int, int] = {}
+    meshes: dict[tuple[int, ...], Mesh] = {}
     for key, tellings in told.items():
         problems += _tensor_problems(key, tellings, classes)
-        layouts = _layouts(tellings, classes)
+        layouts = _layouts(tellings, classes, meshes)
         if 0 in tellings[0][0].shape:
             empty[len(spreads)] = classes[tellings[0][1]].ranks[0]
         spreads.append(Spread(DTYPES[tellings[0][0].dtype].size_bytes, layouts))
@@ -146,6 +151,21 @@ def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
     return Agreement(
         digest(b"".join(digests)), classes, tuple(told), tuple(spreads), class_of, empty
     )
+
+
+def _drop_unseen_ties(
+    told: dict[Key, list[tuple[Tensor, int]]], classes: Sequence[RankClass]
+) -> None:
+    """What ranks that hold nothing of a tensor take for one of its own, and others know to be tied,
+    is tied."""
+    ties = {(item.name, name) for one in classes for item in one.table for name, _ in item.ties}
+    for key in ties.intersection(told):
+        if not any(
+            tensor.layout is None or tensor.layout.held(rank)
+            for tensor, number in told[key]
+            for rank in classes[number].ranks
+        ):
+            del told[key]
 
 
 def _item_problems(classes: Sequence[RankClass]) -> list[str]:
@@ -179,31 +199,23 @@ def _tensor_problems(
 
 
 def _layouts(
-    tellings: list[tuple[Tensor, int]], classes: Sequence[RankClass]
+    tellings: list[tuple[Tensor, int]],
+    classes: Sequence[RankClass],
+    meshes: dict[tuple[int, ...], Mesh],
 ) -> tuple[Layout, ...]:
-    """The layouts of a tensor, one for each way in which it lies; all who hold it whole are one."""
+    """The layouts of a tensor, one for each way in which it lies; all who hold it whole are one,
+    and `meshes` keeps who that is for the next tensor."""
     found: dict[Layout, None] = {}
-    holders: list[int] = []
-    for tensor, number in tellings:
-        if tensor.layout is None:
-            holders += classes[number].ranks
-        else:
+    holders = tuple(number for tensor, number in tellings if tensor.layout is None)
+    for tensor, _ in tellings:
+        if tensor.layout is not None:
             found[tensor.layout] = None
     if holders:
-        mesh = _mesh_of(tuple(sorted(holders)))
-        found[Sharded(tellings[0][0].shape, mesh, (Replicate(),))] = None
+        if holders not in meshes:
+            ranks = sorted(rank for number in holders for rank in classes[number].ranks)
+            meshes[holders] = Mesh.of(("rank",), (len(ranks),), ranks)
+        found[Sharded(tellings[0][0].shape, meshes[holders], (Replicate(),))] = None
     return tuple(found)
-
-
-_known_meshes: dict[tuple[int, ...], Mesh] = {}
-
-
-def _mesh_of(ranks: tuple[int, ...]) -> Mesh:
-    known = _known_meshes.get(ranks)
-    if known is None:
-        _known_meshes.clear()
-        known = _known_meshes[ranks] = Mesh.of(("rank",), (len(ranks),), ranks)
-    return known
 
 
 def _gaps(told: dict[Key, list[tuple[Tensor, int]]], classes: Sequence[RankClass]) -> list[str]:

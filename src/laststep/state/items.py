@@ -19,6 +19,7 @@ from laststep.state.values import (
     EntryProvider,
     GroupProvider,
     HasStateDict,
+    PerRank,
     ScalerProvider,
     StateDictProvider,
     ValueProvider,
@@ -56,7 +57,9 @@ def _find(items: Mapping[str, object]) -> list[tuple[str, Any]]:
     """Every thing in the items, groups and providers looked into."""
     found: list[tuple[str, Any]] = []
     for name, item in items.items():
-        if isinstance(item, StateProvider):
+        if isinstance(item, PerRank):
+            found += _find({name: item.item})
+        elif isinstance(item, StateProvider):
             found += [(name, part) for part in item.parts()]
         elif type(item) is dict and _is_group(item):
             found += [(f"{name}.{inner}", thing) for inner, thing in _find(item)]
@@ -87,6 +90,8 @@ def _has_own_state(value: object, depth: int = 0) -> bool:
 
 
 def _provider(name: str, item: Any, names: Names) -> StateProvider:
+    if isinstance(item, PerRank):
+        return item.around(_provider(name, item.item, names))
     if isinstance(item, StateProvider):
         return item
     if is_module(item):

@@ -37,6 +37,8 @@ class Known(NamedTuple):
     ref: TensorRef
     is_piece: bool
     """False for a tensor that is tied to an earlier one."""
+    local: weakref.ref[torch.Tensor] | None = None
+    """Of a DTensor, the part that this rank holds: the rest is told of that."""
 
 
 class _Different(Exception):
@@ -77,11 +79,12 @@ class _Walk:
                         if one.parent != path:
                             raise _Different
                         parent = one.parent
-                    tensor = one.tensor()
+                    leaf = one.tensor()
+                    if leaf is None or leaf is not inner:
+                        raise _Different
+                    tensor = leaf if one.local is None else _local_of(leaf, one.local)
                     if (
-                        tensor is None
-                        or tensor is not inner
-                        or one.key != key
+                        one.key != key
                         or one.address != tensor.data_ptr()
                         or one.shape != tensor.shape
                         or one.stride != tensor.stride()
@@ -96,6 +99,14 @@ class _Walk:
         pairs = dict(enumerate(node))  # type: ignore[arg-type, var-annotated]
         entries = list(self.container(pairs, path).values())  # type: ignore[attr-defined]
         return entries if kind is list else tuple(entries)
+
+
+def _local_of(leaf: torch.Tensor, known: weakref.ref[torch.Tensor]) -> torch.Tensor:
+    """The part of a DTensor that this rank holds, if it is the known one."""
+    local: torch.Tensor = leaf._local_tensor  # type: ignore[attr-defined]
+    if local is not known():
+        raise _Different
+    return local
 
 
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, Owned})

@@ -240,15 +240,18 @@ def _place_parts(
     """Read the part that this rank holds; all names of it must lie alike."""
     first, target = targets[0]
     layout = live.layouts.get(first)
+    landing = target
+    if not target.is_contiguous():
+        landing = allocate(DTYPE_NAMES[target.dtype], tuple(target.shape), str(target.device))
     for name, other in targets:
         alike = live.layouts.get(name) == layout and match.item.view_of(name) is None
-        if layout is None or not alike or not other.is_contiguous():
+        if layout is None or not alike:
             match.mismatched.append(f"{name}: lies otherwise over the ranks than {first}")
             return
         match.values[name] = live.owners.get(name, other)
-        if other is not target and not same_memory(other, target):
-            match.copies.append((other, target))
-    match.reads[source] = target
+        if other is not landing and not same_memory(other, landing):
+            match.copies.append((other, landing))
+    match.reads[source] = landing
     if layout is not None:
         match.layouts[source] = layout
 

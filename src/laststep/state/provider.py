@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
     from laststep.state.tree import Path
@@ -58,6 +59,10 @@ def has_absent(entry: object) -> bool:
     return False
 
 
+WhenRanksChange = Literal["keep", "derive", "drop", "refuse"] | Callable[[list[Any], int, int], Any]
+"""A function gets the states of all ranks that were, a rank, and how many ranks there are now."""
+
+
 class StateProvider(ABC):
     """Describes an item's state and puts it back; subclass it for state of your own kind."""
 
@@ -72,9 +77,10 @@ class StateProvider(ABC):
     per_rank: bool = False
     """Whether in a job of several ranks each has a state of its own, such as its place in the data;
     else ranks that hold the same tensors hold the same state, and it is stored once."""
-    when_ranks_change: str = "refuse"
+    when_ranks_change: WhenRanksChange = "refuse"
     """What becomes of such a state in a job of another number of ranks: `keep` (a rank takes that
-    of its number, if there is one), `drop` (with a warning), or `refuse`."""
+    of its number, if there is one), `derive` (the same, and `derive` makes one for new ranks),
+    `drop` (with a warning), `refuse`, or a function that makes a rank's state of all."""
 
     @abstractmethod
     def describe(self) -> State:
@@ -85,6 +91,10 @@ class StateProvider(ABC):
     def restore(self, value: object) -> None:
         """Take over a loaded tree of the shape that `describe` gave. Tensors restored in place
         are the live ones; what was not restored is `ABSENT`. Called on the training thread."""
+
+    def derive(self, value: object, rank: int) -> None:
+        """Take over a state that another rank had, so that this one's differs from it."""
+        raise NotImplementedError
 
     def check(self, stored: object) -> list[str]:
         """What of a stored tree does not fit, in words, before anything is touched."""

@@ -8,14 +8,27 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from laststep.codecs.digests import digest
 from laststep.errors import Usage
 from laststep.state.provider import ABSENT, State, StateProvider, has_absent
-from laststep.state.tensors import is_tensor, put_tensor, set_torch_rng_states, torch_rng_states
+from laststep.state.tensors import (
+    is_tensor,
+    put_tensor,
+    seed_torch,
+    set_torch_rng_states,
+    torch_rng_states,
+)
 from laststep.state.tree import Owned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from laststep.state.provider import WhenRanksChange
+    from laststep.state.tree import Path
 
 
 @runtime_checkable
@@ -36,6 +49,8 @@ class StateDictProvider(StateProvider):
         self._owner = owner
         # A loader may have to ask its workers; a scheduler only copies a few numbers.
         self.cheap = self.passive = type(owner).__module__.startswith("torch.optim")
+        # Each rank reads data of its own; whatever else has a state has the same on all.
+        self.per_rank = hasattr(owner, "dataset") or hasattr(owner, "__iter__")
 
     def parts(self) -> tuple[object, ...]:
         return (self._owner,)
@@ -103,7 +118,7 @@ class RNG(StateProvider):
     cheap = True
     passive = True
     per_rank = True
-    when_ranks_change = "keep"
+    when_ranks_change = "derive"
 
     def describe(self) -> State:
         value = {"python": random.getstate(), "numpy": _numpy_state(), "torch": torch_rng_states()}
@@ -115,6 +130,12 @@ class RNG(StateProvider):
         random.setstate(value["python"])
         np.random.set_state(value["numpy"])  # noqa: NPY002 (the global generator is what is saved)
         set_torch_rng_states(value["torch"])
+
+    def derive(self, value: object, rank: int) -> None:
+        seed = digest(repr((value["python"], rank)).encode())  # type: ignore[index]
+        random.seed(seed)
+        np.random.seed(int.from_bytes(seed[:4], "little"))  # noqa: NPY002 (as above)
+        seed_torch(int.from_bytes(seed[:8], "little"))
 
 
 def _numpy_state() -> tuple[object, ...]:
@@ -199,6 +220,53 @@ class EntryProvider(StateProvider):
         self._owner[self._key] = _put(self._owner[self._key], value)
 
 
+class PerRank(StateProvider):
+    """Marks an item of which every rank has a state of its own, such as its place in the data:
+    `PerRank(loader, when_ranks_change="drop")`."""
+
+    per_rank = True
+
+    def __init__(self, item: object, *, when_ranks_change: WhenRanksChange = "refuse") -> None:
+        known = ("keep", "drop", "refuse")
+        if when_ranks_change not in known and not callable(when_ranks_change):
+            raise Usage(
+                "unknown setting when_ranks_change", expected=f"one of {', '.join(known)}, or "
+                "a function of all ranks' states, a rank and the number of ranks",
+                found=repr(when_ranks_change), remedy="choose one of these, or leave it out",
+            )  # fmt: skip
+        self.item = item
+        self.when_ranks_change = when_ranks_change
+        self._inner: StateProvider | None = None
+
+    def around(self, inner: StateProvider) -> PerRank:
+        """Speak for what that provider provides."""
+        self._inner, self.kind = inner, inner.kind
+        return self
+
+    @property
+    def _provider(self) -> StateProvider:
+        assert self._inner is not None  # noqa: S101 (set before anything is asked)
+        return self._inner
+
+    def parts(self) -> tuple[object, ...]:
+        return self._provider.parts()
+
+    def describe(self) -> State:
+        return self._provider.describe()
+
+    def restore(self, value: object) -> None:
+        self._provider.restore(value)
+
+    def check(self, stored: object) -> list[str]:
+        return self._provider.check(stored)
+
+    def refuses(self, stored: object) -> dict[Path, str]:
+        return self._provider.refuses(stored)
+
+    def devices(self, paths: list[tuple[object, ...]]) -> list[str]:
+        return self._provider.devices(paths)
+
+
 class GroupProvider(StateProvider):
     """Several providers as one item, each under its own key."""
 
@@ -207,6 +275,9 @@ class GroupProvider(StateProvider):
     def __init__(self, members: dict[str, StateProvider]) -> None:
         self._members = members
         self.cheap = all(member.cheap for member in members.values())
+        self.per_rank = bool(members) and all(member.per_rank for member in members.values())
+        self.mixed = not self.per_rank and any(member.per_rank for member in members.values())
+        """Whether some of it is each rank's own and some is not: no job of several saves that."""
 
     def parts(self) -> tuple[object, ...]:
         return tuple(part for member in self._members.values() for part in member.parts())
@@ -234,6 +305,28 @@ class GroupProvider(StateProvider):
             if key in stored:
                 problems += [f"{key} {text}" for text in member.check(stored[key])]
         return problems
+
+    def refuses(self, stored: object) -> dict[Path, str]:
+        return self._asked(stored, lambda member, inner: member.refuses(inner))
+
+    def lacks(self, stored: object) -> dict[Path, str]:
+        return self._asked(stored, lambda member, inner: member.lacks(inner))
+
+    def _asked(
+        self, stored: object, ask: Callable[[StateProvider, object], dict[Path, str]]
+    ) -> dict[Path, str]:
+        """What the members say of their parts."""
+        if not isinstance(stored, dict):
+            return {}
+        return {
+            (key, *path): f"{key} {text}"
+            for key, member in self._members.items()
+            if key in stored
+            for path, text in ask(member, stored[key]).items()
+        }
+
+    def models(self, paths: list[tuple[object, ...]]) -> list[object]:
+        return [self._members[str(p[0])].models([p[1:]])[0] if p else None for p in paths]
 
     def devices(self, paths: list[tuple[object, ...]]) -> list[str]:
         return [self._members[str(p[0])].devices([p[1:]])[0] if p else "cpu" for p in paths]

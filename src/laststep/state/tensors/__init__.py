@@ -13,12 +13,20 @@ from laststep.state.tensors.kinds import (
     is_tensor,
     register_tensor_type,
 )
-from laststep.state.tensors.laid import Held, Laid, held_by, is_dtensor, laid_of, like, unlaid
+from laststep.state.tensors.laid import (
+    Held,
+    Laid,
+    check_held,
+    held_by,
+    is_dtensor,
+    laid_of,
+    like,
+    unlaid,
+)
 from laststep.state.tensors.live import (
     allocate,
     box_of,
     copy_tensors,
-    dense_bytes,
     from_bytes,
     hold_scalar,
     load_torch_file,
@@ -28,7 +36,9 @@ from laststep.state.tensors.live import (
     put_tensor,
     repeats_itself,
     same_memory,
+    seed_torch,
     set_torch_rng_states,
+    share_bytes,
     torch_rng_states,
 )
 from laststep.state.tensors.reviving import revive
@@ -41,9 +51,9 @@ __all__ = [
     "Laid",
     "allocate",
     "box_of",
+    "check_held",
     "collect",
     "copy_tensors",
-    "dense_bytes",
     "from_bytes",
     "held_by",
     "hold_scalar",
@@ -62,7 +72,9 @@ __all__ = [
     "repeats_itself",
     "revive",
     "same_memory",
+    "seed_torch",
     "set_torch_rng_states",
+    "share_bytes",
     "torch_rng_states",
     "unlaid",
 ]

@@ -44,6 +44,7 @@ class CollectCache:
         self.known: list[Known] = []
         self.pieces: tuple[Piece, ...] = ()
         self.ties: dict[str, str] = {}
+        self.layouts: dict[str, Layout] = {}
 
 
 class Collector:
@@ -52,8 +53,8 @@ class Collector:
     def __init__(self, volatile: frozenset[Path], *, allow_pickle: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.volatile_names: set[str] = set()
-        self.plain: list[tuple[Path, TensorRef, torch.Tensor]] = []
-        """The tensors that are stored just as they were met."""
+        self.plain: list[tuple[Path, TensorRef, torch.Tensor, torch.Tensor | None]] = []
+        """The tensors that are stored just as they were met, of DTensors with their local part."""
         self.layouts: dict[str, Layout] = {}
         self.owners: dict[str, object] = {}
         self._volatile = volatile
@@ -123,7 +124,7 @@ class Collector:
         if tensor.is_conj() or tensor.is_neg():
             return self._keep(path, detached.resolve_conj().resolve_neg())
         ref = self._keep(path, detached)
-        self.plain.append((path, ref, tensor))
+        self.plain.append((path, ref, tensor, None))
         return ref
 
     def _take_laid(self, path: Path, laid: Laid, owner: object) -> object:
@@ -132,6 +133,10 @@ class Collector:
             raise Usage("cannot save a part of a tensor that is not plain", where=show_path(path))
         self.layouts[ref.name] = laid.layout
         self.owners[ref.name] = owner
+        if self.plain and self.plain[-1][1] is ref:
+            self.plain.pop()  # that was of a tensor made here
+            if isinstance(owner, torch.Tensor):
+                self.plain.append((path, ref, owner, laid.local))
         return ref
 
     def _take_subclass(self, path: Path, tensor: torch.Tensor) -> object:
@@ -195,7 +200,8 @@ def collect(
         met = walk_known(value, cache.known)
         if met is not None:
             tree, sources = met
-            return Collected(tree=tree, pieces=cache.pieces, sources=sources, ties=cache.ties)
+            return Collected(tree=tree, pieces=cache.pieces, sources=sources, ties=cache.ties,
+                             layouts=cache.layouts)  # fmt: skip
     collector = Collector(volatile, allow_pickle=allow_pickle)
     tree = copy_tree(value, collector, (), allow_pickle=allow_pickle)
     collected = _collected(tree, collector)
@@ -203,25 +209,32 @@ def collect(
         return collected
     # The tensors themselves, as a walk of the known gives them: they outlive this save, and whoever
     # looks for them at the next one finds them.
-    sources = tuple(t for _, ref, t in collector.plain if ref.name not in collected.ties)
+    sources = tuple(
+        tensor if local is None else local
+        for _, ref, tensor, local in collector.plain
+        if ref.name not in collected.ties
+    )
     return replace(collected, sources=sources)
 
 
 def _remember(cache: CollectCache, collector: Collector, collected: Collected) -> bool:
     """Only what is as simple as it is common: every leaf a plain tensor, no overlapping views."""
     cache.known = []
-    if collected.views or collected.layouts or len(collector.plain) != len(collector.tensors):
+    if collected.views or len(collector.plain) != len(collector.tensors):
         return False
     cache.pieces, cache.ties = collected.pieces, collected.ties
+    cache.layouts = collected.layouts
     ties = collected.ties
     parent: Path = ()
-    for path, ref, tensor in collector.plain:
+    for path, ref, leaf, local in collector.plain:
+        tensor = leaf if local is None else local
         above = path[:-1]
         parent = parent if parent == above else above
         cache.known.append(
             Known(
-                weakref.ref(tensor), parent, path[-1] if path else None, tensor.data_ptr(),
+                weakref.ref(leaf), parent, path[-1] if path else None, tensor.data_ptr(),
                 tensor.shape, tensor.stride(), tensor.dtype, ref, ref.name not in ties,
+                None if local is None else weakref.ref(local),
             )
         )  # fmt: skip
     return True

@@ -45,6 +45,18 @@ def is_dtensor(value: object) -> bool:
 
 def laid_of(tensor: DTensor, where: str) -> Laid:
     """A DTensor's local part and its layout."""
+    key = (id(tensor.device_mesh), tensor.placements, tensor.shape)
+    known = _LAYOUTS.get(key)
+    if known is None or known[0] is not tensor.device_mesh:
+        known = _LAYOUTS[key] = (tensor.device_mesh, _layout_of(tensor, where))
+    return Laid(tensor._local_tensor, known[1])
+
+
+_LAYOUTS: dict[object, tuple[object, Sharded]] = {}
+"""Tensors of one shape on one mesh lie alike; a model has few such shapes."""
+
+
+def _layout_of(tensor: DTensor, where: str) -> Sharded:
     placements: list[Placement] = []
     for place in tensor.placements:
         if place.is_replicate():
@@ -57,16 +69,15 @@ def laid_of(tensor: DTensor, where: str) -> Laid:
         else:
             dim = int(place.dim) % max(len(tensor.shape), 1)  # type: ignore[attr-defined]
             placements.append(Shard(dim, int(getattr(place, "split_factor", 1))))
-    layout = Sharded(tuple(tensor.shape), mesh_of(tensor.device_mesh), tuple(placements))
-    return Laid(tensor._local_tensor.detach(), layout)
+    return Sharded(tuple(tensor.shape), mesh_of(tensor.device_mesh), tuple(placements))
 
 
 def mesh_of(mesh: DeviceMesh) -> Mesh:
     """A DeviceMesh as a mesh of ours, of the job's ranks."""
-    sizes = tuple(mesh.mesh.shape)
-    names = mesh.mesh_dim_names or tuple(f"dim{n}" for n in range(len(sizes)))
     known = _MESHES.get(id(mesh))
-    if known is None or known[0] is not mesh:
+    if known is None or known[0] is not mesh:  # `mesh.mesh` works it out anew each time
+        sizes = tuple(mesh.mesh.shape)
+        names = mesh.mesh_dim_names or tuple(f"dim{n}" for n in range(len(sizes)))
         made = Mesh.of(tuple(names), sizes, mesh.mesh.flatten().tolist())
         known = _MESHES[id(mesh)] = (mesh, made)
     return known[1]
@@ -76,16 +87,21 @@ _MESHES: dict[int, tuple[object, Mesh]] = {}
 """A job has a few meshes and thousands of tensors on each."""
 
 
+def check_held(rank: int, boxes: tuple[Box, ...], elements: int, where: str) -> None:
+    """`Usage` where a rank's memory has not the elements of the boxes that it is said to hold."""
+    volume = sum(box.volume for box in boxes)
+    if volume != elements:
+        raise Usage(
+            "a tensor does not hold what its layout says", where=where,
+            expected=f"{volume} elements on rank {rank}", found=str(elements),
+            remedy="check the layout, and the ranks of its mesh",
+        )  # fmt: skip
+
+
 def held_by(rank: int, laid: Laid, where: str) -> list[Held]:
     """The boxes that a rank holds, each with its memory."""
     boxes = laid.layout.held(rank)
-    volume = sum(box.volume for box in boxes)
-    if volume != laid.local.numel():
-        raise Usage(
-            "a tensor does not hold what its layout says", where=where,
-            expected=f"{volume} elements on rank {rank}", found=str(laid.local.numel()),
-            remedy="check the layout, and the ranks of its mesh",
-        )  # fmt: skip
+    check_held(rank, boxes, laid.local.numel(), where)
     if len(boxes) == 1:
         return [Held(boxes[0], laid.local.view(boxes[0].shape))]
     flat, at, found = laid.local.reshape(-1), 0, []

@@ -10,7 +10,7 @@ import torch
 
 from laststep.errors import Usage
 from laststep.state.tensors.kinds import TORCH_DTYPES
-from laststep.state.tensors.laid import unlaid
+from laststep.state.tensors.laid import is_dtensor, unlaid
 
 if TYPE_CHECKING:
     from laststep.state.layouts import Box
@@ -38,10 +38,12 @@ def from_bytes(data: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Ten
     return torch.frombuffer(data, dtype=TORCH_DTYPES[dtype]).view(shape)
 
 
-def dense_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor as far as that can be said: a sparse one counts as nothing."""
-    tensor = unlaid(tensor)
-    return tensor.nbytes if tensor.layout is torch.strided else 0
+def share_bytes(tensor: torch.Tensor, ranks: int) -> int:
+    """About what a rank writes of a tensor, as far as that can be said: of a DTensor its own part,
+    of a plain one, which so many may hold, an equal part; a sparse one counts as nothing."""
+    if is_dtensor(tensor):
+        return unlaid(tensor).nbytes
+    return tensor.nbytes // ranks if tensor.layout is torch.strided else 0
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -147,6 +149,11 @@ def torch_rng_states() -> dict[str, object]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         cuda = torch.cuda.get_rng_state_all()
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators, on all devices."""
+    torch.manual_seed(seed)
 
 
 def set_torch_rng_states(states: dict[str, object]) -> None:

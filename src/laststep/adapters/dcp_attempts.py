@@ -1,0 +1,197 @@
+"""Attempts of this process to save to a run for one trainer: begun, then committed or given up.
+
+DCP makes a writer for each save and never closes it, so the epoch belongs to the process: all its
+saves to a run share one, which is taken by the first. Its lock is held while a save is under way.
+A newer epoch of another trainer ends this one; one of the same trainer, which may save from itself
+and from torch's background process in turn, is continued. Any thread may call any of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from laststep.catalog.epochs import Epochs
+from laststep.catalog.retention import Policy
+from laststep.catalog.run import Run, plan_prune
+from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.format.manifest import Abort
+from laststep.storage.directory import DirectoryStore
+
+if TYPE_CHECKING:
+    from laststep.catalog.epochs import EpochRecord, Writer
+    from laststep.format.manifest import Commit
+    from laststep.storage.store import Lock
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Attempt:
+    """One save under way; `commit` or `give_up` ends it, and whatever comes after does nothing."""
+
+    tenure: Tenure
+    run: Run
+    step: int
+    epoch: int
+    number: int
+    folder: str
+    continues: str | None
+    overwrite: bool
+    _pid: int = field(default_factory=os.getpid)
+    _ended: bool = False
+
+    def commit(self, commit: Commit) -> None:
+        """Make it a checkpoint; `Aborted` if another writer has taken the run over meanwhile."""
+        self.run.check_newest(self.epoch)
+        self.run.commit(self.folder, commit)
+        self.tenure.last_folder = self.folder
+        self._end()
+        if self.overwrite:
+            self._drop_overwritten()
+
+    def give_up(self, reason: str) -> None:
+        """Decide against it and delete what there is; never raises for want of a place to do so."""
+        if self._ended or os.getpid() != self._pid:  # a forked child has no say
+            return
+        try:
+            if isinstance(self.run.abort(self.folder, reason), Abort):
+                self.run.discard(self.folder)
+        except StorageFailed:
+            # A full disk has no room for a decision either; without its folder nobody can commit.
+            self._delete_undecided()
+        except LaststepError as error:
+            _log.warning("cannot clean up after a failed save: %s", error)
+        finally:
+            self._end()
+
+    def _delete_undecided(self) -> None:
+        try:
+            if self.run.decision(self.folder) is None:
+                self.run.store.delete_folder(self.folder)
+        except LaststepError as error:
+            _log.warning("cannot clean up after a failed save: %s", error)
+
+    def _drop_overwritten(self) -> None:
+        """Without any rule everything stays, except what was overwritten."""
+        try:
+            plan_prune(self.run, Policy()).execute()
+        except LaststepError as error:
+            _log.warning("cannot delete what was overwritten: %s", error)
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self.tenure.ended()
+
+
+class Tenure:
+    """This process as a writer of one run."""
+
+    def __init__(self, path: str, trainer: Writer) -> None:
+        self._store = DirectoryStore(path)
+        self._trainer = trainer
+        self._mutex = threading.RLock()  # a collected Writer may give up within any call
+        self._run: Run | None = None
+        self._epoch: int | None = None
+        self._lock: Lock | None = None
+        self._attempts = 0
+        self._under_way = 0
+        self.last_folder: str | None = None
+
+    def begin(self, step: int, *, overwrite: bool) -> Attempt:
+        """A new attempt and its folder; `Exists` where the step is taken, `Aborted` where the run
+        is another trainer's."""
+        with self._mutex:
+            if self._epoch is not None:
+                self._look_round(self._epoch)
+            run = self._run = self._run or Run.open_or_create(self._store)
+            if self._epoch is not None:
+                run.check_newest(self._epoch)
+            if not overwrite:
+                run.check_step_free(step)
+            epoch = self._enter(run) if self._epoch is None else self._epoch
+            if self._lock is None:
+                self._lock = run.lock_epoch(epoch)
+            self._attempts += 1
+            self._under_way += 1
+            try:
+                folder = run.begin(step=step, epoch=epoch, attempt=self._attempts)
+            except BaseException:
+                self.ended()
+                raise
+            return Attempt(
+                tenure=self, run=run, step=step, epoch=epoch, number=self._attempts, folder=folder,
+                continues=self.last_folder, overwrite=overwrite,
+            )  # fmt: skip
+
+    def ended(self) -> None:
+        """One attempt less; the lock shows a live writer only while there are any."""
+        with self._mutex:
+            self._under_way -= 1
+            if self._under_way == 0 and self._lock is not None:
+                self._lock.close()
+                self._lock = None
+
+    def _enter(self, run: Run) -> int:
+        """Take the next epoch, which continues the newest checkpoint."""
+        newest = run.newest()
+        point = None if newest is None else (newest.epoch, newest.attempt)
+        epoch = run.claim_epoch(point, writer=self._trainer)
+        self._lock = run.lock_epoch(epoch)
+        self._epoch, self._attempts = epoch, 0
+        self.last_folder = None if newest is None else newest.folder
+        run.clean()
+        return epoch
+
+    def _look_round(self, epoch: int) -> None:
+        """Let go of an epoch that is not the newest, unless another trainer has taken over."""
+        epochs = Epochs(self._store)
+        newest = max(epochs.numbers(), default=0)
+        if newest < epoch:  # somebody has deleted the run
+            self._store = DirectoryStore(self._store.url)
+            self._run = self._epoch = None
+        elif newest > epoch:
+            record = epochs.read(newest)
+            if record is not None and _same(record, self._trainer):
+                self._epoch = None
+        if self._epoch is None and self._under_way:
+            self._epoch = epoch
+            raise Aborted(
+                "cannot save while a save of an older epoch is under way", where=self._store.url,
+                found=f"epoch {newest} after epoch {epoch}",
+                remedy="wait for the saves of one process before those of another begin",
+            )  # fmt: skip
+
+
+def _same(record: EpochRecord, trainer: Writer) -> bool:
+    return (record.host, record.pid, record.boot, record.process_started) == (
+        trainer.host, trainer.pid, trainer.boot, trainer.process_started,
+    )  # fmt: skip
+
+
+class _Tenures:
+    """Those of this process, by run and trainer; a forked child starts with none."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.mutex = threading.Lock()
+        self.known: dict[tuple[str, Writer], Tenure] = {}
+
+
+_tenures = _Tenures()
+os.register_at_fork(after_in_child=_tenures.reset)
+
+
+def tenure_of(path: str, trainer: Writer) -> Tenure:
+    """This process as a writer of the run at that absolute path."""
+    with _tenures.mutex:
+        known = _tenures.known.get((path, trainer))
+        if known is None:
+            known = _tenures.known[path, trainer] = Tenure(path, trainer)
+        return known

@@ -1,0 +1,96 @@
+"""What a checkpoint says of the DCP state that it holds, beyond items: the object `~6dcp`.
+
+It lies in `shared.safetensors`, as typed JSON: of every entry its name in DCP's flat state, where
+it lies among the items, and whether it is a tensor, a value, or bytes that were kept as they are;
+and what the planner wanted to be kept. Sizes, dtypes and chunks are not in it: headers have them.
+Knows nothing of stores.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast, get_args
+
+from laststep.codecs import objects
+from laststep.codecs.objects import Tagged
+from laststep.errors import Corrupt, Usage
+from laststep.state.tensors import revive
+
+if TYPE_CHECKING:
+    from laststep.adapters.nesting import Path
+
+OBJECT_NAME = "~6dcp"
+_VERSION = 1
+
+Kind = Literal["tensor", "value", "raw"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A name of the flat state, and where it lies: its item, then its path in that."""
+
+    fqn: str
+    location: Path
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """All entries, in order, and the planner's own data."""
+
+    entries: tuple[Entry, ...]
+    planner_data: object
+
+
+def encode(record: Record, *, allow_pickle: bool) -> bytes:
+    """The bytes of the object; `Usage` for a planner's data that would have to be pickled."""
+    entries: list[object] = [
+        [entry.fqn, list(entry.location), entry.kind] for entry in record.entries
+    ]
+    planner = record.planner_data
+    try:
+        return _encoded(entries, planner)
+    except Usage as error:
+        if not allow_pickle:
+            raise Usage(
+                "cannot save the data of the planner, which is not plain", found=error.found,
+                remedy="pass allow_pickle=True to both Writer and Reader",
+            ) from error  # fmt: skip
+    return _encoded(entries, Tagged("pickle", pickle.dumps(planner, protocol=4)))
+
+
+def _encoded(entries: list[object], planner: object) -> bytes:
+    return objects.encode({"version": _VERSION, "planner_data": planner, "entries": entries})
+
+
+def decode(data: bytes, *, where: str, allow_pickle: bool) -> Record:
+    """The record again; `Corrupt` for nonsense, `Usage` for one of a later version."""
+    plain = objects.decode(data, where=where)
+    match plain:
+        case {"version": int(version)} if version > _VERSION:
+            raise Usage(
+                "cannot read a checkpoint of a later version of the adapter", where=where,
+                expected=f"version {_VERSION}", found=f"version {version}",
+                remedy="upgrade laststep",
+            )  # fmt: skip
+        case {"version": 1, "planner_data": planner, "entries": list(listed), **rest} if not rest:
+            entries = tuple(_entry(told, where) for told in listed)
+        case _:
+            raise _corrupt(where, "no version, planner_data and entries")
+    if type(planner) is Tagged:
+        planner = revive(planner, where=where, allow_pickle=allow_pickle)
+    return Record(entries=entries, planner_data=planner)
+
+
+def _entry(told: object, where: str) -> Entry:
+    match told:
+        case [str(fqn), [str(), *_] as location, str(kind)] if kind in get_args(Kind):
+            if all(type(part) is str or (type(part) is int and part >= 0) for part in location):
+                path = cast("Path", tuple(location))
+                return Entry(fqn=fqn, location=path, kind=cast(Kind, kind))
+    raise _corrupt(where, repr(told)[:200])
+
+
+def _corrupt(where: str, found: str) -> Corrupt:
+    return Corrupt("cannot read what a checkpoint says of its DCP state", where=where, found=found)

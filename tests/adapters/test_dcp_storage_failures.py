@@ -1,0 +1,318 @@
+"""What goes wrong when a run is the storage of torch.distributed.checkpoint, and who may write."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+import laststep
+from laststep.adapters.dcp import Reader, Writer
+from laststep.catalog.epochs import this_writer
+from laststep.catalog.run import Run
+from laststep.errors import Aborted, Corrupt, LaststepError, StorageFailed
+from laststep.storage.directory import DirectoryStore
+from laststep.storage.files import FileReader, FileWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [
+    # Of torch.distributed.checkpoint itself, in a process that is no rank.
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+]
+
+
+def save(state: dict[str, Any], run: Path, step: int = 0, **options: Any) -> None:
+    planner = options.pop("planner", None)
+    dcp.save(state, storage_writer=Writer(run, step=step, **options), planner=planner)
+
+
+def load(state: dict[str, Any], run: Path, step: int | None = None, **options: Any) -> None:
+    planner = options.pop("planner", None)
+    dcp.load(state, storage_reader=Reader(run, step, **options), planner=planner)
+
+
+@contextlib.contextmanager
+def failing(kind: type[LaststepError], match: str) -> Iterator[None]:
+    """What DCP raises names the errors of all ranks."""
+    with pytest.raises(CheckpointException) as caught:
+        yield
+    [(error, _)] = caught.value.failures.values()
+    assert isinstance(error, kind), repr(error)
+    assert match in str(error)
+
+
+def steps(run: Path) -> list[int]:
+    return laststep.open(run).steps()
+
+
+# --- failures
+
+
+class Failing(DefaultSavePlanner):
+    """Fails at the second tensor."""
+
+    count = 0
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.count += 1
+        if self.count == 2:
+            raise OSError("the planner failed")
+        return super().resolve_data(write_item)
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
+    save({"a": torch.ones(2)}, tmp_path, 1)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointException, match="the planner failed"):
+        save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path, 2, planner=Failing())
+    assert sorted(tmp_path.iterdir()) == before
+    assert not Run.open(DirectoryStore(tmp_path)).live_writer()
+    save({"a": torch.ones(2)}, tmp_path, 2)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_store_that_fails_its_write_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: FileWriter, offset: int, data: memoryview) -> None:
+        raise StorageFailed("no space left", where="here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileWriter, "write_at", fail)
+        with failing(StorageFailed, "no space left"):
+            save({"a": torch.ones(2)}, tmp_path)
+    assert list(tmp_path.glob("step-*")) == []
+    save({"a": torch.ones(2)}, tmp_path)
+
+
+def test_a_failed_commit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Run, folder: str, commit: object) -> None:
+        raise StorageFailed("no space left", where="here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "commit", fail)
+        with failing(StorageFailed, "no space left"):
+            save({"a": torch.ones(2)}, tmp_path)
+    assert list(tmp_path.glob("step-*")) == []
+
+
+def test_a_save_that_is_dropped_in_the_middle_is_given_up(tmp_path: Path) -> None:
+    def begin(writer: Writer) -> None:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({"w": torch.ones(3)}, is_coordinator=True)
+        writer.set_up_storage_writer(True)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        [plan], _ = planner.create_global_plan([plan])
+        [plan] = writer.prepare_global_plan([plan])
+        writer.write_data(planner.finish_plan(plan), planner)
+
+    writer = Writer(tmp_path, step=1)
+    begin(writer)
+    run = Run.open(DirectoryStore(tmp_path))
+    assert [one.folder for one in run.attempts()] == ["step-00000001.1-1"]
+    assert run.live_writer() is not None
+    begin(writer)  # the same Writer again: the first attempt goes
+    assert [one.folder for one in run.attempts()] == ["step-00000001.1-2"]
+    del writer
+    assert run.attempts() == ()
+    assert list(tmp_path.glob("step-*")) == []
+    assert run.live_writer() is None
+
+
+def test_a_writer_that_is_used_for_two_saves_at_once_commits_neither_for_the_other(
+    tmp_path: Path,
+) -> None:
+    def plan(state: dict[str, Any]) -> tuple[Any, Any, Any]:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(state, is_coordinator=True)
+        writer.set_up_storage_writer(True)
+        [plan], metadata = planner.create_global_plan([planner.create_local_plan()])
+        [plan] = writer.prepare_global_plan([plan])
+        return plan, metadata, planner
+
+    writer = Writer(tmp_path, step=1)
+    first, metadata, planner = plan({"w": torch.zeros(3)})
+    written = writer.write_data(first, planner).value()
+    plan({"w": torch.ones(3)})
+    with pytest.raises(Aborted, match="another save"):
+        writer.finish(metadata, [written])
+    assert steps(tmp_path) == []
+
+
+def test_a_killed_save_is_invisible_and_goes_with_the_next(tmp_path: Path) -> None:
+    script = """
+        import os, sys, warnings
+        warnings.simplefilter("ignore")
+        import torch, torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+        from laststep.adapters.dcp import Writer
+
+        class Dying(DefaultSavePlanner):
+            def resolve_data(self, item):
+                if item.index.fqn == "b":
+                    os.kill(os.getpid(), 9)
+                return super().resolve_data(item)
+
+        state = {"a": torch.ones(8_000_000), "b": torch.ones(3)}
+        dcp.save(state, storage_writer=Writer(sys.argv[1], step=2), planner=Dying())
+    """
+    save({"a": torch.ones(2)}, tmp_path, 1)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob("step-*"))) == 2
+    assert steps(tmp_path) == [1]
+    into = {"a": torch.zeros(2)}
+    load(into, tmp_path)
+    assert into["a"].tolist() == [1, 1]
+    code = script.replace('== "b"', '== ""')
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert steps(tmp_path) == [1, 2]
+    assert len(list(tmp_path.glob("step-*"))) == 2
+
+
+@pytest.mark.parametrize("what", ["tensor", "value", "tree", "header"])
+def test_a_changed_byte_is_noticed(tmp_path: Path, what: str) -> None:
+    save({"model": {"w": torch.ones(1 << 20)}, "values": {"array": (np.arange(500_000),)}},
+         tmp_path)  # fmt: skip
+    [folder] = tmp_path.glob("step-*")
+    name = {"tensor": "model-r00000", "value": "values-r00000"}.get(what, "shared")
+    path = folder / f"{name}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[{"tree": -1, "header": 9}.get(what, len(data) // 2)] ^= 1
+    path.write_bytes(data)
+    into: dict[str, Any] = {"model": {"w": torch.zeros(1 << 20)}, "values": {"array": None}}
+    if what in ("tensor", "value"):
+        with failing(Corrupt, "stored bytes have changed"):
+            load(into, tmp_path)
+    else:
+        with pytest.raises(Corrupt):
+            Reader(tmp_path).read_metadata()
+        with pytest.raises(CheckpointException, match="have changed"):
+            load(into, tmp_path)
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"model": {f"w{i}": torch.randn(1 << 20) for i in range(8)}}, tmp_path)
+    sizes: list[int] = []
+    read_into = FileReader.read_into
+
+    def count(self: FileReader, offset: int, into: memoryview) -> int:
+        sizes.append(len(into))
+        return read_into(self, offset, into)
+
+    monkeypatch.setattr(FileReader, "read_into", count)
+    load({"model": {"w3": torch.zeros(1 << 20)}}, tmp_path)
+    assert sum(sizes) < 6 << 20
+
+
+# --- writers
+
+
+def test_saves_of_one_process_share_an_epoch(tmp_path: Path) -> None:
+    for step in range(3):
+        save({"w": torch.ones(1)}, tmp_path, step)
+    assert len(list(tmp_path.glob("epochs/*.json"))) == 1
+    names = [checkpoint.folder for checkpoint in laststep.open(tmp_path)]
+    assert names == ["step-00000000.1-1", "step-00000001.1-2", "step-00000002.1-3"]
+
+
+def test_a_run_that_another_job_has_taken_over_is_left_alone(tmp_path: Path) -> None:
+    save({"w": torch.ones(1)}, tmp_path, 1)
+    run = Run.open(DirectoryStore(tmp_path))
+    stranger = dataclasses.replace(this_writer(), pid=1)
+    run.claim_epoch((1, 1), writer=stranger)
+    with failing(Aborted, "taken over by another writer"):
+        save({"w": torch.ones(1)}, tmp_path, 2)
+    assert steps(tmp_path) == [1]
+
+
+def test_a_later_epoch_of_the_same_trainer_is_continued(tmp_path: Path) -> None:
+    save({"w": torch.ones(1)}, tmp_path, 1)
+    with laststep.Checkpointer(
+        tmp_path, w={"w": torch.ones(1)}, flush="thread", progress=False
+    ) as ckpt:
+        ckpt.continue_newest()
+        ckpt.save(2).wait()
+    save({"w": torch.ones(1)}, tmp_path, 3)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_run_that_was_deleted_begins_anew(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for _ in range(2):
+        save({"w": torch.ones(1)}, run, 1)
+        DirectoryStore(tmp_path).delete_folder("run")
+    save({"w": torch.ones(1)}, run, 1)
+    assert steps(run) == [1]
+
+
+def test_writers_and_readers_travel_to_other_processes(tmp_path: Path) -> None:
+    def travel(thing: Any) -> Any:
+        return pickle.loads(pickle.dumps(thing))  # noqa: S301 (its own)
+
+    writer = travel(Writer(tmp_path, step=3))
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+    reader = Reader(tmp_path)
+    metadata = reader.read_metadata()
+    travelled = travel(reader)
+    travelled.set_up_storage_reader(travel(metadata), True)
+    planner = DefaultLoadPlanner()
+    into = {"w": torch.zeros(2)}
+    planner.set_up_planner(into, metadata, True)
+    plan = travelled.prepare_local_plan(planner.create_local_plan())
+    travelled.read_data(plan, planner).wait()
+    assert into["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("same_writer", [True, False])
+def test_async_saves_commit_in_the_background(tmp_path: Path, same_writer: bool) -> None:
+    writer = Writer(tmp_path)
+    state = {"model": {"w": torch.zeros(1000)}}
+    waiting = []
+    for step in range(3):
+        state["model"]["w"].fill_(step)
+        one = writer if same_writer else Writer(tmp_path)
+        done = dcp.async_save(state, storage_writer=one, checkpoint_id=str(step))
+        if same_writer:
+            done.result()
+        waiting.append(done)
+    for done in waiting:
+        done.result()
+    assert sorted(steps(tmp_path)) == [0, 1, 2]
+    for step in range(3):
+        into = {"model": {"w": torch.full((1000,), 9.0)}}
+        load(into, tmp_path, step)
+        assert set(into["model"]["w"].tolist()) == {step}
+
+
+def test_a_failed_async_save_tells(tmp_path: Path) -> None:
+    save({"w": torch.ones(1)}, tmp_path, 1)
+    done = dcp.async_save({"w": torch.ones(1)}, storage_writer=Writer(tmp_path, step=1))
+    with pytest.raises(CheckpointException, match="has been saved already"):
+        done.result()

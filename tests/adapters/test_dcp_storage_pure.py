@@ -1,0 +1,139 @@
+"""What the storage for torch.distributed.checkpoint decides without a disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.planner import SavePlan
+
+from laststep.adapters import dcp_record
+from laststep.adapters.dcp_layout import Entry, entries_of, locate, paths_told, tensor_name
+from laststep.adapters.dcp_reading import Wanted, plan_stretches
+from laststep.adapters.nesting import nest
+from laststep.codecs import objects
+from laststep.errors import Corrupt, Usage
+from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
+
+KEYS = st.sampled_from(["a", "b", "model", "shared", "x/y", "", "ü", "a.b"])
+PATHS = st.tuples(KEYS, st.lists(KEYS | st.integers(0, 3), max_size=3)).map(
+    lambda pair: (pair[0], *pair[1])
+)
+
+
+@given(st.lists(st.tuples(PATHS, st.booleans()), max_size=8))
+def test_entries_never_get_in_each_others_way(told: list[tuple[Any, bool]]) -> None:
+    entries = [
+        Entry(fqn=f"fqn {number}", path=path, in_parts=in_parts)
+        for number, (path, in_parts) in enumerate(told)
+    ]
+    found = locate(entries)
+    assert found.keys() == {entry.fqn for entry in entries}
+    assert len(set(found.values())) == len(found)
+    nest(((path, None) for path in found.values()), where="")
+    for entry in entries:
+        item = found[entry.fqn][0]
+        assert "/" not in str(item)
+        assert item not in ("", "shared")
+        assert tensor_name(found[entry.fqn]) or not entry.in_parts
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2), st.integers(0, 40 * BLOCK_BYTES), st.integers(1, 2 * BLOCK_BYTES)
+        ),
+        max_size=30,
+    )
+)
+def test_stretches_hold_what_is_wanted_of_them(told: list[tuple[int, int, int]]) -> None:
+    wanted = [
+        Wanted(file, start, start + size, number) for number, (file, start, size) in enumerate(told)
+    ]
+    stretches = plan_stretches(wanted)
+    assert sorted(one.use for stretch in stretches for one in stretch.wanted) == [
+        *range(len(wanted))
+    ]
+    for stretch in stretches:
+        assert stretch.start % BLOCK_BYTES == stretch.stop % BLOCK_BYTES == 0
+        assert stretch.stop - stretch.start <= CHUNK_BYTES
+        for one in stretch.wanted:
+            assert one.file == stretch.file
+            assert stretch.start <= one.start < one.stop <= stretch.stop
+        touched = {
+            block
+            for one in stretch.wanted
+            for block in range(one.start // BLOCK_BYTES, -(-one.stop // BLOCK_BYTES))
+        }
+        assert len(touched) * BLOCK_BYTES == stretch.stop - stretch.start  # nothing else is read
+
+
+def test_what_is_larger_than_a_chunk_is_a_stretch_of_its_own() -> None:
+    big = Wanted(0, 5, 3 * CHUNK_BYTES, "big")
+    small = Wanted(0, 3 * CHUNK_BYTES + 5, 3 * CHUNK_BYTES + 6, "small")
+    found = plan_stretches([small, big])
+    assert [[one.use for one in stretch.wanted] for stretch in found] == [["big"], ["small"]]
+    assert (found[0].start, found[0].stop) == (0, 3 * CHUNK_BYTES)
+
+
+def test_paths_are_taken_only_from_what_looks_like_them() -> None:
+    good = {"a.b": ("a", "b"), "l.0": ("l", 0)}
+    bad = {1: ("a",), "x": ["a"], "y": (), "z": (0, "a"), "neg": ("a", -1), "f": ("a", 1.0)}
+    assert paths_told({**good, **bad}) == good
+    assert paths_told(None) == paths_told([("a", "b")]) == {}
+
+
+def test_entries_of_all_ranks_count_once() -> None:
+    plans = [create_default_local_save_plan({"w": torch.ones(2), "n": 1}, True) for _ in range(2)]
+    plans.append(SavePlan([], usable=False))
+    found = entries_of(plans)
+    assert [entry.fqn for entry in found] == ["w", "n"]
+    assert not any(entry.in_parts for entry in found)
+
+
+@given(
+    st.lists(
+        st.builds(
+            dcp_record.Entry,
+            fqn=st.text(),
+            location=PATHS,
+            kind=st.sampled_from(["tensor", "value", "raw"]),
+        )
+    ),
+    st.none() | st.dictionaries(st.text(), PATHS),
+)
+def test_a_record_comes_back(entries: list[dcp_record.Entry], planner_data: object) -> None:
+    record = dcp_record.Record(entries=tuple(entries), planner_data=planner_data)
+    data = dcp_record.encode(record, allow_pickle=False)
+    assert dcp_record.decode(data, where="here", allow_pickle=False) == record
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None, [], {}, {"version": 1}, {"version": 0, "planner_data": None, "entries": []},
+        {"version": 1, "planner_data": None, "entries": {}},
+        {"version": 1, "planner_data": None, "entries": [], "more": 1},
+        *(
+            {"version": 1, "planner_data": None, "entries": [entry]}
+            for entry in (
+                None, [], ["a"], ["a", [], "tensor"], ["a", [1], "tensor"], ["a", "b", "tensor"],
+                ["a", ["b"], "other"], [1, ["b"], "tensor"], ["a", ["b", -1], "tensor"],
+                ["a", ["b", True], "tensor"], ["a", ["b", None], "tensor"],
+            )
+        ),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_malformed_record_is_corrupt(told: object) -> None:
+    with pytest.raises(Corrupt, match="DCP state"):
+        dcp_record.decode(objects.encode(told), where="here", allow_pickle=False)
+
+
+def test_a_record_of_a_later_version_asks_for_an_upgrade() -> None:
+    with pytest.raises(Usage, match="upgrade laststep"):
+        dcp_record.decode(objects.encode({"version": 2}), where="here", allow_pickle=True)

@@ -1,0 +1,351 @@
+"""Jobs of several ranks, each a process of its own, which tests stop and kill.
+
+The store that ranks meet in is hosted by a process of its own, so that it outlives any rank, unless
+a test wants otherwise. All processes are forked from one that has imported torch, and are ended, by
+their ids, when their job is over, with their flushers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import laststep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+SOURCE = WORKER.parent.parent.parent / "src"
+PATIENCE_S = 40.0
+DEADLINE_S = 1.5
+"""Where a test waits for it to pass."""
+LONG_S = 30.0
+"""Where everybody must hear sooner."""
+
+
+class Zygote:
+    """Forks what it is asked for."""
+
+    def __init__(self) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, str(WORKER), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+
+    def fork(self, request: dict[str, Any], streams: list[int]) -> int:
+        socket.send_fds(self._requests, [json.dumps(request).encode()], streams)
+        return int(json.loads(self._requests.recv(100)))
+
+    def poll(self, pid: int) -> int | None:
+        self._requests.send(json.dumps({"what": "poll", "pid": pid}).encode())
+        code = json.loads(self._requests.recv(100))
+        return None if code is None else int(code)
+
+    def close(self) -> None:
+        self._requests.close()
+        self._process.wait(PATIENCE_S)
+
+
+class Process:
+    """One of a job's processes, to talk to."""
+
+    def __init__(self, zygote: Zygote, request: dict[str, Any], log: Path) -> None:
+        inner_in, self._to = os.pipe()
+        self._from, inner_out = os.pipe()
+        self._zygote = zygote
+        self._heard = b""
+        self.code: int | None = None
+        self.log = log
+        with log.open("ab") as errors:
+            self.pid = zygote.fork(request, [inner_in, inner_out, errors.fileno()])
+        os.close(inner_in)
+        os.close(inner_out)
+        self.flushers: list[int] = []
+
+    def next_words(self, patience_s: float = PATIENCE_S) -> list[str]:
+        """The next line that it prints."""
+        while b"\n" not in self._heard:
+            if not select.select([self._from], [], [], patience_s)[0]:
+                raise TimeoutError(f"nothing was heard; its log: {self.log.read_text()[-4000:]}")
+            data = os.read(self._from, 4096)
+            if not data:
+                break
+            self._heard += data
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line.decode().split(" ")
+
+    def hear(self, *expected: str) -> str:
+        """The next line, which must begin so; returns the rest."""
+        words = self.next_words()
+        if words[: len(expected)] != list(expected):
+            raise AssertionError(f"{words}; its log: {self.log.read_text()[-4000:]}")
+        return " ".join(words[len(expected) :])
+
+    def tell(self, command: str) -> None:
+        os.write(self._to, f"{command}\n".encode())
+
+    def do(self, command: str) -> None:
+        self.tell(command)
+        self.hear("done", command.split(maxsplit=1)[0])
+
+    def failed(self) -> str:
+        """The error that it must report next."""
+        return self.hear("failed")
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def flusher(self) -> int:
+        """The id of its flusher."""
+        self.tell("helper")
+        self.flushers.append(int(self.hear("helper")))
+        return self.flushers[-1]
+
+    def kill_flusher(self) -> None:
+        """The one that it had when it was last asked for, or opened."""
+        os.kill(self.flushers[-1], signal.SIGKILL)
+
+    def is_idle(self) -> bool:
+        """Whether it answers, and has nothing else to say."""
+        self.tell("helper")
+        try:
+            words = self.next_words(PATIENCE_S)
+        except TimeoutError:
+            return False
+        return words[0] == "helper" and not self._heard
+
+    def hang_up(self) -> None:
+        """Nothing more to tell: it ends without close()."""
+        if self._to >= 0:
+            os.close(self._to)
+            self._to = -1
+
+    def end(self) -> int:
+        """Its exit status, once it has ended."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.code is None:
+            self.code = self._zygote.poll(self.pid)
+            if self.code is None:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"it does not end; its log: {self.log.read_text()[-4000:]}")
+                time.sleep(0.01)
+        return self.code
+
+    def kill(self) -> None:
+        if self.code is None:
+            self.send(signal.SIGKILL)
+            self.end()
+
+    def clean_up(self) -> None:
+        self.kill()
+        for pid in self.flushers:
+            if is_flusher(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.hang_up()
+        os.close(self._from)
+
+
+class Job:
+    """So many ranks, started; `ranks[n]` to talk to."""
+
+    def __init__(
+        self,
+        zygote: Zygote,
+        folder: Path,
+        ranks: int,
+        *,
+        first_hosts: bool = False,
+        store: Process | None = None,
+        start: str = "start1",
+        networks: tuple[str | None, ...] = (),
+        address: str = "127.0.0.1",
+        interfaces: tuple[str, ...] = (),
+    ) -> None:
+        self.store = store
+        self.port = 0
+        self.ranks: list[Process] = []
+        self.committed: list[int] = []
+        self._zygote, self._folder = zygote, folder
+        self._owned = None
+        networks = networks or (None,) * ranks
+        if store is not None:
+            self.port = store.port  # type: ignore[attr-defined]
+        elif not first_hosts:
+            host = {"what": "host", "address": address, "network": networks[0]}
+            self.store = self._owned = Process(zygote, host, folder / "store.log")
+            self.port = self.store.port = int(self.store.hear("port"))  # type: ignore[attr-defined]
+        for number in range(ranks):
+            interface = interfaces[number] if interfaces else "lo"
+            request = {
+                "what": "rank", "rank": number, "ranks": ranks, "address": address,
+                "port": self.port, "start": start, "hosts": first_hosts and number == 0,
+                "network": networks[number], "environment": {"GLOO_SOCKET_IFNAME": interface},
+            }  # fmt: skip
+            self.ranks.append(Process(zygote, request, folder / f"{start}.rank{number}.log"))
+            if request["hosts"]:
+                self.port = int(self.ranks[0].hear("port"))
+        for process in self.ranks:
+            process.hear("ready")
+
+    def open(
+        self,
+        run: Path,
+        *,
+        deadline_s: float = DEADLINE_S,
+        only: dict[int, dict[str, Any]] | None = None,
+    ) -> None:
+        """A Checkpointer on every rank; `only` has settings of single ranks."""
+        for number, process in enumerate(self.ranks):
+            options = {"deadline_s": deadline_s, **(only or {}).get(number, {})}
+            process.tell(f"open {run} {json.dumps(options)}")
+        for process in self.ranks:
+            process.flushers.append(int(process.hear("open")))
+
+    def restore(self) -> list[str]:
+        """The steps that the ranks restore."""
+        self.tell("restore")
+        return [process.hear("restored") for process in self.ranks]
+
+    def tell(self, command: str, ranks: list[int] | None = None) -> None:
+        for number in range(len(self.ranks)) if ranks is None else ranks:
+            self.ranks[number].tell(command)
+
+    def fails(self, step: int, *ranks: int) -> list[str]:
+        """All ranks save that step, or those; what they then die of."""
+        chosen = list(ranks or range(len(self.ranks)))
+        self.tell(f"try {step}", chosen)
+        return [self.ranks[number].failed() for number in chosen]
+
+    def save(self, step: int) -> None:
+        """All ranks save that step, and it is committed."""
+        self.tell(f"try {step}")
+        for process in self.ranks:
+            process.hear("committed", str(step))
+
+    def warm_up(self) -> list[int]:
+        """Save until it has worked: new flushers may take longer than a short deadline."""
+        step = 0
+        while not self.committed:
+            step += 1
+            self.tell(f"try {step}")
+            if {rank.next_words()[0] for rank in self.ranks} == {"committed"}:
+                self.committed.append(step)
+        return self.committed
+
+    def close(self) -> None:
+        """All ranks close, in order, and no flusher is left."""
+        self.tell("close")
+        for process in self.ranks:
+            process.hear("done", "close")
+        for process in self.ranks:
+            for pid in process.flushers:
+                wait_for_end(pid)
+
+    def clean_up(self) -> None:
+        for process in [*self.ranks, *([self._owned] if self._owned else [])]:
+            process.clean_up()
+
+
+def is_flusher(pid: int) -> bool:
+    try:
+        return b"laststep.flusher" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for_end(pid: int) -> None:
+    """Until that flusher has ended."""
+    wait_until(lambda: not is_flusher(pid))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("it does not happen")
+        time.sleep(0.01)
+
+
+def folders(run: Path) -> list[str]:
+    """What is there, finished or not."""
+    return sorted(path.name for path in run.glob("step-*"))
+
+
+def check(run: Path, steps: list[int], *, ranks: int = 2, tidy: bool = True) -> None:
+    """These steps are committed, and whole; with `tidy`, nothing else lies about."""
+    catalog = laststep.open(run)
+    assert catalog.steps() == steps
+    for checkpoint in catalog:
+        assert checkpoint.verify().damage == ()
+        files = [path.stem for path in (run / checkpoint.folder).glob("*.safetensors")]
+        assert len({name.partition("-r")[2] for name in files}) == ranks, files
+    if steps:
+        state = laststep.load(run)["state"]
+        assert state["n"] == steps[-1]
+        assert state["t"].unique().tolist() == [float(steps[-1])]
+    if tidy:
+        assert folders(run) == sorted(checkpoint.folder for checkpoint in catalog)
+
+
+class Standing:
+    """A job of three ranks with a run that many tests save to, one after the other."""
+
+    def __init__(self, jobs: Jobs, run: Path, deadline_s: float) -> None:
+        self.job = jobs.start(3)
+        self.ranks = self.job.ranks
+        self.run = run
+        self.job.open(run, deadline_s=deadline_s)
+        self.committed = self.job.warm_up()
+        self._step = self.committed[-1]
+
+    def step(self) -> int:
+        """A step that nobody has saved."""
+        self._step += 1
+        return self._step
+
+    def save(self, step: int | None = None) -> None:
+        """All save, and it is committed."""
+        step = self.step() if step is None else step
+        self.job.save(step)
+        self.committed.append(step)
+
+    def works(self) -> None:
+        """The next save works; whatever was committed is there and whole, and nothing else."""
+        self.save()
+        check(self.run, self.committed, ranks=3)
+
+
+class Jobs:
+    """Starts jobs."""
+
+    def __init__(self) -> None:
+        self.zygote = Zygote()
+        self._folder = tempfile.TemporaryDirectory(prefix="laststep-ranks-")
+        self._count = 0
+
+    def start(self, ranks: int, **how: Any) -> Job:
+        self._count += 1
+        folder = Path(self._folder.name) / str(self._count)
+        folder.mkdir()
+        return Job(self.zygote, folder, ranks, **how)
+
+    def standing(self, deadline_s: float) -> Standing:
+        self._count += 1
+        return Standing(self, Path(self._folder.name) / f"run{self._count}", deadline_s)
+
+    def close(self) -> None:
+        self.zygote.close()
+        self._folder.cleanup()

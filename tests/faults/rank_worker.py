@@ -1,0 +1,281 @@
+"""The ranks that test_ranks_* start, stop and kill, and the host of the store that they meet in.
+
+Run as a program it imports torch once and then forks one process for each request that comes over
+the socket whose file descriptor it is told: a rank, or a host of a store. A request brings the
+three standard streams of the new process. A rank prints one line per thing that happened and obeys
+one command per line on its standard input; see `Worker`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import laststep
+from laststep.checkpointer.team import Team
+
+PATIENCE_S = 60.0
+NEEDED = (laststep.Checkpointer, laststep.PerRank)
+"""Both are imported when they are asked for: here, once for all ranks."""
+
+
+def say(*words: object) -> None:
+    text = " ".join(map(str, words)).replace("\n", " / ")
+    os.write(1, (text + "\n").encode())  # whole, whichever thread speaks
+
+
+class Flaky:
+    """An item whose description fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def state_dict(self) -> dict[str, object]:
+        if self.fails:
+            self.fails = False
+            raise ZeroDivisionError("as asked")
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        pass
+
+
+class Gate:
+    """A point in the code at which the next to come by stands still."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.opened = threading.Event()
+
+    def shut(self) -> None:
+        self.closed = True
+        self.opened.clear()
+
+    def pass_by(self, name: str) -> None:
+        if self.closed:
+            self.closed = False
+            say("at", name)
+            self.opened.wait()
+
+
+GATES = {name: Gate() for name in ("agree", "post", "receipt", "decide", "tell")}
+
+
+def put_gates() -> None:
+    """`agree`: before the ranks agree on what they hold. `post`: the first rank has said where.
+    `receipt`: a rank is durable, and has not said so. `decide`: the first rank has all receipts.
+    `tell`: it is committed, and nobody knows."""
+    from laststep.checkpointer.agreeing import Agreements
+
+    on, post, own = Agreements.on, Team._post, Team._own_receipt
+    objection, tell = Team._objection, Team._tell
+
+    def held_on(self: Agreements, table: Any) -> Any:
+        GATES["agree"].pass_by("agree")
+        return on(self, table)
+
+    def held_post(self: Team, one: Any, **more: Any) -> None:
+        post(self, one, **more)
+        GATES["post"].pass_by("post")
+
+    def held_own(self: Team, one: Any) -> Any:
+        receipt = own(self, one)
+        GATES["receipt"].pass_by("receipt")
+        return receipt
+
+    def held_objection(self: Team, one: Any, receipts: Any) -> Any:
+        found = objection(self, one, receipts)
+        GATES["decide"].pass_by("decide")
+        return found
+
+    def held_tell(self: Team, one: Any, decision: Any) -> None:
+        GATES["tell"].pass_by("tell")
+        tell(self, one, decision)
+
+    Agreements.on, Team._post, Team._own_receipt = held_on, held_post, held_own
+    Team._objection, Team._tell = held_objection, held_tell
+
+
+class Worker:
+    """One rank. Commands:
+
+    - `open RUN` with options as JSON: a Checkpointer; says `open`, and the pid of its flusher;
+    - `restore`: says `restored` and the step;
+    - `try N`: save it and wait; says `committed N`, `skipped N` or `failed ERROR`;
+    - `save N`, `wait`, `close`: say `done` or `failed ERROR`; `save` also `skipped`;
+    - `over`: wait until all saves are over, and say nothing of how they ended;
+    - `shut GATE`, `go GATE`: the next to come by stands still, and goes on. At once, also while
+      another command runs;
+    - `fail`: the next description raises;
+    - `grow`: the state is described otherwise from now on;
+    - `forget`: end without `close()`.
+    """
+
+    def __init__(self) -> None:
+        self.checkpointer: laststep.Checkpointer | None = None
+        self.flaky = Flaky()
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self) -> None:
+        for line in sys.stdin:
+            command, *words = line.split()
+            if command == "shut":
+                GATES[words[0]].shut()
+                say("done", "shut")
+            elif command == "go":
+                GATES[words[0]].opened.set()
+                say("done", "go")
+            else:
+                self.lines.put(line)
+        self.lines.put("forget")
+
+    def work(self) -> None:
+        while (line := self.lines.get()) != "forget" and line.strip() != "forget":
+            command, _, rest = line.strip().partition(" ")
+            try:
+                getattr(self, f"do_{command}")(rest)
+            except Exception as error:  # noqa: BLE001 (told; the next command may follow)
+                say("failed", type(error).__name__, error)
+
+    def do_open(self, rest: str) -> None:
+        run, _, options = rest.partition(" ")
+        rank = dist.get_rank()
+        self.state: dict[str, Any] = {"t": torch.zeros(1 << 18), "n": -1}
+        self.mine: dict[str, Any] = {"t": torch.zeros(1000), "rank": rank}
+        self.checkpointer = laststep.Checkpointer(
+            run, state=self.state, mine=laststep.PerRank(self.mine), flaky=self.flaky,
+            progress=False, host_memory_bytes=64 << 20, **json.loads(options or "{}"),
+        )  # fmt: skip
+        say("open", self.checkpointer._client.helper_pid)
+
+    def do_restore(self, rest: str) -> None:
+        restored = self.checkpointer.restore()
+        say("restored", restored.step)
+
+    def _save(self, step: int) -> laststep.SaveHandle:
+        self.state["t"].fill_(step)
+        self.state["n"] = step
+        self.mine["t"].fill_(step)
+        return self.checkpointer.save(step)
+
+    def do_try(self, rest: str) -> None:
+        handle = self._save(int(rest))
+        committed = handle.wait(PATIENCE_S)
+        said = "committed" if committed else "skipped" if handle.report.skipped else "hangs"
+        say(said, rest)
+
+    def do_save(self, rest: str) -> None:
+        handle = self._save(int(rest))
+        job = self.checkpointer._jobs.get(handle)
+        if job is not None:
+            job.over.wait(PATIENCE_S)  # captured, so that the next one finds nothing in its way
+        say("skipped" if handle.report.skipped else "done", "save")
+
+    def do_wait(self, rest: str) -> None:
+        self.checkpointer.wait()
+        say("done", "wait")
+
+    def do_over(self, rest: str) -> None:
+        for handle in self.checkpointer._work.handles:
+            handle.committed.over_within(PATIENCE_S)
+        say("done", "over")
+
+    def do_close(self, rest: str) -> None:
+        self.checkpointer.close()
+        say("done", "close")
+
+    def do_fail(self, rest: str) -> None:
+        self.flaky.fails = True
+        say("done", "fail")
+
+    def do_grow(self, rest: str) -> None:
+        self.state[f"more{len(self.state)}"] = torch.ones(10)
+        say("done", "grow")
+
+    def do_helper(self, rest: str) -> None:
+        say("helper", self.checkpointer._client.helper_pid)
+
+
+def enter(network: str | None) -> None:
+    """Go into a network namespace."""
+    if network is not None:
+        with Path(network).open() as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+
+
+def rank(request: dict[str, Any]) -> None:
+    enter(request.get("network"))
+    os.environ.update(request["environment"])
+    logging.basicConfig(level=logging.INFO, format=f"[{request['rank']}] %(message)s")
+    torch.set_num_threads(1)
+    store = dist.TCPStore(
+        request["address"], request["port"], None, request.get("hosts", False),
+        timeout=timedelta(seconds=PATIENCE_S), wait_for_workers=False,
+    )  # fmt: skip
+    if request.get("hosts"):
+        say("port", store.port)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(request["start"], store), rank=request["rank"],
+        world_size=request["ranks"],
+    )  # fmt: skip
+    say("ready")
+    put_gates()
+    Worker().work()
+    say("ends")
+
+
+def host(request: dict[str, Any]) -> None:
+    enter(request.get("network"))
+    store = dist.TCPStore(request["address"], 0, None, True, wait_for_workers=False)
+    say("port", store.port)
+    while os.read(0, 1):
+        pass
+
+
+def child(request: dict[str, Any], streams: list[int]) -> None:
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = os.fdopen(0, closefd=False)
+    {"rank": rank, "host": host}[request["what"]](request)
+
+
+def zygote() -> None:
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        data, streams, _, _ = socket.recv_fds(requests, 1 << 16, 3)
+        if not data:
+            return
+        request = json.loads(data)
+        if request["what"] == "poll":
+            pid, status = os.waitpid(request["pid"], os.WNOHANG)
+            requests.send(json.dumps(os.waitstatus_to_exitcode(status) if pid else None).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            child(request, streams)
+            return
+        for stream in streams:
+            os.close(stream)
+        requests.send(json.dumps(pid).encode())
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    zygote()

@@ -1,0 +1,42 @@
+"""Ranks that describe the same thing differently: everybody hears who and what, and nothing is
+committed; the next save, of what all agree on, works."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from crew import Crew
+
+
+@pytest.mark.parametrize(("how", "said"), [
+    ("shape", ("state/w", "[4] on rank 0", "[5] on rank 2")),
+    ("dtype", ("state/w", "float32[4] on rank 0", "float64[4] on rank 2")),
+    ("layout", ("state/w", "rank 2, which does not hold it so")),
+    ("lacking", ("state/w", "rank 2, which does not hold it so")),
+])  # fmt: skip
+def test_a_tensor_that_ranks_describe_differently_is_named(
+    crew: Crew, run_folder: Path, how: str, said: tuple[str, ...]
+) -> None:
+    for kind, message, steps in crew("tasks:save_differing", 3, run=str(run_folder), how=how):
+        assert kind == "Mismatch"
+        assert all(text in message for text in said), message
+        assert steps == [1, 2]
+
+
+def test_plain_values_that_differ_are_named_and_not_committed(crew: Crew, run_folder: Path) -> None:
+    for kind, message, steps in crew("tasks:save_differing", 3, run=str(run_folder), how="values"):
+        assert kind == "Aborted"
+        assert "item 'state'" in message
+        assert "rank 0 and rank 2" in message
+        assert steps == [1, 2]
+
+
+def test_parts_that_lie_over_each_other_in_memory_are_refused(crew: Crew, run_folder: Path) -> None:
+    for kind, message in crew("tasks:overlapping", 2, run=str(run_folder)):
+        assert kind == "Usage"
+        assert "state/a" in message

@@ -1,0 +1,65 @@
+"""What each rank has for itself comes back to it, and what happens when there are other ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from crew import Crew
+
+
+def test_random_numbers_go_on_on_each_rank(crew: Crew, run_folder: Path) -> None:
+    run = str(run_folder)
+    drawn = crew("tasks:save_random", 3, run=run)
+    assert len({tuple(one) for one in drawn}) == 3
+    again = crew("tasks:load_random", 3, run=run)
+    assert [numbers for numbers, _ in again] == drawn
+    assert not any(warnings for _, warnings in again)
+    fewer = crew("tasks:load_random", 2, run=run)
+    assert [numbers for numbers, _ in fewer] == drawn[:2]
+    one = crew("tasks:load_random", 1, run=run)
+    assert [numbers for numbers, _ in one] == drawn[:1]
+    more = crew("tasks:load_random", 4, run=run)
+    assert [numbers for numbers, _ in more][:3] == drawn
+    assert more[3][0] not in drawn
+
+
+def seen(number: int) -> tuple[int, list[int]]:
+    return number, [number] * (3 * number)
+
+
+@pytest.fixture(scope="module")
+def places(crew: Crew) -> Iterator[str]:
+    """A run of three ranks."""
+    with tempfile.TemporaryDirectory(prefix="laststep-ranks-") as folder:
+        crew("tasks:save_places", 3, run=f"{folder}/run")
+        yield f"{folder}/run"
+
+
+def test_what_is_each_ranks_own_comes_back_to_it(crew: Crew, places: str) -> None:
+    found = crew("tasks:load_places", 3, run=places, policy="refuse")
+    assert found == [("", seen(10 + rank), []) for rank in range(3)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("policy", ["refuse", "drop", "keep"])
+def test_the_provider_says_what_becomes_of_it_with_other_ranks(
+    crew: Crew, places: str, ranks: int, policy: str
+) -> None:
+    found = crew("tasks:load_places", ranks, run=places, policy=policy)
+    for rank, (error, place, warnings) in enumerate(found):
+        if policy == "refuse":
+            assert "place" in error
+            assert "stored are 3" in error
+            assert place == seen(50)
+        else:
+            assert error == ""
+            kept = policy == "keep" and rank < 3
+            assert place == seen(10 + rank if kept else 50)
+            assert bool(warnings) == (not kept)
