@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from laststep.version import VERSION as __version__  # noqa: N811 (every package has this name)
 
 if TYPE_CHECKING:
-    from laststep.checkpointer.core import Checkpointer, Restored
+    from laststep.checkpointer.core import Checkpointer
     from laststep.checkpointer.keep import Keep
     from laststep.checkpointer.oneoff import load, save
     from laststep.checkpointer.opening import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
-    from laststep.checkpointer.restoring import Skipped
+    from laststep.checkpointer.restoring import Restored, Skipped
     from laststep.config import Capture, FlushIn, OnBusy
     from laststep.engine.handle import SaveHandle, SaveReport
     from laststep.errors import (
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from laststep.state.values import RNG, PerRank
 
 _WHERE = {
-    "laststep.checkpointer.core": ("Checkpointer", "Restored"),
+    "laststep.checkpointer.core": ("Checkpointer",),
     "laststep.checkpointer.keep": ("Keep",),
     "laststep.checkpointer.oneoff": ("load", "save"),
     "laststep.checkpointer.opening": ("Catalog", "Checkpoint", "StoredTensor", "open"),
-    "laststep.checkpointer.restoring": ("Skipped",),
+    "laststep.checkpointer.restoring": ("Restored", "Skipped"),
     "laststep.config": ("Capture", "FlushIn", "OnBusy"),
     "laststep.engine.handle": ("SaveHandle", "SaveReport"),
     "laststep.errors": (

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 import laststep
-from laststep import flusher
 from laststep.catalog import epochs
 from laststep.catalog.run import Run
 from laststep.checkpointer import neighbours, restoring
+from laststep.flusher import serving
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
         self.reached = threading.Event()
-        finish = flusher.SaveFlush.finish
+        finish = serving.SaveFlush.finish
 
         def held(flush: object, *arguments: object) -> object:
             self.reached.set()
             self.go_on.wait(PATIENCE_S)
             return finish(flush, *arguments)
 
-        monkeypatch.setattr(flusher.SaveFlush, "finish", held)
+        monkeypatch.setattr(serving.SaveFlush, "finish", held)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_how_anothers_save_ended_is_not_told_here(
     def fail(*_: object) -> object:
         raise laststep.StorageFailed("the disk is full")
 
-    monkeypatch.setattr(flusher.SaveFlush, "finish", fail)
+    monkeypatch.setattr(serving.SaveFlush, "finish", fail)
     first.save(2)
     with opened(fresh) as second:
         assert second.restore().step == 1

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import laststep
-from laststep import flusher
 from laststep.config import MAX_UNCOMMITTED
+from laststep.flusher import serving
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,13 +21,13 @@ PATIENCE_S = 60.0
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Flushes stand still until it is set."""
     event = threading.Event()
-    finish = flusher.SaveFlush.finish
+    finish = serving.SaveFlush.finish
 
     def held(flush: object, *arguments: object) -> object:
         event.wait(PATIENCE_S)
         return finish(flush, *arguments)
 
-    monkeypatch.setattr(flusher.SaveFlush, "finish", held)
+    monkeypatch.setattr(serving.SaveFlush, "finish", held)
     return event
 
 
@@ -77,7 +77,7 @@ def test_a_failed_save_makes_room_too(run_folder: Path, monkeypatch: pytest.Monk
 
     checkpointer = laststep.Checkpointer(run_folder, s={"n": 1}, flush="thread")
     with monkeypatch.context() as patch:
-        patch.setattr(flusher.SaveFlush, "finish", fail)
+        patch.setattr(serving.SaveFlush, "finish", fail)
         fill(checkpointer)
         threading.Timer(0.1, event.set).start()
         checkpointer.save(100)  # its own call: earlier failures are told by the next one

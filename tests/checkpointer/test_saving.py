@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import laststep
-from laststep import flusher
+from laststep.flusher import serving
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.faults import FailingDisk, Kind
 
@@ -139,7 +139,7 @@ def test_overwriting_keeps_the_old_until_the_new_is_committed(
         checkpointer.save(5).wait()
         training.become(2)
         with monkeypatch.context() as patch:
-            patch.setattr(flusher.SaveFlush, "finish", _no_space)
+            patch.setattr(serving.SaveFlush, "finish", _no_space)
             checkpointer.save(5, overwrite=True)
             with pytest.raises(laststep.StorageFailed, match="full"):
                 checkpointer.wait()
@@ -170,7 +170,7 @@ def test_a_failed_save_is_told_once_at_the_next_call_and_training_goes_on(
 ) -> None:
     checkpointer = opened(training)
     with monkeypatch.context() as patch:
-        patch.setattr(flusher.SaveFlush, "finish", _no_space)
+        patch.setattr(serving.SaveFlush, "finish", _no_space)
         checkpointer.save(0).committed.over_within(PATIENCE_S)
     with pytest.raises(laststep.StorageFailed, match="disk is full"):
         {
@@ -193,7 +193,7 @@ def test_what_a_caller_saw_at_the_handle_is_not_told_again(
 ) -> None:
     with opened(training) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(flusher.SaveFlush, "finish", _no_space)
+            patch.setattr(serving.SaveFlush, "finish", _no_space)
             with pytest.raises(laststep.StorageFailed):
                 checkpointer.save(0).wait(PATIENCE_S)
         checkpointer.save(1).wait()
@@ -209,7 +209,7 @@ def with_disk(
         disks.append(make())
         return DirectoryStore(path, disk=disks[-1])
 
-    monkeypatch.setattr(flusher, "DirectoryStore", store)
+    monkeypatch.setattr(serving, "DirectoryStore", store)
     return disks
 
 
@@ -344,7 +344,7 @@ def test_an_error_in_the_body_is_not_hidden_by_a_failed_save(
 ) -> None:
     def body() -> None:
         with opened(training) as checkpointer:
-            patch.setattr(flusher.SaveFlush, "finish", _no_space)
+            patch.setattr(serving.SaveFlush, "finish", _no_space)
             checkpointer.save(0)
             raise ZeroDivisionError
 

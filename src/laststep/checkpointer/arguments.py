@@ -170,3 +170,12 @@ def _all_of(
     if given is None or len(given) < at_least or not all(map(is_one, given)):
         raise Usage(refusal, expected=expected, found=repr(value), remedy=remedy)
     return given
+
+
+def rules(keep: Keep | None) -> Keep | None:
+    """The rules of retention."""
+    if keep is not None and not isinstance(keep, Keep):
+        raise Usage(
+            "keep is not a Keep", found=repr(keep), remedy="pass keep=laststep.Keep(last=3)"
+        )
+    return keep

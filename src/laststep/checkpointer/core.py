@@ -1,23 +1,22 @@
 """The Checkpointer: save, restore, wait, close.
 
 Lives on the training thread and owns everything else: the pool, the capture thread, the flusher and
-its client. It decides nothing about bytes; it keeps the order of things and the promises about
-errors: a failed save raises at the next call, a state restored only in part is not saved, and
-whatever was handed over is finished or reported before the process ends.
+its client. It keeps the order of things and the promises about errors: a failed save raises at the
+next call, a state restored only in part is not saved, and whatever was handed over is finished or
+reported before the process ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
 import weakref
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from laststep import interrupts
-from laststep.catalog.run import Run
 from laststep.checkpointer import (
     arguments,
     lifetimes,
@@ -27,22 +26,20 @@ from laststep.checkpointer import (
     sizing,
     teaming,
 )
-from laststep.checkpointer.keep import Keep
 from laststep.checkpointer.parts import Memory, take_state
 from laststep.checkpointer.pausing import without_collection
-from laststep.checkpointer.restoring import PATIENCE_S, Skipped, Wanted, restore_into
+from laststep.checkpointer.restoring import Restored, Wanted, newest_of, restore_into
 from laststep.checkpointer.share import Sharing
 from laststep.checkpointer.watching import ProgressBar, log_event, somebody_watches
 from laststep.checkpointer.work import Work, launcher
 from laststep.config import Capture, FlushIn, OnBusy, Settings
-from laststep.dist.group import Alone, Group
 from laststep.dist.ranks import this_rank
 from laststep.engine.client import Client
 from laststep.engine.copy.capture import Capturer
-from laststep.engine.handle import SaveHandle, SaveReport
+from laststep.engine.handle import SaveHandle
 from laststep.engine.pool import Pool
 from laststep.engine.wire import Continue
-from laststep.errors import Aborted, Exists, LaststepError, NotFound, Problems, Usage
+from laststep.errors import Aborted, Exists, LaststepError, Usage
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
 from laststep.plan.save import PlanCache
 from laststep.state.items import providers_for
@@ -55,34 +52,15 @@ if TYPE_CHECKING:
 
     import torch
 
-    from laststep.checkpointer.parts import Taken
+    from laststep.checkpointer.keep import Keep
     from laststep.dist.group import Ranks
     from laststep.dist.ranks import Rank
     from laststep.engine.copy.job import Job
-    from laststep.plan.job import Agreement
-    from laststep.plan.save import SavePlan
 
 log = logging.getLogger(__name__)
 
 _REHEARSAL_STEP = 3
 """The optimizer step at which the first save is rehearsed: by then the optimizer has its state."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """What `restore()` did."""
-
-    step: int | None
-    """The step that was restored; None in a new run."""
-    next_step: int
-    """The step to go on with: 0 in a new run."""
-    skipped: tuple[Skipped, ...] = ()
-    """Newer checkpoints that were passed over, and why."""
-    problems: Problems = field(default_factory=Problems)
-    """With strict=False: what did not fit and was left alone."""
-    folder: str | None = None
-    metrics: dict[str, float | int | str | bool] = field(default_factory=dict)
-    metadata: object = None
 
 
 class Checkpointer:
@@ -114,10 +92,7 @@ class Checkpointer:
             device_margin_bytes=device_margin_bytes, allow_pickle=allow_pickle, writers=writers,
             progress=progress, deadline_s=deadline_s,
         )  # fmt: skip
-        if keep is not None and not isinstance(keep, Keep):
-            raise Usage(
-                "keep is not a Keep", found=repr(keep), remedy="pass keep=laststep.Keep(last=3)"
-            )
+        keep = arguments.rules(keep)
         subscribers = arguments.callables(subscribers)
         self._rank = self._who()
         self._group: Ranks | None = None
@@ -173,7 +148,8 @@ class Checkpointer:
         self._work = Work(self._pool, self._capturer, self._client, self._team)
         if self._team is None and all(provider.cheap for provider in self._providers.values()):
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, self._rehearse)
-        self._abandons = self._newest_step()
+        newest = newest_of(self._store)
+        self._abandons = None if newest is None else newest.step
         lifetimes.watch(self, at_exit=self._finish_at_exit, in_child=self._abandon)
         neighbours.enter(self._work, self.path, Work.under_way)
 
@@ -270,7 +246,9 @@ class Checkpointer:
                 self._announce(handle, plan.tensor_bytes, len(taken.pieces))
                 link = self._client.begin(plan, handle, taken.sealing(plan), overwrite=overwrite)
             else:
-                plan, taken, agreement = self._share(taken)
+                agreement = self._team.agreements.on(self._sharing.table(taken))
+                taken, trees = self._sharing.own(taken, agreement)
+                plan = self._plans.plan(taken.specs, rank=self._rank.number, trees=trees)
                 self._announce(handle, plan.tensor_bytes, len(taken.pieces))
                 link = self._team.begin(handle, plan, taken, agreement, overwrite=overwrite)
         except BaseException as error:
@@ -292,22 +270,12 @@ class Checkpointer:
             self._taken.discard(step)
             raise
         self._jobs[handle] = job
-        handle.refresh_with(_timing_of(job))
+        handle.refresh_with(sizing.report_of(job))
         return job
-
-    def _share(self, taken: Taken) -> tuple[SavePlan, Taken, Agreement]:
-        """What this rank writes of it; waits for the others where one describes something new."""
-        assert self._team is not None  # noqa: S101 (only asked in a job of several ranks)
-        rank = self._rank.number
-        agreement = self._team.agreements.on(self._sharing.table(taken))
-        mine = self._sharing.own(taken, agreement)
-        first = agreement.is_first(rank)
-        trees = frozenset(spec.name for spec in mine.specs if first or spec.per_rank)
-        return self._plans.plan(mine.specs, rank=rank, trees=trees), mine, agreement
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed; False when the time is up. Raises what failed."""
-        self._check_process("wait")
+        lifetimes.check_process("wait", self._pid)
         timeout_s = arguments.seconds(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for handle in list(self._work.handles):
@@ -383,10 +351,13 @@ class Checkpointer:
         self.wait()
         own_pids = neighbours.wait_for_others(self._work, self.path)
         self._revive()
+        if self._group is None:
+            self._group = teaming.all_ranks(self._rank, self._settings)
         with without_collection(), self._pool.at_rest(2 * wanted.threads):
             outcome = restore_into(
                 self._store, self._providers, self._pool, self._bus, wanted,
-                touched=self._mark_mixed, own_pids=own_pids, ranks=self._all_ranks(),
+                touched=functools.partial(setattr, self, "_mixed"), own_pids=own_pids,
+                ranks=self._group,
             )  # fmt: skip
         if outcome is None:
             self._taken = set()
@@ -410,23 +381,9 @@ class Checkpointer:
             metadata=commit.metadata,
         )  # fmt: skip
 
-    def _all_ranks(self) -> Ranks:
-        """Who restores together."""
-        if self._group is None:
-            alone = self._rank.ranks == 1
-            self._group = (
-                Alone(self._rank)
-                if alone
-                else Group(self._rank, deadline_s=self._settings.deadline_s + PATIENCE_S)
-            )
-        return self._group
-
     def continue_newest(self) -> None:
         """Let saves continue the newest checkpoint without restoring it, as an import does."""
-        try:
-            newest = Run.open(self._store).newest()
-        except NotFound:
-            return
+        newest = newest_of(self._store)
         if newest is not None:
             self._abandons = None
             self._client.continue_from(
@@ -435,20 +392,8 @@ class Checkpointer:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _mark_mixed(self, folder: str) -> None:
-        self._mixed = folder
-
-    def _check_process(self, what: str) -> None:
-        if os.getpid() != self._pid:
-            raise Usage(
-                f"cannot {what} in a forked process",
-                expected=f"process {self._pid}, which made the Checkpointer",
-                found=f"process {os.getpid()}",
-                remedy="make one in this process, with a run of its own",
-            )
-
     def _check_usable(self, what: str, *, mixed_is_fine: bool = False) -> None:
-        self._check_process(what)
+        lifetimes.check_process(what, self._pid)
         if self._closed:
             raise Usage(
                 f"cannot {what}: the Checkpointer is closed",
@@ -469,11 +414,7 @@ class Checkpointer:
         self._work.handles = [h for h in self._work.handles if not h.committed.over()]
         failed = [h for h in over if h.error is not None]
         self._taken -= {h.step for h in failed}
-        unseen = [h.error for h in failed if h.error is not None and not h.seen]
-        if unseen:
-            for error in unseen[1:]:
-                unseen[0].add_note(f"another save failed too: {error}")
-            raise unseen[0]
+        queueing.raise_first([h.error for h in failed if h.error is not None and not h.seen])
 
     def _revive(self) -> None:
         """A new flusher in place of one that died."""
@@ -482,14 +423,6 @@ class Checkpointer:
             log.warning("starting a new flusher: %s", dead)
             self._capturer.settle()
             self._client.restart()
-
-    def _newest_step(self) -> int | None:
-        """The newest step that the run has before anything is restored or saved."""
-        try:
-            newest = Run.open(self._store).newest()
-        except LaststepError:
-            return None  # there is no run yet, or restore() will say what is wrong with it
-        return None if newest is None else newest.step
 
     def _warn_of_branch(self) -> None:
         """Say once that saving without restoring leaves what is there behind."""
@@ -518,9 +451,7 @@ class Checkpointer:
             return 0.0
         if self._settings.on_busy is OnBusy.WAIT:
             return queueing.wait_for_turn(under_way, capturing)
-        handle.report.skipped = reason
-        for stage in (handle.captured, handle.durable, handle.committed):
-            stage.skip()
+        handle.skip(reason)
         self._bus.emit(SaveSkipped(step=handle.step, reason=reason))
         if self._team is not None:
             self._team.stay_out(handle.step, f"skipped the save: {reason}")
@@ -556,9 +487,7 @@ class Checkpointer:
             return
         pending = [handle.step for handle in self._work.handles if not handle.committed.over()]
         if pending:
-            log.warning(
-                "the program ends without close(); finishing the saves of steps %s", pending
-            )
+            log.warning("the program ends without close(); finishing saves of steps %s", pending)
         try:
             self.close()
         except LaststepError as error:
@@ -568,14 +497,3 @@ class Checkpointer:
         """In a forked child: this object belongs to the parent."""
         self._work.abandon()
         self._closed = True
-
-
-def _timing_of(job: Job) -> Callable[[SaveReport], None]:
-    def refresh(report: SaveReport) -> None:
-        job.read_fence_timers()
-        timing = job.timing
-        report.capture = report.capture or sizing.describe_ways(job.pieces, job.layout.ways)
-        report.stall_s, report.waited_s = timing.stall_s, timing.waited_s
-        report.device_copy_s, report.fence_s = timing.device_copy_s, timing.fence_s
-
-    return refresh

@@ -11,6 +11,8 @@ import atexit
 import os
 from typing import TYPE_CHECKING
 
+from laststep.errors import Usage
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,6 +27,17 @@ def watch(what: object, *, at_exit: Callable[[], None], in_child: Callable[[], N
 def let_be(what: object) -> None:
     """It has ended by itself."""
     _watched.pop(id(what), None)
+
+
+def check_process(what: str, pid: int) -> None:
+    """`Usage` in a process that was forked from the one that made something."""
+    if os.getpid() != pid:
+        raise Usage(
+            f"cannot {what} in a forked process",
+            expected=f"process {pid}, which made the Checkpointer",
+            found=f"process {os.getpid()}",
+            remedy="make one in this process, with a run of its own",
+        )
 
 
 def _tell_at_exit() -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from laststep.engine.copy.job import Job
     from laststep.engine.handle import SaveHandle
+    from laststep.errors import LaststepError
 
 
 def obstacle(
@@ -30,6 +31,14 @@ def obstacle(
     if uncommitted and short_of_room:
         return "an earlier save still holds the host memory that this one needs"
     return None
+
+
+def raise_first(errors: Sequence[LaststepError]) -> None:
+    """Raise the first, which speaks of the others."""
+    for error in errors[1:]:
+        errors[0].add_note(f"another save failed too: {error}")
+    if errors:
+        raise errors[0]
 
 
 def wait_for_turn(uncommitted: Sequence[SaveHandle], capturing: Sequence[Job]) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -53,6 +53,23 @@ class Skipped:
     step: int
     folder: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What `restore()` did."""
+
+    step: int | None
+    """The step that was restored; None in a new run."""
+    next_step: int
+    """The step to go on with: 0 in a new run."""
+    skipped: tuple[Skipped, ...] = ()
+    """Newer checkpoints that were passed over, and why."""
+    problems: Problems = field(default_factory=Problems)
+    """With strict=False: what did not fit and was left alone."""
+    folder: str | None = None
+    metrics: dict[str, float | int | str | bool] = field(default_factory=dict)
+    metadata: object = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +269,14 @@ def _named(run: Run, step: int) -> Listed:
         found=nearest_steps((one.step for one in run.checkpoints()), step),
         remedy="restore() without a step takes the newest",
     )  # fmt: skip
+
+
+def newest_of(store: Store) -> Listed | None:
+    """The newest checkpoint that a run has, if there is one to be seen."""
+    try:
+        return Run.open(store).newest()
+    except LaststepError:
+        return None  # there is no run yet, or restoring will say what is wrong with it
 
 
 def wait_for_flushers(run: Run, *, own_pids: frozenset[int]) -> None:

@@ -63,13 +63,15 @@ class Sharing:
         self._described = described
         return self._table
 
-    def own(self, taken: Taken, agreement: Agreement) -> Taken:
-        """The part of the state that this rank writes."""
+    def own(self, taken: Taken, agreement: Agreement) -> tuple[Taken, frozenset[str]]:
+        """The part of the state that this rank writes, and the items whose trees it does."""
         known = self._worked_out
         if known is None or known.agreement is not agreement or known.table is not self._table:
             known = self._worked_out = _work_out(taken, agreement, self._table, self._rank)
         sources = tuple(window.of(taken.sources[window.source]) for window in known.windows)
-        return replace(taken, specs=known.specs, pieces=known.pieces, sources=sources)
+        first = agreement.is_first(self._rank)
+        trees = frozenset(spec.name for spec in known.specs if first or spec.per_rank)
+        return replace(taken, specs=known.specs, pieces=known.pieces, sources=sources), trees
 
     def alone(self, taken: Taken) -> Taken:
         """What a rank that saves alone writes: all of it. `Mismatch` where it holds only a part of
@@ -79,9 +81,9 @@ class Sharing:
         table = self.table(taken)
         known = self._worked_out
         if known is not None and known.table is table:
-            return self.own(taken, known.agreement)
+            return self.own(taken, known.agreement)[0]
         name = digest_of(encode_table(table))
-        return self.own(taken, agree([name], {name: table}))
+        return self.own(taken, agree([name], {name: table}))[0]
 
 
 class _Window(NamedTuple):

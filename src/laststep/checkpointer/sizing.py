@@ -20,11 +20,13 @@ from laststep.state.tensors import is_module, is_optimizer, share_bytes
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from laststep.checkpointer.keep import Keep
     from laststep.dist.ranks import Rank
+    from laststep.engine.copy.job import Job
     from laststep.engine.copy.layout import Way
+    from laststep.engine.handle import SaveReport
     from laststep.state.pieces import Piece
     from laststep.state.provider import StateProvider
     from laststep.storage.store import Store
@@ -71,6 +73,19 @@ def describe_ways(pieces: Sequence[Piece], ways: Sequence[Way]) -> str:
         key = f"{where} {way.value}"
         sums[key] = sums.get(key, 0) + piece.size_bytes
     return ", ".join(f"{key} {human(size)}" for key, size in sums.items())
+
+
+def report_of(job: Job) -> Callable[[SaveReport], None]:
+    """What fills a report with what a capture cost, as far as that is known."""
+
+    def refresh(report: SaveReport) -> None:
+        job.read_fence_timers()
+        timing = job.timing
+        report.capture = report.capture or describe_ways(job.pieces, job.layout.ways)
+        report.stall_s, report.waited_s = timing.stall_s, timing.waited_s
+        report.device_copy_s, report.fence_s = timing.device_copy_s, timing.fence_s
+
+    return refresh
 
 
 def start_preflight(

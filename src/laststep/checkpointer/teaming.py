@@ -10,15 +10,18 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from laststep.checkpointer.agreeing import Agreements
+from laststep.checkpointer.restoring import PATIENCE_S
 from laststep.checkpointer.team import Team
 from laststep.codecs.digests import digest
 from laststep.dist.board import Board
+from laststep.dist.group import Alone, Group
 from laststep.errors import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from laststep.config import Settings
+    from laststep.dist.group import Ranks
     from laststep.dist.ranks import Rank
     from laststep.engine.client import Client
     from laststep.state.provider import StateProvider
@@ -35,6 +38,14 @@ def refuse_mixed(providers: Mapping[str, StateProvider]) -> None:
                 where=f"item {name!r}",
                 remedy="pass random numbers and loaders as items of their own",
             )
+
+
+def all_ranks(rank: Rank, settings: Settings) -> Ranks:
+    """Who restores together."""
+    if rank.ranks == 1:
+        return Alone(rank)
+    # The first rank may wait for a save that another process has not finished.
+    return Group(rank, deadline_s=settings.deadline_s + PATIENCE_S)
 
 
 def gather(rank: Rank, run: str, client: Client, settings: Settings) -> Team:

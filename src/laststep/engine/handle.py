@@ -138,6 +138,12 @@ class SaveHandle:
         for stage in (self.captured, self.durable, self.committed):
             stage.fail(error)
 
+    def skip(self, reason: str) -> None:
+        """Nothing is saved, and that is no error."""
+        self._report.skipped = reason
+        for stage in (self.captured, self.durable, self.committed):
+            stage.skip()
+
     def refresh_with(self, refresh: Callable[[SaveReport], None]) -> None:
         """Have figures that come late (timers on the device) read when the report is asked for."""
         self._refresh = refresh
