@@ -15,11 +15,12 @@ STAMP := $(VENV)/.installed
 ONEDNN_MAX_CPU_ISA ?= AVX2
 export ONEDNN_MAX_CPU_ISA
 
-.PHONY: help install demo test format lint types layers tests torture bench clean
+.PHONY: help install demo test test-long format lint types layers tests torture bench clean
 
 help:
 	@echo "make demo      train, kill, resume: what laststep does, in a minute"
 	@echo "make test      everything that must be green: style, types, layers, tests"
+	@echo "make test-long more pairs of layouts, more ranks with DCP"
 	@echo "make torture   tests/torture: crashes and faults at every turn, much longer"
 	@echo "make bench     measure on this machine"
 	@echo "make clean     remove what the above left behind, except $(VENV)"
@@ -65,6 +66,10 @@ layers: $(STAMP)
 tests: $(STAMP)
 	@echo "== pytest"
 	@$(BIN)/python -m pytest -q --tb=short $(PYTEST_ARGS)
+
+test-long: $(STAMP)
+	@echo "== pytest -m long"
+	@$(BIN)/python -m pytest -q --tb=short -m long $(PYTEST_ARGS)
 
 torture: $(STAMP)
 	@echo "== tests/torture/torture.py"

@@ -168,6 +168,7 @@ class socket_port:  # noqa: N801 (used like a function)
         self._socket.close()
 
 
+@pytest.mark.long
 def test_fsdp_from_two_ranks_to_three_to_one(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_ranks(
@@ -265,6 +266,7 @@ def test_every_way_of_sharding_loads_into_every_other(tmp_path: Path) -> None:
     assert laststep.open(tmp_path / "run").latest().verify().damage == ()
 
 
+@pytest.mark.long
 def test_ranks_save_in_the_background(tmp_path: Path) -> None:
     run_ranks(
         2,
@@ -298,6 +300,7 @@ def test_ranks_save_in_the_background(tmp_path: Path) -> None:
     assert laststep.open(tmp_path / "run").steps() == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.long
 def test_a_planner_may_keep_the_plans_of_all_ranks(tmp_path: Path) -> None:
     run_ranks(
         2,
@@ -378,6 +381,7 @@ def test_a_rank_that_fails_fails_the_save_of_all(tmp_path: Path) -> None:
     assert Run.open(DirectoryStore(run)).attempts() == ()
 
 
+@pytest.mark.long
 def test_a_killed_rank_leaves_nothing_visible(tmp_path: Path) -> None:
     run = tmp_path / "run"
     told = start(
@@ -406,6 +410,7 @@ def test_a_killed_rank_leaves_nothing_visible(tmp_path: Path) -> None:
     assert len(list(run.glob("step-*"))) == 2
 
 
+@pytest.mark.long
 def test_what_a_checkpointer_of_two_ranks_wrote_is_loaded_by_one_and_by_three(
     tmp_path: Path,
 ) -> None:
@@ -447,6 +452,7 @@ def test_what_a_checkpointer_of_two_ranks_wrote_is_loaded_by_one_and_by_three(
     )
 
 
+@pytest.mark.long
 def test_ranks_that_find_different_checkpoints_are_told(tmp_path: Path) -> None:
     for step in (1, 2):
         dcp.save({"w": torch.ones(1)}, storage_writer=Writer(tmp_path, step=step))

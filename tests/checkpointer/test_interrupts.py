@@ -116,7 +116,7 @@ def test_a_save_may_be_interrupted_at_any_step(run_folder: Path, flush: str) -> 
         save(count)
         assert count.steps > 1000
         whole = []
-        for n in range(1, 401):
+        for n in range(1, 251):
             save(Tracer(rng.randint(1, count.steps)))
             if n % 10 == 0:
                 handle = save()

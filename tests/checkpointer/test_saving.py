@@ -423,7 +423,7 @@ def test_nothing_is_left_behind_in_the_folder(saved: Callable[..., Path]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flush", ["thread", "process"])
+@pytest.mark.parametrize("flush", [pytest.param("thread", marks=pytest.mark.long), "process"])
 def test_a_hundred_thousand_tensors_pass_through_the_sockets(flush: str, run_folder: Path) -> None:
     count = 100_000
     flat = torch.arange(count)

@@ -64,7 +64,7 @@ def test_a_new_trainer_waits_for_the_flusher_of_the_one_that_was_killed(
     second.do("close")
 
 
-@pytest.mark.parametrize("also_flusher", [False, True])
+@pytest.mark.parametrize("also_flusher", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_save_in_the_midst_of_its_capture_is_given_up_and_cleaned_up(
     also_flusher: bool, start: Callable[..., object], run_folder: Path
 ) -> None:
@@ -103,7 +103,7 @@ def state_of(n: int) -> dict[str, object]:
     return {"t": torch.full((1000,), float(n)), "n": n}
 
 
-@pytest.mark.parametrize("flush", ["thread", "process"])
+@pytest.mark.parametrize("flush", [pytest.param("thread", marks=pytest.mark.long), "process"])
 def test_who_is_taken_over_hears_by_which_trainer(flush: str, start: Callable[..., object]) -> None:
     first = start()
     first.do("save 0")
@@ -198,8 +198,8 @@ def test_a_save_in_the_moment_between_death_and_its_notice_does_not_hang(
 @pytest.mark.parametrize(
     ("flush", "way", "status"),
     [
-        ("process", "return", 0),
-        ("process", "exit", 3),
+        pytest.param("process", "return", 0, marks=pytest.mark.long),
+        pytest.param("process", "exit", 3, marks=pytest.mark.long),
         ("process", "raise", 1),
         ("thread", "exit", 3),
     ],

@@ -62,7 +62,7 @@ def test_a_rank_with_a_full_disk_is_named_with_the_systems_error(
     patient.works()
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_flusher_that_is_killed_fails_the_save_of_all_ranks(
     number: int, patient: Standing
 ) -> None:
@@ -249,7 +249,7 @@ def test_a_rank_that_does_not_save_at_all_is_named(hasty: Standing) -> None:
     hasty.works()
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_misses_the_first_save_is_named_and_the_next_works(
     number: int, start_job: Callable[..., Job], run_folder: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """From any layout on any number of ranks to any other: bit-equal state, and training goes on alike.
 
-The default run covers every layout on both sides several times. `LASTSTEP_ALL_LAYOUTS=1` tries
-every pair, which takes about a quarter of an hour.
+`make test` has every layout on both sides, `make test-long` several times. `LASTSTEP_ALL_LAYOUTS=1`
+tries every pair, which takes about a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from _pytest.mark import ParameterSet
     from crew import Crew
 
 RANKS = {
@@ -32,15 +33,22 @@ SOME: list[Case] = [
     ("plain", 1), ("fsdp2", 3), ("pipeline", 4), ("zero1", 2), ("tp", 4), ("ddp", 2), ("fsdp1", 4),
     ("hsdp", 4), ("zero3", 3), ("fsdp2", 4), ("pipeline", 2), ("fsdp2tp", 4), ("tp", 3),
 ]  # fmt: skip
-STEPS = (0, 3, 8)
-"""Into the same layout, and into two others: every case is a source thrice, and a target."""
+STEPS = (3, 0, 8)
+"""Into another layout; in the long run also into the same one and a third."""
 
 
-def pairs() -> list[tuple[Case, Case]]:
+def pairs() -> list[ParameterSet]:
     if os.environ.get("LASTSTEP_ALL_LAYOUTS"):
-        return list(itertools.product(EVERY, EVERY))
+        return [pytest.param(*both) for both in itertools.product(EVERY, EVERY)]
     count = len(SOME)
-    return [(SOME[at], SOME[(at + step) % count]) for at in range(count) for step in STEPS]
+    return [
+        pytest.param(
+            SOME[at], SOME[(at + step) % count],
+            marks=() if step == STEPS[0] or at == 1 else pytest.mark.long,
+        )
+        for at in range(count)
+        for step in STEPS
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

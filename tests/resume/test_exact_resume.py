@@ -77,7 +77,7 @@ def moments(seed: int) -> list[tuple[int, float]]:
 @pytest.mark.parametrize(
     ("loader", "flush", "seed"),
     [
-        ("plain", "process", 1),
+        pytest.param("plain", "process", 1, marks=pytest.mark.long),
         ("plain", "thread", 2),
         pytest.param(
             "torchdata",
