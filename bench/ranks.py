@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,7 @@ def main() -> None:
         print(_table(results[-1]), flush=True)
     report = {
         "kind": "ranks", "commit": commit(ROOT), "date": time.strftime("%Y-%m-%d"),
-        "hardware": vars(hardware(chosen.dir)) if hasattr(hardware(chosen.dir), "__dict__")
-        else repr(hardware(chosen.dir)), "results": results,
+        "hardware": asdict(hardware(chosen.dir)), "results": results,
     }  # fmt: skip
     if chosen.json:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
