@@ -375,7 +375,7 @@ def test_memory_does_not_grow_with_the_checkpoint(
 ) -> None:
     small, large = run_folder / "small", run_folder / "large"
     save(small, model={"a": torch.zeros(10)})
-    save(large, model={"a": torch.randn(30 << 20), "b": torch.randn(20, 1 << 20)})
+    save(large, model={"a": torch.randn(50 << 20), "b": torch.randn(30, 1 << 20)})
     options = '"--shard-bytes", "32MB", "--dtype", "bf16"' if kind == "hf" else ""
     script = f"""
 import contextlib, sys
@@ -395,7 +395,8 @@ print("grew", peaks[1] - peaks[0])
     out, err = start(script).communicate()
     grew = int(out.rpartition("grew ")[2])
     assert len(list((tmp_path / "large").iterdir())) > 1, err
-    assert grew < 120 << 20, f"{grew >> 20} MiB"
+    # Of 320 MiB; what a few pieces take, and what the allocator keeps of them, varies.
+    assert grew < 200 << 20, f"{grew >> 20} MiB"
 
 
 def start(script: str) -> subprocess.Popen[str]:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from laststep.adapters import dcp_record, dcp_values
 from laststep.adapters.dcp_chunks import ChunkRead, copy_chunks, put_whole
 from laststep.adapters.dcp_layout import tensor_name
-from laststep.adapters.export_dcp import _torch_form, leaves_of
+from laststep.adapters.export_dcp import leaves_of, torch_form
 from laststep.catalog.content import Content, Place, read_verified
 from laststep.checkpointer.opening import StoredTensor
 from laststep.codecs.objects import TensorRef
@@ -152,7 +152,7 @@ class DcpContent:
     def _leaves_of_items(self) -> Iterator[_Leaf]:
         paths: dict[str, Path] = {}
         for item in self._content.items.values():
-            for leaf in leaves_of(_torch_form(item.tree), (item.name,)):
+            for leaf in leaves_of(torch_form(item.tree), (item.name,)):
                 if leaf.name in paths:
                     raise Usage(
                         "two entries have the same name in DCP, which joins keys by dots",

@@ -58,7 +58,7 @@ def export_dcp(
 ) -> Exported:
     """Write items to a new folder."""
     sources = [ItemTensors(checkpoint, item) for item in items]
-    leaves = [list(leaves_of(_torch_form(one.tree), (one.item,))) for one in sources]
+    leaves = [list(leaves_of(torch_form(one.tree), (one.item,))) for one in sources]
     _check_names([leaf for some in leaves for leaf in some], checkpoint.folder)
     metadata = Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
     metadata.version = CURRENT_DCP_VERSION
@@ -96,7 +96,7 @@ def _is_taken_apart(node: object) -> bool:
     return isinstance(node, dict)
 
 
-def _torch_form(tree: object) -> object:
+def torch_form(tree: object) -> object:
     """The tree without the classes that its states came from, optimizers as torch has them."""
 
     def open_tag(tagged: Tagged) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -162,16 +161,3 @@ def set_torch_rng_states(states: dict[str, object]) -> None:
     if cuda and torch.cuda.is_available():
         count = torch.cuda.device_count()
         torch.cuda.set_rng_state_all(cuda[:count])  # type: ignore[index]
-
-
-def load_torch_file(path: str) -> object:
-    """What a `torch.save` file holds, safe types only."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise Usage(
-            "the file holds more than tensors and plain values",
-            where=path,
-            found=str(error).splitlines()[0],
-            remedy="load it yourself if you trust it, and save its parts with laststep.save",
-        ) from error
