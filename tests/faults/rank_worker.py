@@ -160,6 +160,7 @@ class Worker:
             run, state=self.state, mine=laststep.PerRank(self.mine), flaky=self.flaky,
             progress=False, host_memory_bytes=64 << 20, **json.loads(options or "{}"),
         )  # fmt: skip
+        self.checkpointer._client.start()
         say("open", self.checkpointer._client.helper_pid)
 
     def do_restore(self, rest: str) -> None:

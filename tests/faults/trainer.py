@@ -62,6 +62,7 @@ def main() -> None:
     )  # fmt: skip
     restored = checkpointer.restore()
     optimizer.step()
+    checkpointer._client.start()
     say("ready", checkpointer._client.helper_pid, restored.step)
     batches = None
     for line in sys.stdin:

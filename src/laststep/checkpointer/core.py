@@ -132,20 +132,21 @@ class Checkpointer:
         self._pool.want(expected, without_pauses=not staged)
         self._plans = PlanCache()
         self._memory = Memory()
+        launch = launcher(self.path, self._pool, self._settings, self._keep)
+        self._client = Client(launch, self._pool, self._bus)
+        self._team = None
         try:
-            launch = launcher(self.path, self._pool, self._settings, self._keep)
             interrupts.let_in()
-            self._client = Client(launch, self._pool, self._bus)
+            if self._rank.ranks > 1:
+                self._team = teaming.gather(self._rank, self.path, self._client, self._settings)
         except BaseException:
             # Half a Checkpointer must leave no hook, thread or memory behind.
             self._closed = True
             self._capturer.close()
             self._pool.close()
             raise
-        self._team = None
-        if self._rank.ranks > 1:
-            self._team = teaming.gather(self._rank, self.path, self._client, self._settings)
         self._work = Work(self._pool, self._capturer, self._client, self._team)
+        self._capturer.at_optimizer_step(1, self._work.start_early)
         if self._team is None and all(provider.cheap for provider in self._providers.values()):
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, self._rehearse)
         newest = newest_of(self._store)

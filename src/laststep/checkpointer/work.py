@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from typing import TYPE_CHECKING
 
 from laststep import flusher
 from laststep.config import FlushIn
+from laststep.errors import LaststepError
 
 if TYPE_CHECKING:
     import socket
-    import threading
 
     from laststep.checkpointer.keep import Keep
     from laststep.checkpointer.team import Team
@@ -41,6 +44,7 @@ class Work:
     def __init__(
         self, pool: Pool, capturer: Capturer, client: Client, team: Team | None = None
     ) -> None:
+        self._pid = os.getpid()
         self._team = team
         self._pool = pool
         self._capturer = capturer
@@ -48,6 +52,17 @@ class Work:
         self.handles: list[SaveHandle] = []
         """Saves that are not known to be over, or whose end nobody was told of yet."""
         self.preflight: threading.Thread | None = None
+
+    def start_early(self) -> bool:
+        """Somebody trains, and so will save: start the flusher, which takes a while, beside the
+        first step. Should it fail, the first save tries again, and reports it."""
+        if os.getpid() == self._pid:
+            threading.Thread(target=self._start, name="laststep-start", daemon=True).start()
+        return True
+
+    def _start(self) -> None:
+        with contextlib.suppress(LaststepError):
+            self._client.start()
 
     def under_way(self) -> tuple[SaveHandle, ...]:
         return tuple(handle for handle in self.handles if not handle.committed.over())

@@ -1,8 +1,9 @@
 """The trainer's side of the flusher: hand saves over, hear how they fare, notice its death.
 
 Owns the connection and one thread that receives. Slots go back to the pool, stages of handles are
-reached, and errors land in the handles from that thread. When the flusher dies every save that was
-not committed fails at once, waiting included; `restart` begins anew with the same pool.
+reached, and errors land in the handles from that thread. There is no flusher before something is to
+be saved. When it dies every save that was not committed fails at once, waiting included; `restart`
+begins anew with the same pool.
 """
 
 from __future__ import annotations
@@ -176,17 +177,18 @@ class Client:
         self._pool = pool
         self._bus = bus
         self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._helper: Helper | None = None
         self._links: dict[int, SaveLink] = {}
         self._count = 0
         self._dead: LaststepError | None = None
         self._closing = False
         self._continues: Continue | None = None
         self._told_no_metric = False
-        self._start()
 
     @property
     def helper_pid(self) -> int | None:
-        return self._helper.pid
+        return None if self._helper is None else self._helper.pid
 
     @property
     def dead(self) -> LaststepError | None:
@@ -198,21 +200,28 @@ class Client:
         with self._lock:
             return [link.handle for link in self._links.values()]
 
+    def start(self) -> None:
+        """Start the flusher, unless it has been: a save does, or whoever sees one coming."""
+        with self._starting:
+            if self._helper is None and not self._closing:
+                self._start()
+
     def restart(self) -> None:
         """A new flusher in place of a dead one; nobody may hold slots."""
+        assert self._helper is not None  # noqa: S101 (it has died)
         self._connection.close()
         self._receiver.join()
         self._helper.join(0)
         self._pool.slots.reset()
         self._start()
         self._dead = None
-        if self._continues is not None:
-            self.send(self._continues)
 
     def continue_from(self, continues: Continue) -> None:
         """Saves from now on continue that checkpoint, under a new epoch."""
-        self._continues = continues
-        self.send(continues)
+        with self._starting:
+            self._continues = continues
+            if self._helper is not None:
+                self.send(continues)
 
     def begin(
         self,
@@ -223,7 +232,8 @@ class Client:
         overwrite: bool,
         role: Role = "alone",
     ) -> SaveLink:
-        """Enter a save; its chunks may follow. Raises if the flusher is gone."""
+        """Enter a save; its chunks may follow. Raises if the flusher is gone, or cannot start."""
+        self.start()
         with self._lock:
             if self._dead is not None:
                 raise self._dead
@@ -264,7 +274,10 @@ class Client:
 
     def close(self) -> None:
         """No more saves: wait for the flusher to finish all that it has and to end."""
-        self._closing = True
+        with self._starting:
+            self._closing = True
+        if self._helper is None:
+            return
         self.send(Bye())
         self._receiver.join()
         self._helper.join(60)
@@ -272,12 +285,13 @@ class Client:
 
     def abandon(self) -> None:
         """In a forked child: let go of the connection without saying anything."""
-        self._connection.detach()
+        if self._helper is not None:
+            self._connection.detach()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         try:
-            self._helper = self._launch(theirs)
+            helper = self._launch(theirs)
         except OSError as error:
             ours.close()
             theirs.close()
@@ -287,6 +301,9 @@ class Client:
                 remedy="free memory or processes, or pass flush='thread'",
             ) from error
         self._connection = Connection(ours)
+        if self._continues is not None:
+            self.send(self._continues)
+        self._helper = helper  # from here on there is one, for other threads too
         self._receiver = threading.Thread(
             target=self._receive, name="laststep-receive", daemon=True
         )
@@ -379,10 +396,12 @@ class Client:
         """The flusher is gone: whatever it had not committed has failed."""
         if self._closing and not self.pending():
             return
-        self._helper.join(1)
+        helper = self._helper
+        assert helper is not None  # noqa: S101 (whose end this is)
+        helper.join(1)
         error = StorageFailed(
             "the flusher ended before its work was done",
-            found=self._helper.how_it_ended(),
+            found=helper.how_it_ended(),
             remedy="the checkpoints committed so far are whole; the next save starts a new flusher",
         )
         with self._lock:  # at once: a save that comes between the two would wait for ever

@@ -38,7 +38,7 @@ class Fence:
         self._fenced: list[Fenced] = []
         self._fired = False
         self._count = 0
-        self._errand: tuple[int, Callable[[], bool]] | None = None
+        self._errands: list[tuple[int, Callable[[], bool]]] = []
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def add(self, capture: Fenced) -> None:
@@ -48,7 +48,7 @@ class Fence:
     def at_step(self, number: int, errand: Callable[[], bool]) -> None:
         """Run an errand at that firing of the hook; when it says False, again after twice as
         many."""
-        self._errand = (number, errand)
+        self._errands.append((number, errand))
 
     def take_evidence(self) -> bool:
         """Whether the hook fired since this was last asked."""
@@ -67,12 +67,17 @@ class Fence:
             self._fenced = [capture for capture in self._fenced if not capture.is_over()]
             fenced = tuple(self._fenced)
         self._count += 1
-        if self._errand is not None and self._count >= self._errand[0]:
-            errand, self._errand = self._errand[1], None
-            if not errand():
-                self._errand = (2 * self._count, errand)
+        if self._errands:
+            self._run_errands()
         for capture in fenced:
             capture.hold_back()
+
+    def _run_errands(self) -> None:
+        due = [errand for number, errand in self._errands if number <= self._count]
+        self._errands = [one for one in self._errands if one[0] > self._count]
+        for errand in due:
+            if not errand():
+                self._errands.append((2 * self._count, errand))
 
 
 def _capturing_graph() -> bool:

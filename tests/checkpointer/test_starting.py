@@ -1,0 +1,109 @@
+"""When the flusher starts: not before somebody trains or saves, and whatever comes of it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import laststep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that were started."""
+    found: list[int] = []
+    popen = subprocess.Popen
+
+    def start(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
+        process = popen(*arguments, **options)
+        found.append(process.pid)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return found
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_who_only_restores_starts_none(run_folder: Path, starts: list[int]) -> None:
+    state = {"t": torch.ones(1000)}
+    with laststep.Checkpointer(run_folder, state=state, flush="thread") as checkpointer:
+        checkpointer.save(3)
+    with laststep.Checkpointer(run_folder, state=state) as checkpointer:
+        assert checkpointer.restore().step == 3
+        assert checkpointer.wait()
+    assert starts == []
+
+
+def test_the_first_optimizer_step_starts_it_and_the_save_after_a_restore_continues(
+    run_folder: Path, starts: list[int]
+) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laststep.Checkpointer(run_folder, model=model, flush="thread") as checkpointer:
+        checkpointer.save(0)
+    with laststep.Checkpointer(run_folder, model=model) as checkpointer:
+        checkpointer.restore()
+        model(torch.ones(3)).sum().backward()
+        assert starts == []
+        optimizer.step()
+        wait_until(lambda: len(starts) == 1)
+        optimizer.step()
+        checkpointer.save(1)
+    assert len(starts) == 1
+    assert laststep.open(run_folder).steps() == [0, 1]
+
+
+def test_a_start_that_fails_is_reported_by_the_save_and_the_next_one_works(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laststep.Checkpointer(run_folder, model=model) as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess, "Popen", fail)
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            with pytest.raises(laststep.StorageFailed, match="cannot start the flusher"):
+                checkpointer.save(0)
+        checkpointer.save(0).wait(PATIENCE_S)
+    assert laststep.open(run_folder).steps() == [0]
+
+
+def test_closing_while_it_starts_leaves_no_process(run_folder: Path, starts: list[int]) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        checkpointer = laststep.Checkpointer(run_folder, model=model)
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        checkpointer.close()
+    for pid in starts:
+        wait_until(lambda pid=pid: _is_gone(pid))
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123 (a moment's look)
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
