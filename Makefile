@@ -10,6 +10,7 @@ BENCH_ARGS ?=
 TORTURE_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ALONE := tests/faults tests/ranks tests/torture
 
 # Some virtual CPUs announce AMX and then kill the process that uses it.
 ONEDNN_MAX_CPU_ISA ?= AVX2
@@ -64,8 +65,10 @@ layers: $(STAMP)
 	@$(BIN)/lint-imports
 
 tests: $(STAMP)
-	@echo "== pytest"
-	@$(BIN)/python -m pytest -q --tb=short $(PYTEST_ARGS)
+	@echo "== pytest, two files at a time"
+	@$(BIN)/python -m pytest -q --tb=short -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE)) $(PYTEST_ARGS)
+	@echo "== pytest, one at a time: these kill processes, and watch what others do in time"
+	@$(BIN)/python -m pytest -q --tb=short $(ALONE) $(PYTEST_ARGS)
 
 test-long: $(STAMP)
 	@echo "== pytest -m long"

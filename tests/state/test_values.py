@@ -330,7 +330,16 @@ def test_arrays_of_any_memory_order_come_back(
         lambda: None,
         {1: {2: object}},
     ],
-    ids=str,
+    ids=[
+        "objects",
+        "texts",
+        "masked",
+        "records",
+        "long doubles",
+        "an object",
+        "a function",
+        "deep",
+    ],
 )
 def test_what_cannot_be_stored_faithfully_is_refused_by_its_path(
     value: object, tmp_path: Path
