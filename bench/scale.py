@@ -1,9 +1,11 @@
-"""What planning and committing a save costs in jobs of up to 131,072 ranks, simulated.
+"""What planning and committing a save, and planning a load, cost in jobs of up to 131,072 ranks.
 
-`python bench/scale.py`: one process plays one rank, or the first one, with the very code that a
-save runs; the tables of all classes and the receipts of all ranks are made up. 3,000 tensors with
-AdamW state in three layouts. Nothing is written and nobody is asked over a network. DCP's planner
-does the same work on the sizes that it can still do.
+`python bench/scale.py`: one process plays one rank, the first one of a group, or the first of all,
+with the very code that a save runs; the tables of all classes and the receipts of all ranks are
+made up. 3,000 tensors with AdamW state in three layouts; nodes of eight ranks, each of which writes
+three files. A job of the same size and one of half the size load. All of it is simulated: nothing
+is written and nobody is asked over a network. DCP's planner does the same work on the sizes that it
+can still do.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import resource
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +25,18 @@ sys.path[:1] = [str(ROOT), str(ROOT / "src")]
 
 import msgspec  # noqa: E402
 
-from laststep.format.manifest import Commit, FileRecord, ItemRecord, encode  # noqa: E402
+from laststep.checkpointer.receipts import (  # noqa: E402
+    Part,
+    Receipt,
+    Summary,
+    classes_of,
+    items_of,
+    objection_to,
+    summarise,
+)
+from laststep.format import group as grouping  # noqa: E402
+from laststep.format.manifest import Commit, FileRecord, encode  # noqa: E402
+from laststep.plan.groups import Groups, cut  # noqa: E402
 from laststep.plan.job import (  # noqa: E402
     Agreement,
     Item,
@@ -33,12 +47,15 @@ from laststep.plan.job import (  # noqa: E402
     digest_of,
     encode_table,
 )
+from laststep.plan.save import folder_of  # noqa: E402
 from laststep.state.layouts import Layout, Mesh, Shard, Sharded  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 TENSORS = 3000
+NODE = 8
+FILES = ("model", "optimizer", "shared")
 STAGES, TP = 16, 8
 SHAPES = ((8192, 8192), (8192, 28672), (28672, 8192), (8192,))
 
@@ -50,15 +67,17 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.one:
-        kind, ranks = chosen.one.split(":")
-        print(json.dumps(_measure_dcp(int(ranks)) if kind == "dcp" else _measure(kind, int(ranks))))
+        kind, *numbers = chosen.one.split(":")
+        print(json.dumps(_measure_one(kind, *map(int, numbers))))
         return
     rows = []
     for ranks in map(int, chosen.ranks.split(",")):
         for kind in (*JOBS, *(["dcp"] if ranks <= 512 else [])):
-            # A process of its own each: peak memory is the process's.
-            command = [sys.executable, str(Path(__file__)), "--one", f"{kind}:{ranks}"]
-            rows.append(json.loads(subprocess.run(command, check=True, capture_output=True).stdout))
+            rows.append(_alone(f"{kind}:{ranks}"))
+            for loading in (ranks, ranks // 2) if kind in JOBS else ():
+                sizes = f"{rows[-1]['manifest_bytes']}:{rows[-1]['group_bytes']}"
+                loaded = _alone(f"{kind}:{ranks}:{loading}:{sizes}")
+                rows[-1].setdefault("loads", []).append(loaded)
             print(_row(rows[-1]), flush=True)
     if chosen.json:
         from bench.hardware import commit
@@ -66,6 +85,22 @@ def main() -> None:
         report = {"kind": "scale", "commit": commit(ROOT), "date": time.strftime("%Y-%m-%d")}
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
         chosen.json.write_text(json.dumps({**report, "rows": rows}, indent=1))
+
+
+def _alone(what: str) -> dict[str, Any]:
+    """One measurement in a process of its own: peak memory is the process's."""
+    command = [sys.executable, str(Path(__file__)), "--one", what]
+    return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)  # type: ignore[no-any-return]
+
+
+def _measure_one(kind: str, ranks: int, *load: int) -> dict[str, Any]:
+    if not load:
+        return _measure_dcp(ranks) if kind == "dcp" else _measure(kind, ranks)
+    from bench import scale_load
+
+    loading, *metadata = load
+    job = JOBS[kind]
+    return scale_load.measure(job(ranks), ranks, job(loading), loading, cut(ranks, NODE), *metadata)
 
 
 def _with_adamw(name: str, shape: tuple[int, ...], layout: Layout | None) -> list[Tensor]:
@@ -139,36 +174,104 @@ def _measure(kind: str, ranks: int) -> dict[str, Any]:
     shares = agreement.shares(ranks // 2 + 1)
     planned = time.perf_counter() - began
     rank_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    began = time.perf_counter()
-    manifest, files = _commit(agreement, ranks)
-    committed = time.perf_counter() - began
     return {
         "job": kind, "ranks": ranks, "classes": len(tables), "plan_s": planned, "plan_mb": rank_mb,
-        "own_parts": len(shares), "table_bytes": sum(map(len, data)), "commit_s": committed,
-        "commit_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
-        "manifest_bytes": len(manifest), "files": files,
+        "own_parts": len(shares), "table_bytes": sum(map(len, data)), **_saved(agreement, ranks),
     }  # fmt: skip
 
 
-def _commit(agreement: Agreement, ranks: int) -> tuple[bytes, int]:
-    """What the first rank does with the receipts of all: take them in, and write the manifest."""
-    receipts = [
-        msgspec.msgpack.encode([
-            FileRecord(name=f"state-r{rank:05d}.safetensors", size_bytes=1 << 30,
-                       header_bytes=1 << 20, header_digest="xxh3-128:" + "0" * 32, rank=rank)
-        ])
-        for rank in range(ranks)
-    ]  # fmt: skip
+def _saved(agreement: Agreement, ranks: int) -> dict[str, Any]:
+    """What the first rank of a group does with the receipts of its group, and the first of all with
+    the summaries; what that costs, and what it writes."""
+    groups = cut(ranks, NODE)
+    alone = len(groups.leaders) == 1
+    last = groups.leaders[-2:][0]
+    notes = _receipts(agreement, groups, last)
+    own, leader_s, leader_mb = _timed(lambda: _gather(agreement, notes))
+    first = _receipts(agreement, groups, 0)
+    summaries = [
+        msgspec.msgpack.encode(_gather(agreement, _receipts(agreement, groups, leader))[0])
+        for leader in groups.leaders[1:]
+    ]
+    manifest, commit_s, commit_mb = _timed(lambda: _commit(agreement, groups, first, summaries))
+    entries: dict[str, set[str]] = {}
+    for rank in range(ranks):
+        folder = folder_of(rank, ranks)
+        entries.setdefault(folder, set()).update(f"{name}{rank}" for name in FILES)
+    top = len(entries.pop("", ())) + len(entries) + (1 if alone else 2)
+    return {
+        "groups": len(groups.leaders), "leader_s": leader_s, "leader_mb": leader_mb,
+        "commit_s": commit_s, "commit_mb": commit_mb, "manifest_bytes": len(manifest),
+        "group_bytes": 0 if alone else len(own[1]), "files": ranks * len(FILES),
+        "largest_folder": max(top, len(groups.leaders), *(len(e) for e in entries.values()), 0),
+    }  # fmt: skip
+
+
+def _timed(act: Callable[[], Any]) -> tuple[Any, float, float]:
+    """What it gives, how long that takes, and how many MB of Python's memory at most."""
+    began = time.perf_counter()
+    result = act()
+    seconds = time.perf_counter() - began
+    tracemalloc.start()
+    act()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return result, seconds, most / 1e6
+
+
+def _receipts(agreement: Agreement, groups: Groups, leader: int) -> list[bytes]:
+    return [_receipt(agreement, rank, groups.ranks) for rank in groups.group_of(leader)]
+
+
+def _receipt(agreement: Agreement, rank: int, ranks: int) -> bytes:
+    names = [f"{folder_of(rank, ranks)}{name}-r{rank:05d}.safetensors" for name in FILES]
     files = tuple(
-        record
-        for receipt in receipts
-        for record in msgspec.msgpack.decode(receipt, type=list[FileRecord])
+        FileRecord(name=name, size_bytes=1 << 30, header_bytes=1 << 20,
+                   header_digest="xxh3-128:" + "0" * 32, rank=rank)
+        for name in names
+    )  # fmt: skip
+    items = {
+        item: Part(kind="value", per_rank=False, tensors=1000, size_bytes=1 << 30, file=name)
+        for item, name in zip(FILES, names, strict=True)
+    }
+    trees = dict.fromkeys(FILES, b"0" * 16)
+    return msgspec.msgpack.encode(
+        Receipt(agreement=agreement.digest, files=files, items=items, trees=trees)
     )
-    item = ItemRecord(name="state", kind="value", file=files[0].name,
-                      tensors=len(agreement.keys), size_bytes=ranks << 30)  # fmt: skip
-    record = Commit(run="0" * 32, step=1, epoch=1, attempt=1, created_s=0.0, laststep="0",
-                    items=(item,), files=files, ranks=ranks)  # fmt: skip
-    return encode(record), len(files)
+
+
+def _gather(agreement: Agreement, notes: list[bytes]) -> tuple[Summary, bytes]:
+    """What the first rank of a group does: a summary, and the manifest of the group."""
+    decode = msgspec.msgpack.Decoder(Receipt).decode
+    found = [decode(note) for note in notes]
+    receipts = {receipt.files[0].rank: receipt for receipt in found}
+    manifest = grouping.GroupManifest(
+        step=1, epoch=1, attempt=1, first=min(receipts), ranks=len(receipts),
+        files=tuple(file for receipt in found for file in receipt.files),
+    )  # fmt: skip
+    record, data = grouping.encode(manifest)
+    return msgspec.structs.replace(summarise(receipts, agreement), group=record), data
+
+
+def _commit(
+    agreement: Agreement, groups: Groups, notes: list[bytes], summaries: list[bytes]
+) -> bytes:
+    """What the first rank does: its own group, all summaries, and the manifest."""
+    decode = msgspec.msgpack.Decoder(Summary).decode
+    every = [_gather(agreement, notes)[0], *map(decode, summaries)]
+    objection = objection_to(every, agreement)
+    if objection:
+        raise RuntimeError(objection)
+    files: tuple[FileRecord, ...] = ()
+    if len(every) == 1:
+        some = [msgspec.msgpack.decode(note, type=Receipt).files for note in notes]
+        files = tuple(file for one in some for file in one)
+    record = Commit(
+        run="0" * 32, step=1, epoch=1, attempt=1, created_s=0.0, laststep="0", files=files,
+        items=items_of(every, agreement), ranks=groups.ranks, classes=classes_of(agreement),
+        groups=() if files else tuple(one.group for one in every if one.group is not None),
+    )  # fmt: skip
+    return encode(record)
 
 
 def _measure_dcp(ranks: int) -> dict[str, Any]:
@@ -222,9 +325,17 @@ def _row(row: dict[str, Any]) -> str:
     figures = [
         f"{row['ranks']:7} {row['job']:12}",
         f"rank {row['plan_s']:6.3f} s {row['plan_mb']:5.0f} MB, {row['own_parts']} parts;",
-        f"coordinator {row['commit_s']:6.3f} s {row['commit_mb']:5.0f} MB;",
-        f"tables {row['table_bytes'] / 1e6:.2f} MB,",
-        f"manifest {row['manifest_bytes'] / 1e6:.2f} MB, {row['files']} files",
+        f"leader {row['leader_s']:6.3f} s {row['leader_mb']:3.0f} MB,",
+        f"coordinator {row['commit_s']:6.3f} s {row['commit_mb']:3.0f} MB;",
+        f"tables {row['table_bytes'] / 1e6:.2f} MB, manifest {row['manifest_bytes'] / 1e6:.3f} MB,",
+        f"{row['groups']} groups of {row['group_bytes'] / 1e6:.3f} MB, {row['files']} files,",
+        f"{row['largest_folder']} in a folder",
+    ]
+    figures += [
+        f"\n        loaded by {one['ranks']}: {one['seconds']:6.3f} s {one['mb']:5.0f} MB, "
+        f"{one['chunks']} chunks of {one['files']} ranks' files, "
+        f"{one['metadata_bytes'] / 1e6:.2f} MB of metadata"
+        for one in row["loads"]
     ]
     return " ".join(figures)
 

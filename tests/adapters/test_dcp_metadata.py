@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from laststep.adapters.dcp_folder import read_folder
 from laststep.adapters.dcp_metadata import Region, TensorEntry, decode
 from laststep.errors import Corrupt, LaststepError, Usage
-from laststep.state.layouts import Box
+from laststep.state.boxes import Box
 
 if TYPE_CHECKING:
     from collections.abc import Callable

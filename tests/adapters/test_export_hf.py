@@ -369,7 +369,7 @@ cli.main()
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["hf", "dcp"])
+@pytest.mark.parametrize("kind", ["hf", pytest.param("dcp", marks=pytest.mark.long)])
 def test_memory_does_not_grow_with_the_checkpoint(
     kind: str, run_folder: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import mmap
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +17,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import model
+import msgspec
 
+from laststep.catalog import groups
+from laststep.catalog.groups import files_of
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import Run, plan_prune
+from laststep.engine.flush import SaveFlush
+from laststep.engine.wire import FileBegin
 from laststep.errors import LaststepError, NotFound
+from laststep.format.group import GroupManifest
+from laststep.format.header import TensorEntry, reserve_bytes
 from laststep.format.manifest import Commit, FileRecord, ItemRecord
 from laststep.storage.directory import DirectoryStore
+from laststep.terms import ALIGN_BYTES, align_up
 from laststep.testing.faults import Change, RecordingDisk
 from laststep.testing.stores import write_file
 
@@ -87,6 +96,47 @@ def save(step: int, epoch: int, attempt: int) -> Stage:
         run.commit(folder, _commit(step, epoch, attempt))
 
     return stage
+
+
+def save_by_groups(step: int, epoch: int, attempt: int) -> Stage:
+    """Two ranks, each a group of its own, write a file each into a folder that one of them makes,
+    then the manifests of their groups; and the first one commits."""
+
+    def stage(store: DirectoryStore) -> None:
+        run = Run.open(store)
+        folder = run.begin(step=step, epoch=epoch, attempt=attempt)
+        ranks = [_flush(store, folder, rank) for rank in range(2)]
+        records = []
+        for rank, flush in enumerate(ranks):
+            (file,) = flush.finish(())
+            manifest = GroupManifest(
+                step=step, epoch=epoch, attempt=attempt, first=rank, ranks=1,
+                files=(msgspec.structs.replace(file, rank=rank),),
+            )  # fmt: skip
+            records.append(groups.write(store, folder, manifest))
+        commit = _commit(step, epoch, attempt)
+        item = msgspec.structs.replace(commit.items[0], file="r00000/m-r00000.safetensors")
+        run.commit(folder, msgspec.structs.replace(
+            commit, files=(), items=(item,), groups=tuple(records), ranks=2
+        ))  # fmt: skip
+
+    return stage
+
+
+def _flush(store: DirectoryStore, folder: str, rank: int) -> SaveFlush:
+    """The file of a rank, written and not yet durable."""
+    size = 5000
+    entry = TensorEntry(name="t", dtype="uint8", shape=(size,), start=0, stop=size)
+    region = reserve_bytes(item="m", tensors=(entry,), object_names=(), tensor_bytes=size)
+    plan = FileBegin(
+        name=f"r00000/m-r{rank:05d}.safetensors", item="m", region_bytes=region,
+        tensor_bytes=size, has_objects=True, entries=(entry,),
+    )  # fmt: skip
+    flush = SaveFlush(store, folder, (plan,))
+    image = mmap.mmap(-1, align_up(size, ALIGN_BYTES))
+    image[:size] = hashlib.shake_128(f"{folder}/{rank}".encode()).digest(size)
+    flush.write(0, 0, memoryview(image), size)
+    return flush
 
 
 def create_run(store: DirectoryStore) -> None:
@@ -157,6 +207,11 @@ SCENARIOS = (
         before=(create_run, claim(None), save(10, 1, 1)),
         stages=(begin(20, 1, 2), claim((1, 1)), clean, begin(30, 2, 1),
                 abort("step-00000030.2-1"), clean),
+    ),
+    Scenario(
+        name="a save by groups of ranks and the prune after it",
+        before=(create_run, claim(None), save_by_groups(10, 1, 1)),
+        stages=(save_by_groups(20, 1, 2), prune_one(1)),
     ),
 )  # fmt: skip
 
@@ -239,7 +294,7 @@ def shown(root: Path) -> Shown:
         if item.commit is None:
             raise Violated(f"{item.folder} is shown but cannot be read: {item.error}")
         digests = []
-        for file in item.commit.files:
+        for file in files_of(store, item.folder, item.commit):
             data = store.read(f"{item.folder}/{file.name}", limit_bytes=1 << 20)
             digests.append(hashlib.blake2b(data, digest_size=16).hexdigest())
         result.append((item.folder, item.on_lineage, tuple(digests)))

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from laststep.engine.flush import SaveFlush
 from laststep.engine.read import ReadFile, read_all
 from laststep.engine.wire import FileBegin
-from laststep.errors import Corrupt, StorageFailed
+from laststep.errors import Corrupt, NotFound, StorageFailed
 from laststep.format.header import TensorEntry, decode_header, reserve_bytes
 from laststep.plan.load import Read, Want, plan_reads
 from laststep.storage.directory import DirectoryStore
+from laststep.storage.disk import Disk
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, CHUNK_BYTES, align_up
 from laststep.testing.faults import FailingDisk, Kind
 
@@ -239,3 +240,38 @@ def test_a_writer_that_fails_in_an_unknown_way_fails_the_save_and_not_its_thread
     with pytest.raises(StorageFailed, match="no memory for the header"):
         flush.finish(())
     flush.close()
+
+
+def test_files_may_lie_in_folders_within_the_attempts_which_several_ranks_make(
+    tmp_path: Path,
+) -> None:
+    store = DirectoryStore(tmp_path, disk=(disk := RecordingDisk()))
+    store.make_folder("a")
+    flushes = [SaveFlush(store, "a", (begin(f"r00000/f{n}", 100),)) for n in range(2)]
+    for number, flush in enumerate(flushes):
+        write(flush, 0, bytes(100), 0, 100)
+        disk.synced.clear()
+        (record,) = flush.finish(())
+        assert record.name == f"r00000/f{number}"
+        assert disk.synced == [str(tmp_path / "a" / "r00000"), str(tmp_path / "a")]
+        flush.close()
+
+
+def test_a_rank_that_is_late_does_not_bring_back_an_attempt_that_was_given_up(
+    tmp_path: Path,
+) -> None:
+    store = DirectoryStore(tmp_path)
+    flush = SaveFlush(store, "a", (begin("r00000/f", 100),))
+    assert isinstance(flush.error, NotFound)
+    assert list(tmp_path.iterdir()) == []
+
+
+class RecordingDisk(Disk):
+    """Notes the folders that are synced."""
+
+    def __init__(self) -> None:
+        self.synced: list[str] = []
+
+    def sync_folder(self, path: str) -> None:
+        self.synced.append(path)
+        super().sync_folder(path)

@@ -20,6 +20,7 @@ from laststep.engine.wire import (
     Chunks,
     Connection,
     Continue,
+    Decide,
     Decided,
     Drop,
     Failed,
@@ -27,6 +28,8 @@ from laststep.engine.wire import (
     Filled,
     Flushed,
     Freed,
+    Gathered,
+    Grouped,
     NoMetric,
     Progress,
     Ready,
@@ -34,12 +37,17 @@ from laststep.engine.wire import (
     Seal,
 )
 from laststep.format.header import TensorEntry
-from laststep.format.manifest import ItemRecord
+from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
+from laststep.format.spans import Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ENTRY = TensorEntry(name="a/b", dtype="float32", shape=(2, 3), start=0, stop=24)
+FILE = FileRecord(
+    name="r00000/m-r00003.safetensors", size_bytes=9, header_bytes=1, header_digest="", rank=3
+)
+GROUP = GroupRecord(name="groups/r00002.json", digest="", first=2, ranks=2, files=1, size_bytes=9)
 TO_FLUSHER = [
     Begin(save=1, step=7, overwrite=True, files=(
         FileBegin(name="m.safetensors", item=None, region_bytes=4096, tensor_bytes=24,
@@ -49,6 +57,10 @@ TO_FLUSHER = [
     Seal(save=1, objects=((0, "x/~6tree", b"\0\xff"),), metrics=b"{}", metadata=b"null", items=(
         ItemRecord(name="x", kind="value", file="m.safetensors", tensors=1, size_bytes=24),
     )),
+    Gathered(save=1, first=2, ranks=2, files=(FILE,)),
+    Decide(save=1, groups=(GROUP,), ranks=4, classes=(
+        ClassRecord(table="0" * 32, spans=(Span(0, 2, 2), Span(1, 1))),
+    )),
     Drop(save=1, reason="why"),
     Continue(epoch=None, attempt=None, folder=None),
     Bye(),
@@ -57,6 +69,7 @@ TO_TRAINER = [
     Freed(slots=[1, 2]),
     Progress(save=1, done_bytes=5),
     Flushed(save=1, size_bytes=5, opened_s=0.1, written_s=0.2, seconds=0.5),
+    Grouped(save=1, group=GROUP),
     Decided(save=1, epoch=2, attempt=3, folder="step-00000007.2-3", seconds=1.5),
     Failed(save=1, kind="Torn", fields={"what": "x", "where": None}),
     Removed(step=3, folder="f"),

@@ -159,7 +159,8 @@ class Process:
 
 
 class Job:
-    """So many ranks, started; `ranks[n]` to talk to."""
+    """So many ranks, started, in groups of so many, their files in folders for two ranks each;
+    `ranks[n]` to talk to."""
 
     def __init__(
         self,
@@ -170,6 +171,8 @@ class Job:
         first_hosts: bool = False,
         store: Process | None = None,
         start: str = "start1",
+        group: int | None = None,
+        folders: bool = False,
         networks: tuple[str | None, ...] = (),
         address: str = "127.0.0.1",
         interfaces: tuple[str, ...] = (),
@@ -192,7 +195,8 @@ class Job:
             request = {
                 "what": "rank", "rank": number, "ranks": ranks, "address": address,
                 "port": self.port, "start": start, "hosts": first_hosts and number == 0,
-                "network": networks[number], "environment": {"GLOO_SOCKET_IFNAME": interface},
+                "network": networks[number], "group": group, "folders": folders,
+                "environment": {"GLOO_SOCKET_IFNAME": interface},
             }  # fmt: skip
             self.ranks.append(Process(zygote, request, folder / f"{start}.rank{number}.log"))
             if request["hosts"]:
@@ -290,7 +294,7 @@ def check(run: Path, steps: list[int], *, ranks: int = 2, tidy: bool = True) -> 
     assert catalog.steps() == steps
     for checkpoint in catalog:
         assert checkpoint.verify().damage == ()
-        files = [path.stem for path in (run / checkpoint.folder).glob("*.safetensors")]
+        files = [path.stem for path in (run / checkpoint.folder).rglob("*.safetensors")]
         assert len({name.partition("-r")[2] for name in files}) == ranks, files
     if steps:
         state = laststep.load(run)["state"]

@@ -25,7 +25,13 @@ import torch
 import torch.distributed as dist
 
 import laststep
-from laststep.checkpointer.team import Team
+from laststep.checkpointer import teaming
+from laststep.checkpointer.agreeing import Agreements
+from laststep.checkpointer.following import Following
+from laststep.checkpointer.leading import Leading
+from laststep.checkpointer.rounds import Desk
+from laststep.plan import save as planning
+from laststep.plan.groups import Groups
 
 PATIENCE_S = 60.0
 NEEDED = (laststep.Checkpointer, laststep.PerRank)
@@ -71,42 +77,42 @@ class Gate:
             self.opened.wait()
 
 
-GATES = {name: Gate() for name in ("agree", "post", "receipt", "decide", "tell")}
+GATES = {name: Gate() for name in ("agree", "post", "receipt", "summary", "decide", "tell")}
 
 
 def put_gates() -> None:
     """`agree`: before the ranks agree on what they hold. `post`: the first rank has said where.
-    `receipt`: a rank is durable, and has not said so. `decide`: the first rank has all receipts.
-    `tell`: it is committed, and nobody knows."""
-    from laststep.checkpointer.agreeing import Agreements
+    `receipt`: a rank is durable, and has not said so. `summary`: the first rank of a group has all
+    receipts of its group, and has not said so. `decide`: the first rank has all receipts. `tell`:
+    it is committed, and nobody knows."""
 
-    on, post, own = Agreements.on, Team._post, Team._own_receipt
-    objection, tell = Team._objection, Team._tell
+    def stand(kind: type, method: str, name: str, *, after: bool) -> None:
+        inner = getattr(kind, method)
 
-    def held_on(self: Agreements, table: Any) -> Any:
-        GATES["agree"].pass_by("agree")
-        return on(self, table)
+        def held(self: Any, *arguments: Any, **more: Any) -> Any:
+            if not after:
+                GATES[name].pass_by(name)
+            result = inner(self, *arguments, **more)
+            if after:
+                GATES[name].pass_by(name)
+            return result
 
-    def held_post(self: Team, one: Any, **more: Any) -> None:
-        post(self, one, **more)
-        GATES["post"].pass_by("post")
+        setattr(kind, method, held)
 
-    def held_own(self: Team, one: Any) -> Any:
-        receipt = own(self, one)
-        GATES["receipt"].pass_by("receipt")
-        return receipt
+    stand(Agreements, "on", "agree", after=False)
+    stand(Leading, "_post", "post", after=True)
+    stand(Desk, "own_receipt", "receipt", after=True)
+    stand(Following, "_summary", "summary", after=True)
+    stand(Leading, "_gathered", "decide", after=True)
+    stand(Leading, "_tell", "tell", after=False)
 
-    def held_objection(self: Team, one: Any, receipts: Any) -> Any:
-        found = objection(self, one, receipts)
-        GATES["decide"].pass_by("decide")
-        return found
 
-    def held_tell(self: Team, one: Any, decision: Any) -> None:
-        GATES["tell"].pass_by("tell")
-        tell(self, one, decision)
-
-    Agreements.on, Team._post, Team._own_receipt = held_on, held_post, held_own
-    Team._objection, Team._tell = held_objection, held_tell
+def pretend(group: int | None, *, folders: bool) -> None:
+    """Have groups of so many ranks, and folders for the files of two, as only large jobs have."""
+    if group is not None:
+        teaming.cut = lambda ranks, per_node: Groups(ranks, group)
+    if folders:
+        planning.FLAT_RANKS, planning._RANKS_PER_FOLDER = 2, 2
 
 
 class Worker:
@@ -236,6 +242,7 @@ def rank(request: dict[str, Any]) -> None:
     )  # fmt: skip
     say("ready")
     put_gates()
+    pretend(request["group"], folders=request["folders"])
     Worker().work()
     say("ends")
 

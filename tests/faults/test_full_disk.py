@@ -175,7 +175,7 @@ def private_mounts() -> list[str]:
     ("case", "flush"),
     [
         ("in_the_tensors", "thread"),  # the helper process cannot be given another `Disk`
-        ("in_the_objects", "thread"),
+        pytest.param("in_the_objects", "thread", marks=pytest.mark.long),
         ("in_the_objects", "process"),
         ("at_the_commit", "process"),
     ],

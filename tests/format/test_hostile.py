@@ -11,7 +11,8 @@ import pytest
 
 from laststep import errors
 from laststep.codecs import objects
-from laststep.format import manifest
+from laststep.codecs.digests import digest_text
+from laststep.format import group, manifest
 from laststep.format.header import decode_header, decode_plain, region_bytes_of
 
 if TYPE_CHECKING:
@@ -39,6 +40,14 @@ def read(name: str, data: bytes) -> object:
         return objects.decode(data, where=name)
     if name.startswith("manifest-"):
         return manifest.decode(data, where=name)
+    if name.startswith("group-"):
+        # The manifest has the digest of exactly this content: what is refused is the content.
+        content = data[len(maker.sealed(b"", "group")) - 1 : -1]
+        record = manifest.GroupRecord(
+            name="groups/r00002.json", digest=digest_text(content), first=2, ranks=2, files=2,
+            size_bytes=9000,
+        )  # fmt: skip
+        return group.decode(data, record, where=name)
     if name.startswith("plain-"):
         size = region_bytes_of(data, size_bytes=len(data), where=name)
         return decode_plain(data[:size], data_bytes=len(data) - size, where=name)
@@ -59,6 +68,8 @@ def test_a_hostile_file_is_refused(case: object) -> None:
 def test_what_the_hostile_files_are_derived_from_is_sound() -> None:
     read("header-sound", maker.sound_header())
     read("manifest-sound", maker.sealed(maker.json.dumps(maker.manifest()).encode()))
+    read("manifest-grouped", maker.sealed(maker.json.dumps(maker.grouped()).encode()))
+    read("group-sound", maker.sealed(maker.json.dumps(maker.group()).encode(), "group"))
 
 
 def test_the_files_are_what_the_maker_makes() -> None:

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from laststep.codecs.digests import digest_text
 from laststep.errors import Corrupt, Usage
-from laststep.format.manifest import Abort, Commit, FileRecord, ItemRecord, decode, encode
+from laststep.format.manifest import (
+    Abort,
+    ClassRecord,
+    Commit,
+    FileRecord,
+    GroupRecord,
+    ItemRecord,
+    decode,
+    encode,
+)
+from laststep.format.spans import Span
 
 FILE = FileRecord(
     name="shared.safetensors", size_bytes=9000, header_bytes=4096, header_digest=digest_text(b"x")
@@ -58,6 +68,23 @@ commits = st.builds(
     continues=st.none() | st.just("step-00000100.3-17"),
     references=st.sampled_from([(), ("step-00000090.3-16",)]),
 )
+GROUPS = tuple(
+    GroupRecord(name=f"groups/r{first:05d}.json", digest=digest_text(b""), first=first, ranks=3,
+                files=7, size_bytes=10**15)
+    for first in (0, 3)
+)  # fmt: skip
+CLASSES = (
+    ClassRecord(table="0" * 32, spans=(Span(0, 3, 2),)),
+    ClassRecord(table="1" * 32, spans=(Span(1, 1), Span(3, 1), Span(5, 1))),
+)
+GROUPED = changed(COMMIT, files=(), groups=GROUPS, classes=CLASSES, ranks=6)
+commits |= st.builds(
+    lambda commit, classes: changed(
+        commit, files=(), groups=GROUPS, classes=CLASSES if classes else (), ranks=6
+    ),
+    commits,
+    st.booleans(),
+)
 aborts = st.builds(Abort, reason=texts, by=texts)
 
 
@@ -67,7 +94,7 @@ def test_a_decision_survives(decision: Commit | Abort) -> None:
     assert decode(encode(decision), where="here") == decision
 
 
-@pytest.mark.parametrize("decision", [COMMIT, ABORT])
+@pytest.mark.parametrize("decision", [COMMIT, GROUPED, ABORT])
 def test_every_flipped_bit_is_corrupt(decision: Commit | Abort) -> None:
     data = bytearray(encode(decision))
     for bit in range(8 * len(data)):
@@ -86,6 +113,16 @@ def test_every_truncated_or_longer_manifest_is_corrupt(decision: Commit | Abort)
     for more in (b" ", b"\n", b"}", b"\0"):
         with pytest.raises(Corrupt):
             decode(data + more, where="here")
+
+
+def test_a_commit_of_groups_knows_how_much_there_is_without_them() -> None:
+    assert (GROUPED.size_bytes, GROUPED.file_count) == (2 * 10**15, 14)
+    assert (COMMIT.size_bytes, COMMIT.file_count) == (9000, 1)
+    content = msgspec.json.decode(encode(GROUPED))["manifest"]
+    assert "files" not in content
+    assert content["classes"][0]["spans"] == [[0, 3, 2]]
+    assert content["classes"][1]["spans"] == [[1, 1], [3, 1], [5, 1]]
+    assert not {"groups", "classes", "ranks"} & set(msgspec.json.decode(encode(COMMIT))["manifest"])
 
 
 def test_the_envelope_is_as_the_format_says() -> None:
@@ -135,7 +172,13 @@ def test_two_commits_do_not_share_their_default_metrics() -> None:
         changed(COMMIT, step=-1),
         changed(COMMIT, epoch=1 << 63),
         changed(COMMIT, created_s=math.nan),
-        changed(COMMIT, files=(changed(FILE, name="a/b.safetensors"),), items=()),
+        changed(COMMIT, files=(changed(FILE, name="a/b/c.safetensors"),), items=()),
+        changed(COMMIT, files=(changed(FILE, name="a/.b.safetensors"),), items=()),
+        changed(COMMIT, files=(changed(FILE, name="../b.safetensors"),), items=()),
+        changed(COMMIT, files=(changed(FILE, name="a/.safetensors"),), items=()),
+        changed(COMMIT, files=(changed(FILE, rank=1),)),
+        changed(COMMIT, ranks=0),
+        changed(COMMIT, ranks=(1 << 24) + 1),
         changed(COMMIT, files=(FILE, FILE)),
         changed(COMMIT, files=()),
         changed(COMMIT, files=(changed(FILE, header_bytes=100),)),

@@ -13,9 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.plan import gather, shares
-from laststep.plan.gather import Chunk, Stored, Wanted, chunks_of
-from laststep.state.layouts import Box, Mesh, Replicate, Shard, Sharded, whole
+from laststep.plan import gather, shares, sources
+from laststep.plan.gather import Chunk, Stored, chunks_of
+from laststep.plan.sources import Ledger, known_sources
+from laststep.plan.wants import Wants, Wish, decode_wish, encode_wish
+from laststep.state.boxes import Box, whole
+from laststep.state.layouts import Layout, Mesh, Replicate, Shard, Sharded
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 _spec = importlib.util.spec_from_file_location(
@@ -26,11 +29,45 @@ _spec.loader.exec_module(jobs)
 DTYPES, cut, described, held_by = jobs.DTYPES, jobs.cut, jobs.described, jobs.held_by
 
 
+Wanted = list[tuple[int, tuple[Box, ...]]]
+"""The ranks that want something of a tensor, in order, and which boxes of it."""
+
+
+def wants_of(wishes: list[Wish], shapes: list[tuple[int, ...]]) -> Wants:
+    """What all ranks want, as they would tell each other."""
+    told = [encode_wish(wish) for wish in wishes]
+    distinct = list(dict.fromkeys(told))
+    class_of = {rank: distinct.index(one) for rank, one in enumerate(told)}
+    return Wants([decode_wish(one) for one in distinct], class_of, shapes)
+
+
+def read_by(
+    rank: int,
+    stored: list[Stored],
+    sizes: list[int],
+    wants: Wants,
+    ledger: Ledger | None = None,
+    each: int = 1,
+) -> list[Chunk]:
+    """The chunks that a rank reads where every rank wrote so many files: of all, or of what a
+    ledger says."""
+    by_writer: dict[int, list[Stored]] = {}
+    for one in stored:
+        by_writer.setdefault(one.file // each, []).append(one)
+    found = []
+    lengths = dict(enumerate(sizes))
+    whose = known_sources(by_writer, wants) if ledger is None else ledger.sources(rank)
+    for source in whose:
+        if rank in source.readers:
+            found += chunks_of(rank, source, by_writer[source.writer], wants, lengths)
+    return found
+
+
 class Saved:
     """A checkpoint as ranks wrote it, in memory: the bytes of files, and what lies where."""
 
     def __init__(self, ranks: int, tensors: jobs.Described, arrays: list[np.ndarray]) -> None:
-        agreement = jobs.agreement_of(jobs.tables(ranks, tensors))
+        agreement = self.agreement = jobs.agreement_of(jobs.tables(ranks, tensors))
         self.files: list[np.ndarray] = []
         self.stored: list[Stored] = []
         for rank in range(ranks):
@@ -44,8 +81,7 @@ class Saved:
                 self.stored.append(Stored(number, arrays[number].itemsize, *place, box))
                 parts.append(data)
                 at += data.nbytes
-            if parts:
-                self.files.append(np.concatenate(parts))
+            self.files.append(np.concatenate(parts) if parts else np.empty(0, np.uint8))
         self.stored.sort(key=lambda one: one.tensor)
 
     @property
@@ -81,61 +117,60 @@ class Loaded:
                     cut(self.times[key], common.within(wanted))[...] += 1
 
 
-def wants_bytes(saved: Saved, wants: dict[int, Wanted], rank: int) -> set[tuple[int, int]]:
-    """Every byte of a file from the first to the last element that a rank wants of a stored box."""
-    found: set[tuple[int, int]] = set()
-    for one in saved.stored:
-        for who, boxes in wants.get(one.tensor, []):
-            for box in boxes if who == rank else ():
-                common = one.box.meet(box)
-                if common is not None and common.volume:
-                    numbers = cut(np.arange(one.box.volume).reshape(one.box.shape),
-                                  common.within(one.box))  # fmt: skip
-                    low, high = int(numbers.min()), int(numbers.max()) + 1
-                    start = one.start + low * one.itemsize
-                    stop = one.start + high * one.itemsize
-                    found.update((one.file, byte) for byte in range(start, stop))
-    return found
-
-
-@given(st.integers(1, 24), st.integers(1, 24), st.sampled_from((1, 64, 8 << 20)), st.data())
-def test_every_wanted_byte_arrives_once_by_one_reader_who_wants_some(
-    before: int, now: int, least: int, data: st.DataObject
+@given(
+    st.integers(1, 24), st.integers(1, 24), st.sampled_from((1, 64, 8 << 20)),
+    st.sampled_from((2, 16)), st.booleans(), st.data(),
+)  # fmt: skip
+def test_every_wanted_byte_arrives_once_by_one_reader(
+    before: int, now: int, least: int, few: int, by_ledger: bool, data: st.DataObject
 ) -> None:
     tensors = data.draw(described(before, most=4))
+    # In the order in which the ranks that wrote it count them.
+    agreement = jobs.agreement_of(jobs.tables(before, tensors))
+    tensors = [tensors[int(name[1:])] for _, name in agreement.keys]
     arrays = [
         np.random.default_rng(n).integers(1, 250, shape).astype(DTYPES[dtype])
         for n, (dtype, shape, _) in enumerate(tensors)
     ]
     wants: dict[int, Wanted] = {}
+    wishes: list[Wish] = [{} for _ in range(now)]
     for number, (_, shape, _) in enumerate(tensors):
         mesh = data.draw(jobs.meshes(now))
         choice = data.draw(st.integers(0, 4))
         if choice == 0:
             continue  # nobody wants it
         plain = tuple(sorted(mesh.ranks()))
-        ways = [plain if choice == 1 else data.draw(jobs.layouts(mesh, shape))]
-        held = [(rank, tuple(held_by(rank, shape, ways))) for rank in range(now)]
-        wants[number] = [(rank, boxes) for rank, boxes in held if boxes]
+        way: Layout | tuple[int, ...] = (
+            plain if choice == 1 else data.draw(jobs.layouts(mesh, shape))
+        )
+        # Now and then not all of a mesh want their part.
+        without = data.draw(st.sampled_from((None, None, plain[0])))
+        held = [(rank, tuple(held_by(rank, shape, [way]))) for rank in range(now)]
+        wants[number] = [(rank, boxes) for rank, boxes in held if boxes and rank != without]
+        for rank in plain:
+            if rank != without:
+                wishes[rank][number] = None if choice == 1 else way
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shares, "MIN_SHARE_BYTES", least)
         patch.setattr(gather, "BLOCK_BYTES", 16)
         patch.setattr(gather, "CHUNK_BYTES", 64)
+        patch.setattr(sources, "CHUNK_BYTES", 64)
+        patch.setattr(sources, "FEW_READERS", few)
         saved = Saved(before, tensors, arrays)
+        every = wants_of(wishes, [shape for _, shape, _ in tensors])
+        assert [name for _, name in saved.agreement.keys] == [f"w{n}" for n in range(len(tensors))]
+        ledger = Ledger(saved.agreement.spreads, every) if by_ledger else None
         read = {
-            rank: chunks_of(rank, saved.stored, lambda n: wants.get(n, []), saved.sizes)
-            for rank in range(now)
+            rank: read_by(rank, saved.stored, saved.sizes, every, ledger) for rank in range(now)
         }
     loaded = Loaded(arrays, wants)
     blocks: Counter[tuple[int, int]] = Counter()
     readers: dict[tuple[int, int], set[int]] = defaultdict(set)
     for rank, chunks in read.items():
-        mine = wants_bytes(saved, wants, rank) if chunks else set()
         for chunk in chunks:
             readers[chunk.file, chunk.start // 64].add(rank)
             assert chunk.start % 16 == 0
             assert chunk.start < chunk.stop <= saved.sizes[chunk.file]
-            assert any((chunk.file, byte) in mine for byte in range(chunk.start, chunk.stop))
             blocks.update((chunk.file, n) for n in range(chunk.start // 16, -(-chunk.stop // 16)))
             loaded.take(chunk, saved.files[chunk.file][chunk.start : chunk.stop])
     assert all(len(who) == 1 for who in readers.values())
@@ -143,23 +178,12 @@ def test_every_wanted_byte_arrives_once_by_one_reader_who_wants_some(
     for (number, rank, box), array in loaded.memory.items():
         assert (loaded.times[number, rank, box] == 1).all()
         assert array.tobytes() == np.ascontiguousarray(cut(arrays[number], box)).tobytes()
-    alone = {
-        (chunk.file, chunk.start): rank
-        for rank, chunks in read.items() for chunk in chunks if chunk.alone
-    }  # fmt: skip
-    for (file, start), rank in alone.items():
-        for stored in (one for one in saved.stored if one.file == file):
-            for who, boxes in wants.get(stored.tensor, []):
-                if who != rank and stored.start < start + 64 and start < stored.stop:
-                    within = wants_bytes(saved, wants, who)
-                    chunk_bytes = range(start, start // 64 * 64 + 64)
-                    assert not any((file, byte) in within for byte in chunk_bytes), boxes
 
 
-def whole_tensor(rank_count: int, shape: tuple[int, ...], dim: int | None) -> Wanted:
+def whole_tensor(rank_count: int, shape: tuple[int, ...], dim: int | None) -> Wants:
     mesh = Mesh.of(("r",), (rank_count,), range(rank_count))
     layout = Sharded(shape, mesh, (Replicate() if dim is None else Shard(dim),))
-    return [(rank, layout.held(rank)) for rank in range(rank_count)]
+    return wants_of([dict.fromkeys(range(10), layout)] * rank_count, [shape] * 10)
 
 
 @pytest.mark.parametrize(("ranks", "dim"), [(4, 0), (4, 1), (4, None), (64, 0), (3, 1)])
@@ -177,9 +201,12 @@ def test_ranks_read_about_as_much_each(
         box = Box((n * each, 0), ((n + 1) * each, rows))
         stored.append(Stored(0, 4, len(sizes), 0, size, box))
         sizes += [size, beside] if beside else [size]
-    wanted = whole_tensor(ranks, (rows, rows), dim)
+    wants = whole_tensor(ranks, (rows, rows), dim)
+    each_writes = 2 if beside else 1
     loads = [
-        sum(chunk.stop - chunk.start for chunk in chunks_of(r, stored, lambda _: wanted, sizes))
+        sum(
+            chunk.stop - chunk.start for chunk in read_by(r, stored, sizes, wants, each=each_writes)
+        )
         for r in range(ranks)
     ]
     assert sum(loads) == rows * rows * 4
@@ -190,19 +217,22 @@ def test_ranks_read_about_as_much_each(
 def test_what_nobody_wants_is_not_read() -> None:
     shape = (64, BLOCK_BYTES)
     stored = [Stored(0, 1, 0, 0, math.prod(shape), whole(shape))]
-    wanted: Wanted = [(0, (Box((3, 0), (5, BLOCK_BYTES)),)), (1, (Box((20, 5), (21, 9)),))]
+    # Of 32 ranks, which have two rows each, two want theirs.
+    mesh = Mesh.of(("r",), (32,), range(32))
+    layout = Sharded(shape, mesh, (Shard(0),))
+    wants = wants_of([{0: layout} if rank in (1, 10) else {} for rank in range(32)], [shape])
     found = [
         (rank, chunk.start // BLOCK_BYTES, -(-chunk.stop // BLOCK_BYTES))
-        for rank in range(3)
-        for chunk in chunks_of(rank, stored, lambda _: wanted, [math.prod(shape)])
+        for rank in range(32)
+        for chunk in read_by(rank, stored, [math.prod(shape)], wants)
     ]
-    assert found == [(0, 3, 5), (1, 20, 21)]
+    assert found == [(1, 2, 4), (10, 20, 22)]
 
 
 def test_tensors_without_elements_take_no_reading() -> None:
     stored = [Stored(0, 4, 0, 0, 0, whole((3, 0))), Stored(1, 4, 0, 0, 8, whole((2,)))]
-    wants = {0: [(0, (whole((3, 0)),))], 1: [(0, (whole((2,)),))]}
-    (chunk,) = chunks_of(0, stored, lambda n: wants[n], [8])
+    wants = wants_of([{0: None, 1: None}], [(3, 0), (2,)])
+    (chunk,) = read_by(0, stored, [8], wants)
     assert [one.tensor for one, _, _ in chunk.boxes()] == [1]
 
 
@@ -226,6 +256,6 @@ def test_ranks_that_want_the_same_are_looked_at_once(monkeypatch: pytest.MonkeyP
         return ranges(one, boxes)
 
     monkeypatch.setattr(gather, "_ranges", counting)
-    wanted = whole_tensor(ranks, (rows, 1024), None)
-    chunks_of(5, stored, lambda _: wanted, [10 * size] * ranks)
+    wants = whole_tensor(ranks, (rows, 1024), None)
+    read_by(5, stored, [10 * size] * ranks, wants)
     assert looked <= 4 * len(stored)

@@ -6,7 +6,8 @@ import pytest
 
 from laststep.errors import Mismatch
 from laststep.plan.job import Item, Table, Tensor, agree, decode_table, digest_of, encode_table
-from laststep.state.layouts import Box, Flat, Layout, Mesh, Replicate, Shard, Sharded, covers_once
+from laststep.state.boxes import Box, covers_once
+from laststep.state.layouts import Flat, Layout, Mesh, Replicate, Shard, Sharded
 
 
 def table(*tensors: Tensor, per_rank: bool = False) -> Table:

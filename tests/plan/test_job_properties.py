@@ -23,17 +23,8 @@ from laststep.plan.job import (
     digest_of,
     encode_table,
 )
-from laststep.state.layouts import (
-    Box,
-    Flat,
-    Layout,
-    Mesh,
-    Placement,
-    Replicate,
-    Shard,
-    Sharded,
-    whole,
-)
+from laststep.state.boxes import Box, whole
+from laststep.state.layouts import Flat, Layout, Mesh, Placement, Replicate, Shard, Sharded
 
 DTYPES = {"float64": "f8", "float32": "f4", "float16": "f2", "uint8": "u1"}
 MAX_RANKS = 512
@@ -68,13 +59,27 @@ def meshes(draw: st.DrawFn, ranks: int) -> Mesh:
 
 
 @st.composite
+def flat_layouts(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...]) -> Flat:
+    """Of whole tensors, or of what other dimensions of the mesh leave of them."""
+    axes = tuple(draw(st.sets(st.sampled_from(mesh.names))))
+    parts = math.prod(s for n, s in zip(mesh.names, mesh.sizes, strict=True) if n in axes)
+    offset = draw(st.integers(0, 50))
+    total = -(-(offset + math.prod(shape) + draw(st.integers(0, 50))) // parts) * parts
+    if draw(st.booleans()):
+        return Flat(shape, mesh, axes, offset, total)
+    places = [
+        Replicate() if n in axes or (dim := draw(st.integers(-1, len(shape) - 1))) < 0
+        else Shard(dim)
+        for n in mesh.names
+    ]  # fmt: skip
+    blocks = 2 if shape and shape[0] % 2 == 0 and draw(st.booleans()) else 1
+    return Flat(shape, mesh, axes, offset, total, tuple(places), blocks)
+
+
+@st.composite
 def layouts(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...]) -> Layout:
     if draw(st.integers(0, 3)) == 0:
-        axes = tuple(draw(st.sets(st.sampled_from(mesh.names))))
-        parts = math.prod(s for n, s in zip(mesh.names, mesh.sizes, strict=True) if n in axes)
-        offset = draw(st.integers(0, 50))
-        total = -(-(offset + math.prod(shape) + draw(st.integers(0, 50))) // parts) * parts
-        return Flat(shape, mesh, axes, offset, total)
+        return draw(flat_layouts(mesh, shape))
     dims = [draw(st.integers(-1, len(shape) - 1)) for _ in mesh.sizes]
     order = draw(st.permutations(range(len(dims))))
     placements: list[Placement] = []

@@ -139,3 +139,19 @@ def test_a_file_is_split_where_its_header_would_pass_the_bound(
         )  # fmt: skip
         text = encode_header(header, region_bytes=file.region_bytes).rstrip(b" ")
         assert len(text) <= 8192
+
+
+@pytest.mark.parametrize(("rank", "folder"), [
+    (None, ""), ((3, 256), ""), ((3, 257), "r00000/"), ((1000, 1024), "r00896/"),
+    ((131071, 131072), "r130944/"),
+])  # fmt: skip
+def test_in_large_jobs_files_lie_in_folders(rank: tuple[int, int] | None, folder: str) -> None:
+    described = (
+        ItemSpec(name="big", kind="v", standalone=True, pieces=(piece("x", "uint8", (9,)),)),
+        ItemSpec(name="small", kind="v", standalone=False, pieces=(piece("x", "uint8", (9,)),)),
+    )  # fmt: skip
+    plan = plan_save(described, rank=rank)
+    mine = "" if rank is None else f"-r{rank[0]:05d}"
+    names = [f"{folder}big{mine}.safetensors", f"{folder}shared{mine}.safetensors"]
+    assert [file.name for file in plan.files] == names
+    assert list(plan.file_of.values()) == names

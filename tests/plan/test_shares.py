@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from laststep.plan import shares as module
 from laststep.plan.shares import Share, Spread, shares_of, size_of
-from laststep.state.layouts import Flat, Layout, Mesh, Replicate, Shard, Sharded, covers_once, whole
+from laststep.state.boxes import covers_once, whole
+from laststep.state.layouts import Flat, Layout, Mesh, Replicate, Shard, Sharded
 
 
 @st.composite

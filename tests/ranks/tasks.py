@@ -14,21 +14,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as TorchShard
-from wraps import WAYS, Trainer, whole
+from torch.distributed.tensor import distribute_tensor
+from wraps import WAYS, Trainer
 
 import laststep
-from laststep.engine import client, read
-from laststep.events import Restored
+from laststep.engine import client
 from laststep.state.layouts import Mesh, Shard, Sharded
 from laststep.state.tensors import Laid
-from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.plan.load import Read
 
 PATIENCE_S = 30.0
 
@@ -310,54 +307,6 @@ def load_with_more(run: str, where: int) -> tuple[tuple[str, str], set[float]]:
     if dist.get_rank() == where:
         del model.extra
     return error, filled_with(model)
-
-
-# -- how much is read -----------------------------------------------------------------------------
-
-TENSORS, SIDE = 4, 2048
-"""Four of 16 MiB."""
-
-
-def big(cut: int | None) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    place = Replicate() if cut is None else TorchShard(cut)
-    found = {}
-    for number in range(TENSORS):
-        one = torch.arange(number, number + SIDE * SIDE, dtype=torch.float32).view(SIDE, SIDE)
-        found[f"w{number}"] = one if cut is None else distribute_tensor(one, mesh, [place])
-    return found
-
-
-def save_big(run: str, cut: int | None) -> None:
-    with opened(run, state=big(cut)) as c:
-        c.save(1)
-
-
-def load_big(run: str, cut: int | None) -> tuple[int, int, list[tuple[str, int]]]:
-    """Bytes read by what the event says and by the files, and every block that was read here."""
-    expected, state = big(cut), big(cut)
-    for tensor in state.values():
-        tensor.zero_()
-    events: list[object] = []
-    blocks: list[tuple[str, int]] = []
-    fill_slot = read._fill
-
-    def counting(file: read.ReadFile, one: Read, into: memoryview) -> None:
-        first, last = one.start // BLOCK_BYTES, -(-one.stop // BLOCK_BYTES)
-        blocks.extend((file.where, number) for number in range(first, last))
-        fill_slot(file, one, into)
-
-    read._fill = counting
-    try:
-        with opened(run, state=state) as c:
-            c.subscribe(events.append)
-            c.restore()
-    finally:
-        read._fill = fill_slot
-    for name, tensor in expected.items():
-        assert torch.equal(whole(state[name]), whole(tensor)), name
-    told = sum(one.size_bytes for one in events if isinstance(one, Restored))
-    return told, len(blocks) * BLOCK_BYTES, blocks
 
 
 # -- states of other kinds ------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import laststep
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -67,6 +69,31 @@ def test_all_ranks_pass_over_what_one_ranks_file_lost(
         ((step, reason),) = found["skipped"]
         assert step == 2
         assert reason
+
+
+def test_a_damaged_table_is_passed_over_and_found_by_verify(
+    crew: Crew, saved: Path, run_folder: Path
+) -> None:
+    """One process does not need it, and loads all the same."""
+    shutil.copytree(saved, run_folder)
+    content = laststep.open(run_folder)[2].content()
+    (at,) = (
+        file.record.header_bytes + entry.start
+        for file in content.files
+        for entry in file.header.objects
+        if entry.name == "~6table"
+    )
+    content.close()
+    (path,) = run_folder.glob("step-00000002*/shared-r00000.safetensors")
+    flip(path, at + 3)
+    for found in crew("tasks:load_damaged", 3, run=str(run_folder), touched=False):
+        assert found["step"] == 1
+        ((step, reason),) = found["skipped"]
+        assert step == 2
+        assert "stored bytes have changed" in reason
+    assert laststep.load(run_folder, step=2)
+    (damage,) = laststep.open(run_folder)[2].verify().damage
+    assert "~6table" in str(damage)
 
 
 def test_where_nothing_is_good_all_ranks_say_so(crew: Crew, saved: Path, run_folder: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_rank_that_begins_after_the_others_takes_part(
     crew("tasks:slow_to_begin", 2, run=str(run_folder), slow=slow)
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_after_a_rank_could_not_describe_its_state_the_next_save_works(
     crew: Crew, run_folder: Path, who: int
 ) -> None:

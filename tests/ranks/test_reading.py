@@ -1,4 +1,5 @@
-"""A restore reads every block once, whoever wants it, and little that nobody wants."""
+"""A restore reads every block once, whoever wants it, and little that nobody wants; it opens only
+the files that hold something for it, and keeps little to pass on."""
 
 from __future__ import annotations
 
@@ -11,8 +12,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from crew import Crew
+    from reading_tasks import Watch
 
-NEEDED_BYTES = 64 << 20
+MIB = 1 << 20
+NEEDED_BYTES = 64 * MIB
+
+
+def load(crew: Crew, ranks: int, run: Path, cut: int | None, **options: int) -> list[Watch]:
+    return crew("reading_tasks:load_big", ranks, run=str(run), cut=cut, **options)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [
@@ -23,11 +30,33 @@ def test_every_block_is_read_once(
     crew: Crew, run_folder: Path, saved: tuple[int, int | None], loaded: tuple[int, int | None]
 ) -> None:
     """Ranks, and the dimension that they cut; None: every rank holds all."""
-    crew("tasks:save_big", saved[0], run=str(run_folder), cut=saved[1])
-    found = crew("tasks:load_big", loaded[0], run=str(run_folder), cut=loaded[1])
-    assert sum(told for told, _, _ in found) <= 1.1 * NEEDED_BYTES
-    assert sum(read for _, read, _ in found) <= 1.1 * NEEDED_BYTES
-    blocks = Counter(block for _, _, mine in found for block in mine)
+    crew("reading_tasks:save_big", saved[0], run=str(run_folder), cut=saved[1])
+    found = load(crew, loaded[0], run_folder, loaded[1])
+    assert sum(one.told_bytes for one in found) <= 1.1 * NEEDED_BYTES
+    assert sum(len(one.blocks) for one in found) * MIB <= 1.1 * NEEDED_BYTES
+    blocks = Counter(block for one in found for block in one.blocks)
     assert set(blocks.values()) == {1}
-    most = max(read for _, read, _ in found)
+    most = max(len(one.blocks) for one in found) * MIB
     assert most <= NEEDED_BYTES / len(found) * 1.6  # and by all alike
+    assert max(one.most_passed_on for one in found) <= 64 * MIB
+
+
+def test_a_rank_opens_what_says_what_there_is_and_the_files_it_reads(
+    crew: Crew, run_folder: Path
+) -> None:
+    crew("reading_tasks:save_big", 4, run=str(run_folder), cut=0)
+    for rank, one in enumerate(load(crew, 4, run_folder, 0)):
+        assert one.opened == {"shared-r00000.safetensors", f"state-r{rank:05}.safetensors"}
+        assert len(one.blocks) * MIB == NEEDED_BYTES / 4
+
+
+def test_of_many_who_want_the_same_a_few_open_each_file(crew: Crew, run_folder: Path) -> None:
+    """As in a large job: more ranks want every file than there are chunks in it."""
+    crew("reading_tasks:save_big", 4, run=str(run_folder), cut=None)
+    found = load(crew, 4, run_folder, None, few=1)
+    data = [{name for name in one.opened if name.startswith("state-")} for one in found]
+    assert set().union(*data) == {f"state-r{rank:05}.safetensors" for rank in range(4)}
+    assert max(Counter(name for names in data for name in names).values()) <= 3
+    blocks = Counter(block for one in found for block in one.blocks)
+    assert set(blocks.values()) == {1}
+    assert max(one.most_passed_on for one in found) <= 64 * MIB

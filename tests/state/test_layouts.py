@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laststep.errors import Usage
+from laststep.state.boxes import Box, boxes_of_range, covers_once, whole
 from laststep.state.layouts import (
-    Box,
     Copies,
     Flat,
     Mesh,
+    Placement,
     Replicate,
     Shard,
     Sharded,
-    boxes_of_range,
-    covers_once,
-    whole,
+    from_plain,
+    to_plain,
 )
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -176,6 +177,112 @@ def test_flat_ranges_cover_the_tensor_once_whatever_the_padding(
         assert holders(layout, boxes) == [rank for rank in mesh.ranks() if rank in ranks]
 
 
+@st.composite
+def flat_of_parts(draw: st.DrawFn) -> Flat:
+    """Some dimensions of a mesh cut a tensor, or each of its blocks; others share the parts."""
+    mesh, blocks = draw(meshes()), draw(st.sampled_from((1, 1, 2, 3)))
+    shape = tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=3)))
+    shape = (shape[0] * blocks, *shape[1:])
+    axes = tuple(draw(st.sets(st.sampled_from(mesh.names))))
+    parts, placements = 1, []
+    for name, size in zip(mesh.names, mesh.sizes, strict=True):
+        parts *= size if name in axes else 1
+        dim = -1 if name in axes else draw(st.integers(-1, len(shape) - 1))
+        placements.append(Replicate() if dim < 0 else Shard(dim))
+    largest = len(part_of(shape, mesh.sizes, placements, blocks, (0,) * len(mesh.sizes)))
+    offset = draw(st.integers(0, 9))
+    total = -(-(offset + largest + draw(st.integers(0, 9))) // parts) * parts
+    return Flat(shape, mesh, axes, offset, total, tuple(placements), blocks)
+
+
+def part_of(
+    shape: tuple[int, ...], sizes: tuple[int, ...], placements: list[Placement], blocks: int,
+    at: tuple[int, ...],
+) -> list[int]:  # fmt: skip
+    """The elements that torch.chunk leaves to a rank, of each block in turn."""
+    rows = shape[0] // blocks
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    found: list[int] = []
+    for block in range(blocks):
+        local = tensor.narrow(0, block * rows, rows)
+        for size, place, one in zip(sizes, placements, at, strict=True):
+            if isinstance(place, Shard):
+                chunks = local.chunk(size, place.dim)
+                local = chunks[one] if one < len(chunks) else local.narrow(place.dim, 0, 0)
+        found += local.flatten().tolist()
+    return found
+
+
+def held_of_parts(layout: Flat, rank: int) -> list[int]:
+    """The elements that a rank has of the part that it flattens with others."""
+    at, number = layout.mesh.coordinate(rank), 0
+    part = part_of(layout.shape, layout.mesh.sizes, layout.placements, layout.blocks, at)
+    ranks = 1
+    for name, size, one in zip(layout.mesh.names, layout.mesh.sizes, at, strict=True):
+        if name in layout.axes:
+            number, ranks = number * size + one, ranks * size
+    buffer = [-1] * layout.total
+    buffer[layout.offset : layout.offset + len(part)] = part
+    each = layout.total // ranks
+    return [n for n in buffer[number * each : (number + 1) * each] if n >= 0]
+
+
+@given(flat_of_parts())
+def test_ranges_of_parts_are_what_torch_cuts_flattened(layout: Flat) -> None:
+    found: dict[tuple[Box, ...], list[int]] = {}
+    for rank in layout.mesh.ranks():
+        boxes = layout.held(rank)
+        wanted = held_of_parts(layout, rank)
+        assert [n for box in boxes for n in elements(layout.shape, box)] == wanted
+        first, last = layout.range_of(rank) or (0, 0)
+        assert last - first == len(wanted)
+        if boxes:
+            found.setdefault(boxes, []).append(rank)
+    assert covers_once(layout.shape, [box for boxes in found for box in boxes])
+    for boxes, ranks in found.items():
+        copies = layout.copies(boxes)
+        assert list(copies.ranks()) == ranks
+        for rank in ranks:
+            assert copies.rank(copies.place(rank)) == rank
+    assert layout.held(10_000) == ()
+    assert layout.copies(()) is None
+
+
+@given(flat_of_parts(), st.data())
+def test_who_holds_something_of_a_box_is_told_exactly(layout: Flat, data: st.DataObject) -> None:
+    ends = [
+        sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in layout.shape
+    ]
+    box = Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
+    wanted = set(elements(layout.shape, box))
+    found = [rank for span in layout.holders(box) for rank in span.ranks()]
+    assert len(found) == len(set(found))
+    holding = [r for r in layout.mesh.ranks() if wanted & set(held_of_parts(layout, r))]
+    assert set(found) == set(holding)
+    if box.volume:
+        exactly = [rank for rank in layout.mesh.ranks() if layout.held(rank) == (box,)]
+        assert holders(layout, (box,)) == exactly
+
+
+@given(st.one_of(sharded(), flat_of_parts()))
+def test_a_layout_comes_back_from_its_plain_form(layout: Sharded | Flat) -> None:
+    again = from_plain(msgspec.msgpack.decode(data := msgspec.msgpack.encode(to_plain(layout))))
+    assert again == layout
+    assert [again.held(rank) for rank in again.mesh.ranks()] == [
+        layout.held(rank) for rank in layout.mesh.ranks()
+    ]
+    assert again.cuts() == layout.cuts()
+    assert msgspec.msgpack.encode(to_plain(again)) == data
+
+
+def test_a_tensor_that_nothing_cuts_before_it_is_flattened_has_the_plain_form_of_old() -> None:
+    mesh = Mesh.of(("dp",), (2,), [0, 1])
+    layout = Flat((3, 2), mesh, ("dp",), 1, 8)
+    old = ("flat", (3, 2), (("dp",), (2,), (1,), 0, ()), ("dp",), 1, 8)
+    assert to_plain(layout) == old
+    assert from_plain(old) == layout
+
+
 @given(SHAPES, st.data())
 def test_covering_once_is_told_from_gaps_and_overlaps(
     shape: tuple[int, ...], data: st.DataObject
@@ -202,6 +309,13 @@ def test_covering_once_is_told_from_gaps_and_overlaps(
     lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), ("a",), 0, 5),
     lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), ("a",), 1, 4),
     lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), ("b",), 0, 4),
+    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), ("a",), 0, 4, (Shard(0),)),
+    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (Shard(1),)),
+    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 1, (Shard(0),)),
+    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (Shard(0), Replicate())),
+    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (Shard(0),), 3),
+    lambda: Flat((4,), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (Shard(0),), 0),
+    lambda: Flat((), Mesh.of(("a",), (2,), [0, 1]), (), 0, 4, (), 2),
 ])  # fmt: skip
 def test_what_does_not_fit_together_is_refused(make: object) -> None:
     with pytest.raises(Usage):

@@ -152,6 +152,15 @@ def test_a_submodule_that_is_called_module_is_no_wrapper() -> None:
     assert set(described.value) == {"module.weight", "module.bias"}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_module_compiled_by_torchscript_has_the_names_of_the_plain_one() -> None:
+    plain = network()
+    scripted = torch.jit.script(plain)
+    described = ModuleProvider(scripted).describe()
+    assert list(described.value) == list(ModuleProvider(plain).describe().value)
+    assert sorted(parameter_names(scripted).values()) == sorted(parameter_names(plain).values())
+
+
 @pytest.fixture
 def gloo() -> Iterator[None]:
     with socket.socket() as probe:

@@ -62,6 +62,7 @@ class _Assignment:
 
     folder: str
     rank: int
+    ranks: int
     locations: dict[str, Path]
     spent: bool = False
     """A planner with a cache hands out the plan of an earlier save again, this with it."""
@@ -146,6 +147,7 @@ class Writer(StorageWriter):
                 storage_data=_Assignment(
                     folder=attempt.folder,
                     rank=rank,
+                    ranks=len(plans),
                     locations={item.index.fqn: locations[item.index.fqn] for item in plan.items},
                 ),
             )
@@ -161,7 +163,7 @@ class Writer(StorageWriter):
         try:
             results = write_items(
                 plan.items, planner, assigned.locations, store=store, folder=folder,
-                rank=assigned.rank, allow_pickle=self._allow_pickle,
+                rank=assigned.rank, ranks=assigned.ranks, allow_pickle=self._allow_pickle,
             )  # fmt: skip
         except BaseException as error:
             self._give_up(store, folder, f"rank {assigned.rank} failed: {error!r}")
@@ -187,10 +189,9 @@ class Writer(StorageWriter):
         metadata.storage_data = {one.index: one.storage_data for some in results for one in some}
         metadata.storage_meta = self.storage_meta()
         metadata.version = CURRENT_DCP_VERSION
-        size = sum(file.size_bytes for file in commit.files)
         seconds = time.monotonic() - self._began_s
         _log.info("step %d of %s: %d bytes of %d ranks committed in %.2f s",
-                  commit.step, self._path, size, commit.ranks, seconds)  # fmt: skip
+                  commit.step, self._path, commit.size_bytes, commit.ranks, seconds)  # fmt: skip
 
     # What DCP asks
 

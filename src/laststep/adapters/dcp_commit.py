@@ -26,8 +26,8 @@ from laststep.engine.wire import FileBegin
 from laststep.errors import Aborted, Usage
 from laststep.format.header import TensorEntry, reserve_bytes
 from laststep.format.manifest import Commit, FileRecord, ItemRecord
-from laststep.plan.save import SHARED_FILE, TREE_NAME
-from laststep.state.layouts import Box, covers_once
+from laststep.plan.save import SHARED_FILE, tree_name
+from laststep.state.boxes import Box, covers_once
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def make_commit(
         raise Usage("the planner's metadata lacks what was written", found=", ".join(unknown[:4]))
     record = Record(entries=tuple(entries), planner_data=metadata.planner_data)
     trees = nest(((entry.location, _node(entry, told)) for entry in entries), where=attempt.folder)
-    stored = [(f"{item}/{TREE_NAME}", _tree_object(tree)) for item, tree in trees.items()]
+    stored = [(tree_name(item), _tree_object(tree)) for item, tree in trees.items()]
     stored.append((dcp_record.OBJECT_NAME, dcp_record.encode(record, allow_pickle=allow_pickle)))
     shared = _write_shared(
         attempt.run.store, attempt.folder, _empty_tensors(told, metadata), stored

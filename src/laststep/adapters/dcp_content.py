@@ -29,7 +29,7 @@ from laststep.catalog.content import Content, Place, read_verified
 from laststep.checkpointer.opening import StoredTensor
 from laststep.codecs.objects import TensorRef
 from laststep.errors import Corrupt, Usage
-from laststep.state.layouts import Box, whole
+from laststep.state.boxes import Box, whole
 from laststep.state.tensors import TORCH_DTYPES, open_view, revive
 from laststep.state.tree import rebuild
 
@@ -119,7 +119,7 @@ class DcpContent:
         stored = self._content.item(item)
         if stored.view_of(name) is not None:
             return ()
-        return self._content.places[item, stored.ties.get(name, name)]
+        return self._content.places(item, stored.ties.get(name, name))
 
     def _find_leaves(self) -> Iterator[_Leaf]:
         found = self._record()
@@ -206,7 +206,7 @@ class DcpContent:
         stored = self._content.item(item)
         view = stored.view_of(name)
         source = stored.source_of(name)
-        places = self._content.places[item, source]
+        places = self._content.places(item, source)
         full_name = f"{item}/{name}"
         tensor = StoredTensor(self._content, full_name, stored.tensors[source], places)[()]
         return tensor if view is None else open_view(tensor, view)

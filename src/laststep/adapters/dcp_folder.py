@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-    from laststep.state.layouts import Box
+    from laststep.state.boxes import Box
 
 METADATA_NAME = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from laststep.adapters import inert_pickle
 from laststep.adapters.inert_pickle import Global, Record
 from laststep.errors import Corrupt, Usage
-from laststep.state.layouts import Box, covers_once, whole
+from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.tree import MAX_DEPTH
 from laststep.terms import DTYPES
 

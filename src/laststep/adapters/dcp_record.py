@@ -88,7 +88,7 @@ def _entry(told: object, where: str) -> Entry:
         case [str(fqn), [str(), *_] as location, str(kind)] if kind in get_args(Kind):
             if all(type(part) is str or (type(part) is int and part >= 0) for part in location):
                 path = cast("Path", tuple(location))
-                return Entry(fqn=fqn, location=path, kind=cast(Kind, kind))
+                return Entry(fqn=fqn, location=path, kind=cast("Kind", kind))
     raise _corrupt(where, repr(told)[:200])
 
 

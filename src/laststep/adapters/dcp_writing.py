@@ -26,7 +26,7 @@ from laststep.engine.flush import SaveFlush
 from laststep.engine.wire import FileBegin
 from laststep.errors import Usage
 from laststep.plan.save import ItemSpec, plan_save
-from laststep.state.layouts import Box, whole
+from laststep.state.boxes import Box, whole
 from laststep.state.pieces import Part, Piece
 from laststep.state.tensors import DTYPE_NAMES
 from laststep.state.tensors.kinds import PLAIN_TENSORS
@@ -90,6 +90,7 @@ def write_items(
     store: Store,
     folder: str,
     rank: int,
+    ranks: int,
     allow_pickle: bool,
 ) -> list[WriteResult]:
     """Write all of it, durably; `folder` is that of the attempt."""
@@ -106,7 +107,7 @@ def write_items(
         ItemSpec(name=name, kind=KIND, standalone=False, pieces=tuple(item.pieces))
         for name, item in work.items()
     )
-    plan = plan_save(specs, rank=rank, trees=frozenset())
+    plan = plan_save(specs, rank=(rank, ranks), objects=())
     records = _write_files(plan, list(work.values()), planner, store, folder)
     files = Files(
         folder=folder,

@@ -2,17 +2,20 @@
 
 Reads names, sizes and manifests, never data files. A manifest never changes while it exists, so one
 that was read is remembered; whether it still exists is looked up each time. What somebody deletes
-while it is looked at is left out. Any thread may call.
+while it is looked at is left out. Of a checkpoint of very many ranks the folders with their files
+are not looked through: that would be hundreds of thousands of files at every save. What is missing
+there, `verify` and a restore find. Any thread may call.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from laststep.catalog import decision, lineage
 from laststep.catalog.names import PIN_NAME, AttemptName, parse_folder
 from laststep.errors import Corrupt, LaststepError, StorageFailed
+from laststep.format.group import GROUPS_FOLDER
 from laststep.format.manifest import DAMAGE_REMEDY, Abort, Commit
 from laststep.terms import MANIFEST_NAME
 
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from laststep.storage.store import Entry, Store
 
 _NEAREST = 6
+_LOOKED_THROUGH = 4096
+"""Of a checkpoint of more files, those in folders are not looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +35,7 @@ class Listed:
     """A committed checkpoint; where its manifest cannot be read, `commit` is None, `error` tells.
 
     `on_lineage` is False for an abandoned branch and for one whose step was committed again, which
-    `superseded_by` names. `incomplete` says which data file is missing or has another size than the
+    `superseded_by` names. `incomplete` says which file is missing or has another size than the
     manifest says; bytes that have changed are for `verify` to find.
     """
 
@@ -44,10 +49,11 @@ class Listed:
     superseded_by: str | None
     pinned: bool
     size_bytes: int
-    """Of its data files, as the manifest lists them; all that is there where it cannot be read."""
+    """Of its data files, as the manifest counts them; all that is there where it cannot be read."""
 
     stored_bytes: int
-    """Of all files in its folder as they are: what deleting it gives back."""
+    """Of all files in its folder as they are: what deleting it gives back. Of very many, as the
+    manifest counts them."""
 
     created_s: float
     incomplete: str | None = None
@@ -80,12 +86,17 @@ class Found:
     """When a name in the folder was made or removed last."""
 
     entries: tuple[Entry, ...]
+    """What is in the folder, and in those folders within it that were looked through, by names with
+    a `/`."""
+
     decided: Commit | Abort | LaststepError | None
 
     @property
     def size_bytes(self) -> int:
         """The bytes of all its files."""
-        return sum(entry.size_bytes for entry in self.entries if not entry.is_folder)
+        here = sum(entry.size_bytes for entry in self.entries if not entry.is_folder)
+        commit = self.decided if isinstance(self.decided, Commit) else None
+        return here + (0 if commit is None or not _is_deep(commit) else commit.size_bytes)
 
     @property
     def changed_s(self) -> float:
@@ -99,18 +110,40 @@ class Found:
 
     @property
     def incomplete(self) -> str | None:
-        """Which data file is not there as the manifest lists it, in words; None where all are."""
+        """Which file is not there as the manifest lists it, in words; None where all are."""
         if not isinstance(self.decided, Commit):
             return None
         sizes = {entry.name: entry.size_bytes for entry in self.entries if not entry.is_folder}
-        wrong = [file for file in self.decided.files if sizes.get(file.name) != file.size_bytes]
-        if not wrong:
-            return None
-        name, wanted, found = wrong[0].name, wrong[0].size_bytes, sizes.get(wrong[0].name)
+        return _incomplete(self.decided, sizes)
+
+
+def _is_deep(commit: Commit) -> bool:
+    """Whether its data files lie in folders that are not looked through."""
+    many = commit.file_count > _LOOKED_THROUGH
+    return many and any("/" in item.file for item in commit.items)
+
+
+def _incomplete(commit: Commit, sizes: dict[str, int]) -> str | None:
+    wrong = [group.name for group in commit.groups if group.name not in sizes]
+    if not _is_deep(commit):
+        wrong += [file.name for file in commit.files if sizes.get(file.name) != file.size_bytes]
+    if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        found = sizes.get(wrong[0])
         if found is None:
-            return f"{name} is missing{more}"
-        return f"{name} has {found} bytes instead of {wanted}{more}"
+            return f"{wrong[0]} is missing{more}"
+        wanted = next(file.size_bytes for file in commit.files if file.name == wrong[0])
+        return f"{wrong[0]} has {found} bytes instead of {wanted}{more}"
+    if _is_deep(commit) or not commit.groups:
+        return None
+    # The root knows how many files there are, and their bytes; which is which, the groups know.
+    there = [size for name, size in sizes.items() if name.endswith(".safetensors")]
+    if len(there) >= commit.file_count and sum(there) >= commit.size_bytes:
+        return None
+    return (
+        f"{len(there)} data files of {sum(there)} bytes instead of {commit.file_count} of "
+        f"{commit.size_bytes}"
+    )
 
 
 class Scanner:
@@ -150,10 +183,17 @@ class Scanner:
         return found
 
     def _look_once(self, name: AttemptName, touched_s: float) -> Found:
-        entries = tuple(self._store.list(name.folder))
+        entries = self._store.list(name.folder)
         manifest = next((entry for entry in entries if entry.name == MANIFEST_NAME), None)
         decided = None if manifest is None else self._decided(name.folder, manifest)
-        return Found(name=name, touched_s=touched_s, entries=entries, decided=decided)
+        for inner in [entry.name for entry in entries if entry.is_folder]:
+            deep = isinstance(decided, Commit) and _is_deep(decided)
+            if inner == GROUPS_FOLDER or not deep:
+                entries += [
+                    replace(entry, name=f"{inner}/{entry.name}")
+                    for entry in self._store.list(f"{name.folder}/{inner}")
+                ]
+        return Found(name=name, touched_s=touched_s, entries=tuple(entries), decided=decided)
 
     def _decided(self, folder: str, entry: Entry) -> Commit | Abort | LaststepError | None:
         known = self._read.get(folder)
@@ -230,7 +270,7 @@ def _listed(
         on_lineage=name in on_lineage and by is None,
         superseded_by=None if by is None else by.folder,
         pinned=any(entry.name == PIN_NAME for entry in item.entries),
-        size_bytes=item.size_bytes if commit is None else sum(f.size_bytes for f in commit.files),
+        size_bytes=item.size_bytes if commit is None else commit.size_bytes,
         stored_bytes=item.size_bytes,
         created_s=next(written, 0.0) if commit is None else commit.created_s,
         incomplete=item.incomplete,

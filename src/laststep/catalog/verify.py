@@ -3,9 +3,9 @@
 Reads past the page cache where the store can, so what is checked is what is stored. Knows nothing
 of torch, of lineage or of what a person is shown. Damage is a value, never an error: one bad block
 hides no other. What raises is a place that cannot be asked: no such checkpoint, one that is
-deleted meanwhile, a store that may answer later. Files are opened and headers checked on the
-calling thread; chunks of data are read by `threads` workers, each of which owns one buffer while
-it reads into it.
+deleted meanwhile, a store that may answer later. Files are opened, some at a time, and headers
+checked on the calling thread; chunks of data are read by `threads` workers, each of which owns one
+buffer while it reads into it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from laststep.catalog import decision
+from laststep.catalog import decision, groups
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, digest
 from laststep.errors import Corrupt, NotFound, StorageFailed
 from laststep.format import manifest
+from laststep.format.group import GROUPS_FOLDER
 from laststep.format.header import Header, decode_header, region_bytes_of
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from laststep.storage.store import Reader, Store
 
 _MAX_TOUCHED = 100
+_OPEN_FILES = 256
+"""So many are open at a time: a job of many ranks wrote more than a process may have."""
 
 Progress = Callable[[int, int], None]
 """Told the bytes checked so far and the bytes that there are; called by any of the workers."""
@@ -101,11 +104,9 @@ def verify_checkpoint(
 
     `NotFound` where there is no committed checkpoint, or none any more.
     """
-    with ExitStack() as stack:
-        check = _Check(store, folder, stack)
-        ranges = check.headers()
-        check.read(ranges, threads, progress)
-        found = check.findings
+    check = _Check(store, folder, threads, progress)
+    check.all()
+    found = check.findings
     if found.damage:
         gone = decision.deleted(store, folder)
         if gone is not None:
@@ -122,23 +123,72 @@ def verify_checkpoint(
 class _Check:
     """One verification; readers stay open until its stack closes."""
 
-    def __init__(self, store: Store, folder: str, stack: ExitStack) -> None:
+    def __init__(self, store: Store, folder: str, threads: int, progress: Progress | None) -> None:
         self._store = store
         self._folder = folder
-        self._stack = stack
+        self._threads = threads
+        self._progress = progress
+        self._total_bytes = 0
+        self._stack = ExitStack()
         self._mutex = threading.Lock()
         self.findings = _Findings()
 
     # On the calling thread
 
-    def headers(self) -> list[_Range]:
-        """Check manifest and headers; what they vouch for, in order."""
+    def all(self) -> None:
+        """Check manifests, headers and data, some files at a time."""
+        with self._stack:
+            files = self._files()
+        self._total_bytes += self.findings.bytes
+        self._tell()
+        for at in range(0, len(files), _OPEN_FILES):
+            with self._stack:
+                some = files[at : at + _OPEN_FILES]
+                self._read_all([part for name, record in some for part in self._file(name, record)])
+
+    def _files(self) -> list[tuple[str, manifest.FileRecord | None]]:
+        """The data files, and what the manifests say of them."""
         commit = self._manifest()
-        if commit is not None:
-            return [part for record in commit.files for part in self._file(record.name, record)]
-        # Without a manifest nothing vouches for the headers, but they still vouch for the data.
-        names = [e.name for e in self._store.list(self._folder) if e.name.endswith(".safetensors")]
-        return [part for name in names for part in self._file(name, None)]
+        if commit is None:
+            # Nothing vouches for the headers, but they still vouch for the data.
+            return self._files_there()
+        records = list(commit.files)
+        there = self._store.list(f"{self._folder}/{GROUPS_FOLDER}") if commit.groups else []
+        sizes = {f"{GROUPS_FOLDER}/{entry.name}": entry.size_bytes for entry in there}
+        for group in commit.groups:
+            records += self._group(commit, group, sizes.get(group.name, 0))
+        self._total_bytes = sum(record.size_bytes for record in records)
+        return [(record.name, record) for record in records]
+
+    def _files_there(self) -> list[tuple[str, manifest.FileRecord | None]]:
+        found: list[tuple[str, manifest.FileRecord | None]] = []
+        here = self._store.list(self._folder)
+        inner = [entry.name for entry in here if entry.is_folder]
+        places = [("", here)]
+        places += [(f"{one}/", self._store.list(f"{self._folder}/{one}")) for one in inner]
+        for place, entries in places:
+            for entry in entries:
+                if entry.name.endswith(".safetensors") and not entry.is_folder:
+                    found.append((place + entry.name, None))
+                    self._total_bytes += entry.size_bytes
+        return found
+
+    def _group(
+        self, commit: manifest.Commit, record: manifest.GroupRecord, there_bytes: int
+    ) -> tuple[manifest.FileRecord, ...]:
+        """The files of a group of ranks; none, and damage, where its manifest is not sound."""
+        try:
+            files = groups.read(self._store, self._folder, commit, record).files
+        except (Corrupt, StorageFailed) as error:
+            if isinstance(error, StorageFailed) and error.transient:
+                raise
+            self.findings.unchecked_bytes += record.size_bytes
+            found = error.found or "no such file"
+            self._add(record.name, "group manifest", 0, there_bytes, error.expected, found)
+            return ()
+        self.findings.files += 1
+        self.findings.bytes += there_bytes
+        return files
 
     def _manifest(self) -> manifest.Commit | None:
         name = f"{self._folder}/{MANIFEST_NAME}"
@@ -240,13 +290,14 @@ class _Check:
 
     # On the workers
 
-    def read(self, ranges: list[_Range], threads: int, progress: Progress | None) -> None:
+    def _tell(self) -> None:
+        if self._progress is not None:
+            self._progress(self.findings.bytes, max(self._total_bytes, self.findings.bytes))
+
+    def _read_all(self, ranges: list[_Range]) -> None:
         """Read every range and compare; the first error that is no damage is raised at the end."""
         ranges = [part for part in ranges if part.there_bytes or part.start == part.stop]
-        total = self.findings.bytes + sum(part.there_bytes for part in ranges)
-        if progress is not None:
-            progress(self.findings.bytes, total)
-        with _buffers(threads) as buffers, ThreadPoolExecutor(threads) as workers:
+        with _buffers(self._threads) as buffers, ThreadPoolExecutor(self._threads) as workers:
 
             def work(part: _Range) -> None:
                 self._compare(part, buffers)
@@ -254,8 +305,7 @@ class _Check:
                     self.findings.bytes += part.there_bytes
                     if part.object_name is None:
                         self.findings.blocks += -(-part.there_bytes // BLOCK_BYTES)
-                    if progress is not None:
-                        progress(self.findings.bytes, total)
+                    self._tell()
 
             for done in [workers.submit(work, part) for part in ranges]:
                 done.result()

@@ -30,7 +30,8 @@ _MARGIN_S = 10.0
 
 
 def margin_s(deadline_s: float) -> float:
-    """Others wait so much longer than the first rank does, to hear from it who is missing."""
+    """Nobody waits longer for the others than the deadline and this: the first rank stops to wait
+    before the others do, so that they hear from it who is missing."""
     return min(deadline_s / 2, _MARGIN_S)
 
 
@@ -88,6 +89,11 @@ class Agreements:
         finally:
             self._lock.release()
 
+    def last_of(self, rank: int) -> str:
+        """A rank, and what is known of it."""
+        last = self._board.look(f"last/{rank}")
+        return f"rank {rank}" + (f" (last seen at {last.decode()})" if last else "")
+
     def close(self) -> None:
         """When nobody asks any more."""
         self._board.close()
@@ -95,7 +101,14 @@ class Agreements:
     def _agree(self) -> Agreement:
         self._agreement = None
         mine = digest_of(self._data)
-        generation, told = self._lead(mine) if self._rank.is_first else self._follow(mine)
+        # One deadline for all of it: the first rank tells by then who is missing, the others wait a
+        # bit longer for that, and whoever is told of a table finds it at once.
+        began_s = time.monotonic()
+        told_by_s = began_s + self._deadline_s
+        if not self._rank.is_first:
+            told_by_s += margin_s(self._deadline_s) / 2
+        call = self._lead if self._rank.is_first else self._follow
+        generation, told = call(mine, told_by_s)
         if told.problem:
             self._generation = generation
             raise Aborted(
@@ -108,7 +121,7 @@ class Agreements:
             self._board.put(f"t/{mine.hex()}", self._data)
         distinct = set(digests)
         new = {f"t/{one.hex()}": one for one in distinct if one not in self._tables}
-        notes = self._board.wait_all(new, self._deadline_s)
+        notes = self._board.wait_all(new, began_s + self._deadline_s + margin_s(self._deadline_s))
         for note, one in new.items():
             if note not in notes:
                 raise Aborted(
@@ -122,24 +135,24 @@ class Agreements:
         self._agreement = agree(digests, self._tables)
         return self._agreement
 
-    def _lead(self, mine: bytes) -> tuple[int, _Told]:
+    def _lead(self, mine: bytes, until_s: float) -> tuple[int, _Told]:
         """Collect the digests of all ranks, as the first of them, and tell."""
         self._generation += 1  # whatever comes of it: nobody can join this one later
         name = f"a/{self._generation}"
         self._board.put(f"{name}/called", b"1")
         self._board.put(f"{name}/0", mine)
         names = [f"{name}/{rank}" for rank in range(self._rank.ranks)]
-        notes = self._board.wait_all(names, self._deadline_s)
+        notes = self._board.wait_all(names, until_s)
         missing = [rank for rank, one in enumerate(names) if one not in notes]
         if missing:
-            shown = ", ".join(map(self._last_of, missing[:4])) + (" …" if missing[4:] else "")
+            shown = ", ".join(map(self.last_of, missing[:4])) + (" …" if missing[4:] else "")
             told = _Told(problem=f"nothing from {shown} within {self._deadline_s:g} s")
         else:
             told = _Told(digests=b"".join(notes[one] for one in names))
         self._board.put(f"{name}/all", msgspec.msgpack.encode(told))
         return self._generation, told
 
-    def _follow(self, mine: bytes) -> tuple[int, _Told]:
+    def _follow(self, mine: bytes, until_s: float) -> tuple[int, _Told]:
         """Leave one's digest where the first rank looks for it, and hear those of all."""
         generation, told = self._generation, None
         while (note := self._board.look(f"a/{generation + 1}/all")) is not None:
@@ -155,21 +168,16 @@ class Agreements:
         name = f"a/{generation + 1}"
         self._board.put(f"{name}/{self._rank.number}", mine)
         self._board.put(f"{name}/called", b"1")
-        note = self._board.wait(f"{name}/all", self._deadline_s + margin_s(self._deadline_s))
+        note = self._board.until(lambda: self._board.look(f"{name}/all"), until_s)
         if note is None:
             # Not settled: should the first rank come late, this one's note is there.
-            problem = f"nothing from {self._last_of(0)} within {self._deadline_s:g} s"
+            problem = f"nothing from {self.last_of(0)} within {self._deadline_s:g} s"
             return generation, _Told(problem=problem)
         told = msgspec.msgpack.decode(note, type=_Told)
         if told.digests and _cut(told.digests)[self._rank.number] != mine:
             # An earlier note of this rank's was read.
             return generation + 1, _Told(problem=f"an old note of rank {self._rank.number}")
         return generation + 1, told
-
-    def _last_of(self, rank: int) -> str:
-        """A rank, and what is known of it."""
-        last = self._board.look(f"last/{rank}")
-        return f"rank {rank}" + (f" (last seen at {last.decode()})" if last else "")
 
 
 def _cut(digests: bytes) -> list[bytes]:

@@ -1,7 +1,8 @@
 """Read a checkpoint into parts of tensors, together with the other ranks of the job.
 
-Every rank tells the others what it wants; then each reads its share of the chunks, keeps what is
-its own and passes the rest on, a few slots' worth at a time. A job of one rank does the same alone.
+The ranks tell each other what they want, once for all that want the same; then each reads its share
+of the chunks, keeps what is its own and passes the rest on, a few slots' worth at a time. A job of
+one rank does the same alone.
 """
 
 from __future__ import annotations
@@ -9,138 +10,174 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from laststep.codecs.digests import digest
 from laststep.dist.group import together
-from laststep.engine.copy.boxes import BoxPlacer
+from laststep.engine.copy.boxes import BoxPlacer, Parcel
 from laststep.engine.read import ReadFile, read_all
-from laststep.plan.gather import Chunk, Stored, Wanted, chunks_of
+from laststep.errors import Corrupt
+from laststep.format.manifest import DAMAGE_REMEDY
+from laststep.plan.gather import Chunk, Stored, chunks_of
 from laststep.plan.load import Read
-from laststep.state.layouts import Box, Layout, from_plain, to_plain, whole
+from laststep.plan.sources import Ledger, known_sources
+from laststep.plan.wants import Wants, Wish, decode_wish, encode_wish
+from laststep.state.boxes import whole
 from laststep.state.tensors import Held, Laid, held_by
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.catalog.content import Content
+    from laststep.catalog.content import Content, Key
     from laststep.dist.group import Ranks
     from laststep.engine.pool import Pool
+    from laststep.plan.sources import Source
     from laststep.state.matching import Match
+    from laststep.state.stored import TensorSpec
 
-_ROUND_CHUNKS = 4
-"""So many chunks are read before what others want of them is passed on: what bounds the memory."""
+_PARCEL_BYTES = 64 << 20
+"""So much is passed on at a time by a rank, or what is wanted of one chunk: what bounds the
+memory."""
 
 
-def transfer_boxes(
-    content: Content,
-    matches: Sequence[Match],
-    pool: Pool,
-    files: list[ReadFile],
-    threads: int,
-    ranks: Ranks,
-) -> int:
-    """Read what all ranks want, each block once; returns the bytes that this rank read."""
-    number = ranks.rank.number
-    keys = sorted(key for key in content.places if key[0] not in content.per_rank)
-    index = {key: at for at, key in enumerate(keys)}
-    targets, layouts = together(ranks, lambda: _targets(matches, index, number))
-    specs = [content.items[item].tensors[name] for item, name in keys]
-    wanted = _wanted_by_all(layouts, [spec.shape for spec in specs], ranks)
-    stored = [
-        Stored(at, DTYPES[specs[at].dtype].size_bytes, *place)
-        for at, key in enumerate(keys)
-        for place in content.places[key]
+class BoxTransfer:
+    """What all ranks want of a checkpoint, each block read once by one of them."""
+
+    def __init__(self, content: Content, matches: Sequence[Match], ranks: Ranks) -> None:
+        """Work out who reads what, and open the files; nothing is touched yet."""
+        self._content = content
+        self._ranks = ranks
+        number = ranks.rank.number
+        self._keys = content.keys()
+        index = {key: at for at, key in enumerate(self._keys)}
+        specs = [content.items[item].tensors[name] for item, name in self._keys]
+        self._dtypes = [spec.dtype for spec in specs]
+        self._targets, wish = together(ranks, lambda: _targets(matches, index, number))
+        self._wants = _wants_of_all(wish, [spec.shape for spec in specs], ranks)
+        self._chunks = together(ranks, lambda: _chunks(content, index, specs, self._wants, number))
+
+    def run(self, pool: Pool, threads: int) -> int:
+        """Read and pass on; returns the bytes that this rank read."""
+        ranks, chunks = self._ranks, self._chunks
+        placer = BoxPlacer(pool, ranks.rank, self._targets, self._dtypes, self._wants)
+        files = read_files(self._content)
+        read = functools.partial(_read, files=files, pool=pool, placer=placer, threads=threads)
+        turns = _turns(chunks, placer)
+        read_bytes = 0
+        error: Exception | None = None
+        for turn in range(ranks.largest(len(turns))):
+            mine = turns[turn] if turn < len(turns) and error is None else []
+            parcels = placer.expect(mine)
+            try:
+                read_bytes += read(mine)
+            except Exception as raised:  # noqa: BLE001 (told when all have had their turns)
+                error = raised
+                parcels = placer.expect([])
+            try:
+                for head, data in ranks.exchange(parcels.each, parcels.all):
+                    placer.unpack(Parcel(head, data))
+            except Exception as raised:  # noqa: BLE001 (as above: the others wait for this rank)
+                error = error or raised
+        placer.finish()
+        together(ranks, lambda: self._judge(error, placer))
+        return read_bytes
+
+    def _judge(self, error: Exception | None, placer: BoxPlacer) -> None:
+        if error is not None:
+            raise error
+        lacking = placer.lacking()
+        if lacking is not None:
+            name = "/".join(self._keys[lacking])
+            raise Corrupt(
+                "the parts of a tensor do not make it up", where=self._content.folder,
+                expected=f"every element of {name} once", remedy=DAMAGE_REMEDY,
+            )  # fmt: skip
+
+
+def read_files(content: Content) -> list[ReadFile]:
+    """The open files of a checkpoint, to read from."""
+    return [
+        ReadFile(
+            reader=f.reader, data_at=f.record.header_bytes, blocks=f.header.blocks, where=f.where
+        )
+        for f in content.files
     ]
-    sizes = [file.header.tensor_bytes for file in content.files]
-    chunks = chunks_of(number, stored, wanted, sizes)
-    placer = BoxPlacer(pool, ranks.rank, targets, [spec.dtype for spec in specs], wanted)
-    own = [chunk for chunk in chunks if chunk.alone]
-    shared = [chunk for chunk in chunks if not chunk.alone]
-    rounds = [shared[at : at + _ROUND_CHUNKS] for at in range(0, len(shared), _ROUND_CHUNKS)]
-    read = functools.partial(_read, files=files, pool=pool, placer=placer, threads=threads)
-    read_bytes = together(ranks, lambda: read(own))
-    error: Exception | None = None
-    for turn in range(ranks.largest(len(rounds))):
-        mine = rounds[turn] if turn < len(rounds) and error is None else []
-        try:
-            read_bytes += read(mine)
-        except Exception as raised:  # noqa: BLE001 (told when all have had their turns)
-            error = raised
-            placer.expect([])
-        parcels = ranks.exchange(*placer.parcels())
-        try:
-            for head, data in parcels:
-                placer.unpack(head, data)
-        except Exception as raised:  # noqa: BLE001 (as above: the others wait for this rank)
-            error = raised
-    placer.finish()
-    together(ranks, lambda: _raise(error))
-    return read_bytes
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
 
 
 def _targets(
-    matches: Sequence[Match], index: dict[tuple[str, str], int], rank: int
-) -> tuple[dict[int, list[Held]], dict[int, Layout | None]]:
+    matches: Sequence[Match], index: dict[Key, int], rank: int
+) -> tuple[dict[int, list[Held]], Wish]:
     """The memory that each tensor's boxes go to on this rank, and how it lies over all."""
     targets: dict[int, list[Held]] = {}
-    layouts: dict[int, Layout | None] = {}
+    wish: Wish = {}
     for match in matches:
         for source, tensor in match.reads.items():
             at = index[match.item.name, source]
-            layout = layouts[at] = match.layouts.get(source)
+            layout = wish[at] = match.layouts.get(source)
             if layout is None:
                 targets[at] = [Held(whole(tuple(tensor.shape)), tensor.detach())]
             else:
                 where = f"{match.item.name}/{source}"
                 targets[at] = held_by(rank, Laid(tensor.detach(), layout), where)
-    return targets, layouts
+    return targets, wish
+
+
+def _wants_of_all(mine: Wish, shapes: Sequence[tuple[int, ...]], ranks: Ranks) -> Wants:
+    """What all ranks want. Those who want the same say it once."""
+    if ranks.size == 1:
+        return Wants([mine], {ranks.rank.number: 0}, shapes)
+    note = encode_wish(mine)
+    told = ranks.gather(digest(note))
+    numbers = {one: number for number, one in enumerate(dict.fromkeys(told))}
+    wishes = [decode_wish(ranks.tell(told.index(one), note)) for one in numbers]
+    return Wants(wishes, {rank: numbers[one] for rank, one in enumerate(told)}, shapes)
+
+
+def _chunks(
+    content: Content, index: dict[Key, int], specs: Sequence[TensorSpec], wants: Wants, rank: int
+) -> list[Chunk]:
+    """All that a rank reads."""
+
+    def stored_by(writer: int) -> list[Stored]:
+        return [
+            Stored(at, DTYPES[specs[at].dtype].size_bytes, *place)
+            for key, place in content.places_of_rank(writer)
+            if (at := index.get(key)) is not None
+        ]
+
+    agreement = content.agreement
+    sources: list[Source]
+    if agreement is None:
+        stored = {writer: stored_by(writer) for writer in range(content.commit.ranks)}
+        sources = [one for one in known_sources(stored, wants) if rank in one.readers]
+    else:
+        sources = list(Ledger(agreement.spreads, wants).sources(rank))
+        stored = {source.writer: stored_by(source.writer) for source in sources}
+    sizes = {number: file.header.tensor_bytes for number, file in enumerate(content.files)}
+    return [
+        chunk
+        for source in sources
+        for chunk in chunks_of(rank, source, stored[source.writer], wants, sizes)
+    ]
+
+
+def _turns(chunks: Sequence[Chunk], placer: BoxPlacer) -> list[list[Chunk]]:
+    """What is read before something is passed on: as much as gives parcels that fit into memory."""
+    turns: list[list[Chunk]] = [[]]
+    room = _PARCEL_BYTES
+    for chunk in chunks:
+        need = placer.passed_on_bytes(chunk)
+        if need > room and turns[-1]:
+            turns.append([])
+            room = _PARCEL_BYTES
+        turns[-1].append(chunk)
+        room -= need
+    return turns
 
 
 def _read(
     chunks: Sequence[Chunk], files: list[ReadFile], pool: Pool, placer: BoxPlacer, threads: int
 ) -> int:
-    placer.expect(chunks)
     if not chunks:
         return 0
     reads = [Read(file=c.file, start=c.start, stop=c.stop, parts=()) for c in chunks]
     return read_all(files, reads, pool, placer.deliver, threads=min(threads, len(reads)))
-
-
-def _wanted_by_all(
-    mine: dict[int, Layout | None], shapes: Sequence[tuple[int, ...]], ranks: Ranks
-) -> functools._lru_cache_wrapper[Wanted]:
-    """Who wants what, from what every rank says of itself. Ranks that say the same are many."""
-    distinct: dict[Layout, int] = {}
-    table = {
-        at: -1 if layout is None else distinct.setdefault(layout, len(distinct))
-        for at, layout in mine.items()
-    }
-    note = msgspec.msgpack.encode((table, [to_plain(layout) for layout in distinct]))
-    decoded: dict[bytes, tuple[dict[int, int], list[Layout]]] = {}
-    for one in (notes := ranks.gather(note)):
-        if one not in decoded:
-            theirs, plain = msgspec.msgpack.decode(one, strict=False)
-            decoded[one] = theirs, [from_plain(layout) for layout in plain]
-
-    said = list(enumerate(notes)) if ranks.size > 1 else [(ranks.rank.number, notes[0])]
-
-    @functools.cache
-    def wanted(tensor: int) -> Wanted:
-        found: Wanted = []
-        for rank, one in said:
-            table, layouts = decoded[one]
-            if tensor in table:
-                boxes: tuple[Box, ...] = (whole(shapes[tensor]),)
-                if table[tensor] >= 0:
-                    boxes = layouts[table[tensor]].held(rank)
-                if boxes:
-                    found.append((rank, boxes))
-        return found
-
-    return wanted

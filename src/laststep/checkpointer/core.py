@@ -248,8 +248,8 @@ class Checkpointer:
                 link = self._client.begin(plan, handle, taken.sealing(plan), overwrite=overwrite)
             else:
                 agreement = self._team.agreements.on(self._sharing.table(taken))
-                taken, trees = self._sharing.own(taken, agreement)
-                plan = self._plans.plan(taken.specs, rank=self._rank.number, trees=trees)
+                taken, objects = self._sharing.own(taken, agreement)
+                plan = self._plans.plan(taken.specs, rank=self._rank, objects=objects)
                 self._announce(handle, plan.tensor_bytes, len(taken.pieces))
                 link = self._team.begin(handle, plan, taken, agreement, overwrite=overwrite)
         except BaseException as error:

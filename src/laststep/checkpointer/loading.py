@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.checkpointer.boxing import transfer_boxes
+from laststep.checkpointer.boxing import BoxTransfer, read_files
 from laststep.checkpointer.parts import naming
 from laststep.dist.group import together
 from laststep.engine.copy.place import Placer
-from laststep.engine.read import ReadFile, read_all
+from laststep.engine.read import read_all
 from laststep.errors import Mismatch, NotFound, Problems
 from laststep.plan.load import Read, Want, plan_reads
 from laststep.state.matching import Match, load_item, match_item
@@ -188,7 +188,7 @@ def _takes_over(
 def state_of_rank(content: Content, item: str, pool: Pool, *, allow_pickle: bool) -> object:
     """An item's state in that rank's view of a checkpoint, in new memory."""
     match = load_item(content.item(item), "cpu")
-    _transfer_whole(content, [match], pool, _files(content), threads=1)
+    _transfer_whole(content, [match], pool, threads=1)
     return match.tree(allow_pickle=allow_pickle)
 
 
@@ -262,58 +262,54 @@ def load_all(content: Content, device: str) -> list[Match]:
     return [load_item(item, device) for item in content.items.values()]
 
 
-def transfer(
-    content: Content,
-    matches: Sequence[Match],
-    pool: Pool,
-    *,
-    threads: int,
-    ranks: Ranks,
-) -> int:
-    """Read what the matches want, each block once, into place; returns the bytes read."""
-    files = _files(content)
-    # What every rank has for itself is nobody else's business.
-    own = [
-        match for match in matches
-        if match.item.name in content.per_rank or (ranks.size == 1 and _is_simple(content, match))
-    ]  # fmt: skip
-    common = [match for match in matches if not any(match is one for one in own)]
-    done = together(ranks, lambda: _transfer_whole(content, own, pool, files, threads))
-    if common or ranks.size > 1:
-        done += transfer_boxes(content, common, pool, files, threads, ranks)
-    copy_tensors([pair for match in matches for pair in match.copies])
-    return done
+class Transfer:
+    """What matches want of a checkpoint, each block read once, into place."""
 
+    def __init__(self, content: Content, matches: Sequence[Match], ranks: Ranks) -> None:
+        """Find out what is to be read; nothing is touched yet."""
+        self._content = content
+        self._matches = matches
+        self._ranks = ranks
+        # What every rank has for itself is nobody else's business.
+        self._own = [
+            match for match in matches
+            if match.item.name in content.per_rank
+            or (ranks.size == 1 and _is_simple(content, match))
+        ]  # fmt: skip
+        common = [match for match in matches if not any(match is one for one in self._own)]
+        self._boxes = None
+        if common or ranks.size > 1:
+            self._boxes = BoxTransfer(content, common, ranks)
 
-def _files(content: Content) -> list[ReadFile]:
-    return [
-        ReadFile(
-            reader=f.reader, data_at=f.record.header_bytes, blocks=f.header.blocks, where=f.where
+    def run(self, pool: Pool, threads: int) -> int:
+        """Read it; returns the bytes."""
+        done = together(
+            self._ranks, lambda: _transfer_whole(self._content, self._own, pool, threads)
         )
-        for f in content.files
-    ]
+        if self._boxes is not None:
+            done += self._boxes.run(pool, threads)
+        copy_tensors([pair for match in self._matches for pair in match.copies])
+        return done
 
 
 def _is_simple(content: Content, match: Match) -> bool:
     """Whether every tensor that is read lies in one place, and goes to one."""
-    places = (content.places[match.item.name, source] for source in match.reads)
+    places = (content.places(match.item.name, source) for source in match.reads)
     return not match.layouts and all(len(one) == 1 for one in places)
 
 
-def _transfer_whole(
-    content: Content, matches: Sequence[Match], pool: Pool, files: list[ReadFile], threads: int
-) -> int:
+def _transfer_whole(content: Content, matches: Sequence[Match], pool: Pool, threads: int) -> int:
     targets: list[torch.Tensor] = []
     wants: dict[int, list[Want]] = {}
     for match in matches:
         for source, tensor in match.reads.items():
-            (place,) = content.places[match.item.name, source]
+            (place,) = content.places(match.item.name, source)
             wants.setdefault(place.file, []).append(Want(place.start, place.stop, len(targets)))
             targets.append(tensor)
     reads: list[Read] = []
     for number, wanted in wants.items():
         reads += plan_reads(number, content.files[number].header.tensor_bytes, wanted)
     placer = Placer(pool, targets)
-    done = read_all(files, reads, pool, placer.deliver, threads=threads)
+    done = read_all(read_files(content), reads, pool, placer.deliver, threads=threads)
     placer.finish()
     return done

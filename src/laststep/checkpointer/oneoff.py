@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from laststep import interrupts
 from laststep.catalog.run import Run
 from laststep.checkpointer.core import Checkpointer
-from laststep.checkpointer.loading import VALUE, fit, load_all, transfer
+from laststep.checkpointer.loading import VALUE, Transfer, fit, load_all
 from laststep.checkpointer.opening import Catalog, Checkpoint, open_folder
 from laststep.checkpointer.places import check_new_folder
 from laststep.config import MIN_SLOTS
@@ -125,7 +125,7 @@ def _load(
         single = not is_run and set(content.items) == {VALUE}
         if into is None:
             matches = load_all(content, device)
-            transfer(content, matches, pool, threads=4, ranks=alone)
+            Transfer(content, matches, alone).run(pool, threads=4)
             values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
             return values[VALUE] if single else values
         providers = providers_for({VALUE: into} if single else _items_in(into, content))
@@ -134,7 +134,7 @@ def _load(
             remedy="pass strict=False to load what fits, or leave `into` out to see what is stored",
             ranks=alone,
         ).matches  # fmt: skip
-        transfer(content, matches, pool, threads=4, ranks=alone)
+        Transfer(content, matches, alone).run(pool, threads=4)
         for match in matches:
             providers[match.item.name].restore(match.tree(allow_pickle=allow_pickle))
         return into

@@ -20,7 +20,7 @@ from laststep.catalog.verify import VerifyReport, verify_checkpoint
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.format.manifest import DAMAGE_REMEDY, Commit, decode
-from laststep.state.layouts import Box, whole
+from laststep.state.boxes import Box, whole
 from laststep.storage.directory import DirectoryStore, absolute
 from laststep.terms import BLOCK_BYTES, DTYPES, MANIFEST_NAME
 
@@ -126,7 +126,7 @@ class Checkpoint:
         self.metrics = commit.metrics
         self.metadata = commit.metadata
         self.created_s = commit.created_s
-        self.size_bytes = sum(file.size_bytes for file in commit.files)
+        self.size_bytes = commit.size_bytes
         self._commit = commit
 
     def items(self) -> list[str]:
@@ -148,10 +148,10 @@ class Checkpoint:
                 f"{full_name} shares bytes with other tensors", remedy="load its item whole"
             )
         stored = item.ties.get(name, name)
-        places = content.places.get((item_name, stored))
-        if places is None:
+        if stored not in item.tensors:
             raise NotFound(f"there is no tensor {full_name!r}", where=self.folder,
                            remedy="`laststep show --all` lists the names")  # fmt: skip
+        places = content.places(item_name, stored)
         return StoredTensor(content, full_name, item.tensors[stored], places)
 
     def verify(self) -> VerifyReport:

@@ -15,7 +15,8 @@ from laststep.codecs import objects
 from laststep.codecs.digests import digest
 from laststep.errors import Usage
 from laststep.format.manifest import ItemRecord
-from laststep.plan.save import TREE_NAME, ItemSpec, SavePlan
+from laststep.plan.save import TABLE_NAME, ItemSpec, SavePlan, tree_name
+from laststep.state.modules import one_moment
 from laststep.state.stored import encode_item
 from laststep.state.tensors import CollectCache, collect, hold_scalar, plain_scalar
 
@@ -39,6 +40,10 @@ class Taken:
     collected: dict[str, Collected]
     metrics: dict[str, object]
     metadata: object
+    kept: dict[str, objects.Kept]
+    """What the capture thread keeps of each item's tree from one save to the next."""
+    table: bytes = b""
+    """How the ranks of this one's class describe what they hold, if this one says it for them."""
 
     def sealing(
         self, plan: SavePlan, note: Callable[[dict[str, bytes]], None] | None = None
@@ -53,14 +58,18 @@ class Taken:
                 ((i, file.object_names) for i, file in enumerate(plan.files) if file.object_names),
                 (0, ()),
             )
-            encoded = {name: _encoded(name, one) for name, one in self.collected.items()}
+            encoded = {
+                name: _encoded(name, one, self.kept.setdefault(name, objects.Kept()))
+                for name, one in self.collected.items()
+            }
             if note is not None:
                 note({name: digest(data) for name, data in encoded.items()})
             trees = tuple(
-                (shared, f"{name}/{TREE_NAME}", data)
+                (shared, tree_name(name), data)
                 for name, data in encoded.items()
-                if f"{name}/{TREE_NAME}" in names
+                if tree_name(name) in names
             )
+            trees += ((shared, TABLE_NAME, self.table),) if TABLE_NAME in names else ()
             items = tuple(
                 ItemRecord(name=item.name, kind=item.kind, file=plan.file_of[item.name],
                            tensors=len(item.pieces), size_bytes=item.size_bytes,
@@ -80,6 +89,7 @@ class Memory:
         self.caches: dict[str, CollectCache] = {}
         self.specs: dict[str, ItemSpec] = {}
         self.pieces: tuple[Piece, ...] = ()
+        self.kept: dict[str, objects.Kept] = {}
 
     def spec(
         self,
@@ -114,23 +124,25 @@ def take_state(
     specs: list[ItemSpec] = []
     sources: list[torch.Tensor] = []
     collected: dict[str, Collected] = {}
-    for name, provider in providers.items():
-        cache = memory.caches.setdefault(name, CollectCache())
-        with naming(name):
-            state = provider.describe()
-            one = collect(
-                state.value, volatile=state.volatile, allow_pickle=allow_pickle, cache=cache
-            )
-        collected[name] = one
-        sources += one.sources
-        specs.append(memory.spec(name, provider, one.pieces, standalone=state.standalone))
+    only_ours = all(provider.passive for provider in providers.values())
+    with one_moment() if only_ours else contextlib.nullcontext():
+        for name, provider in providers.items():
+            cache = memory.caches.setdefault(name, CollectCache())
+            with naming(name):
+                state = provider.describe()
+                one = collect(
+                    state.value, volatile=state.volatile, allow_pickle=allow_pickle, cache=cache
+                )
+            collected[name] = one
+            sources += one.sources
+            specs.append(memory.spec(name, provider, one.pieces, standalone=state.standalone))
     if not memory.pieces:
         memory.pieces = tuple(piece for spec in specs for piece in spec.pieces)
     held = {name: _metric(name, value) for name, value in (metrics or {}).items()}
     return Taken(
         specs=tuple(specs), pieces=memory.pieces, sources=tuple(sources), collected=collected,
         metrics=held,
-        metadata=_plain_metadata(metadata),
+        metadata=_plain_metadata(metadata), kept=memory.kept,
     )  # fmt: skip
 
 
@@ -154,9 +166,9 @@ def _about(error: Usage, whose: str, *, remedy: str | None = None) -> Usage:
     )  # fmt: skip
 
 
-def _encoded(name: str, collected: Collected) -> bytes:
+def _encoded(name: str, collected: Collected, kept: objects.Kept) -> bytes:
     try:
-        return encode_item(collected)
+        return encode_item(collected, kept)
     except Usage as error:
         # What can be pickled was, if that was allowed: this is a member of a set, or a key.
         remedy = "use plain values as keys and in sets, or leave it out"

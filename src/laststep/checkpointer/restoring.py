@@ -19,7 +19,7 @@ from laststep.catalog.content import Content
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
-from laststep.checkpointer.loading import Fit, fit, state_of_rank, transfer
+from laststep.checkpointer.loading import Fit, Transfer, fit, state_of_rank
 from laststep.checkpointer.parts import naming
 from laststep.dist.group import together
 from laststep.errors import Corrupt, LaststepError, NotFound, Problems
@@ -130,9 +130,7 @@ def restore_into(
         passed.add(folder)
         began = time.perf_counter()
         try:
-            listed, content = together(
-                ranks, functools.partial(_open, run, folder, ranks.rank.number)
-            )
+            listed, content = together(ranks, functools.partial(_open, run, folder, ranks))
         except NotFound as gone:
             if wanted.step is not None:
                 raise
@@ -150,9 +148,10 @@ def restore_into(
                     content, providers, wanted.only, strict=wanted.strict,
                     where=f"{store.url}/{listed.folder}", remedy=_REMEDY, ranks=ranks,
                 )  # fmt: skip
+                transfer = Transfer(content, found.matches, ranks)
                 touched(listed.folder)
                 changed_before, changed = changed, True
-                size = transfer(content, found.matches, pool, threads=wanted.threads, ranks=ranks)
+                size = transfer.run(pool, wanted.threads)
                 hand_over = functools.partial(
                     _hand_over, run, content, found, providers, wanted, pool, ranks.rank
                 )
@@ -211,7 +210,9 @@ def _hand_over(
         return
     states: dict[str, list[object]] = {name: [] for name in found.merged}
     for number in range(content.commit.ranks):
-        with Content(run.store, content.folder, content.commit, rank=number) as theirs:
+        with Content(
+            run.store, content.folder, content.commit, rank=number, by_rank=True
+        ) as theirs:
             for name, some in states.items():
                 allow = wanted.allow_pickle
                 some.append(state_of_rank(theirs, name, pool, allow_pickle=allow))
@@ -236,13 +237,14 @@ def _pass_over(
     return error
 
 
-def _open(run: Run, folder: str, rank: int) -> tuple[Listed, Content]:
+def _open(run: Run, folder: str, ranks: Ranks) -> tuple[Listed, Content]:
     listed = next((one for one in run.checkpoints() if one.folder == folder), None)
     if listed is None:
         raise NotFound("the checkpoint was deleted meanwhile", where=f"{run.store.url}/{folder}")
     if listed.commit is None:
         raise listed.error or Corrupt("the manifest cannot be read", where=listed.folder)
-    return listed, Content(run.store, folder, listed.commit, rank=rank)
+    number, several = ranks.rank.number, ranks.size > 1
+    return listed, Content(run.store, folder, listed.commit, rank=number, by_rank=several)
 
 
 def _none_left(store: Store, skipped: list[Skipped]) -> Corrupt:

@@ -21,8 +21,9 @@ from laststep.plan.job import (
     digest_of,
     encode_table,
 )
-from laststep.plan.save import ItemSpec
-from laststep.state.layouts import Box, Layout, whole
+from laststep.plan.save import TABLE_NAME, ItemSpec, tree_name
+from laststep.state.boxes import Box, whole
+from laststep.state.layouts import Layout
 from laststep.state.pieces import Part, Piece
 from laststep.state.tensors import box_of, check_held
 
@@ -63,15 +64,21 @@ class Sharing:
         self._described = described
         return self._table
 
-    def own(self, taken: Taken, agreement: Agreement) -> tuple[Taken, frozenset[str]]:
-        """The part of the state that this rank writes, and the items whose trees it does."""
+    def own(self, taken: Taken, agreement: Agreement) -> tuple[Taken, tuple[str, ...]]:
+        """The part of the state that this rank writes, and the names of the objects with it."""
         known = self._worked_out
         if known is None or known.agreement is not agreement or known.table is not self._table:
-            known = self._worked_out = _work_out(taken, agreement, self._table, self._rank)
+            known = _work_out(taken, agreement, self._table, self._rank)
+            if len(agreement.class_of) > 1 and agreement.is_first(self._rank):
+                known = known._replace(encoded=encode_table(self._table))
+            self._worked_out = known
         sources = tuple(window.of(taken.sources[window.source]) for window in known.windows)
         first = agreement.is_first(self._rank)
-        trees = frozenset(spec.name for spec in known.specs if first or spec.per_rank)
-        return replace(taken, specs=known.specs, pieces=known.pieces, sources=sources), trees
+        objects = tuple(tree_name(spec.name) for spec in known.specs if first or spec.per_rank)
+        own = replace(
+            taken, specs=known.specs, pieces=known.pieces, sources=sources, table=known.encoded
+        )
+        return own, objects + ((TABLE_NAME,) if known.encoded else ())
 
     def alone(self, taken: Taken) -> Taken:
         """What a rank that saves alone writes: all of it. `Mismatch` where it holds only a part of
@@ -114,6 +121,8 @@ class _WorkedOut(NamedTuple):
     specs: tuple[ItemSpec, ...]
     pieces: tuple[Piece, ...]
     windows: tuple[_Window, ...]
+    encoded: bytes = b""
+    """The table, if this rank says it for its class."""
 
 
 def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[Tensor, ...]:

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING
 
 from laststep.checkpointer.agreeing import Agreements
 from laststep.checkpointer.restoring import PATIENCE_S
+from laststep.checkpointer.rounds import Desk
 from laststep.checkpointer.team import Team
 from laststep.codecs.digests import digest
 from laststep.dist.board import Board
 from laststep.dist.group import Alone, Group
+from laststep.dist.ranks import ranks_per_node
 from laststep.errors import Usage
+from laststep.plan.groups import cut
+from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,6 +58,7 @@ def gather(rank: Rank, run: str, client: Client, settings: Settings) -> Team:
     prefix = f"laststep/{digest(run.encode()).hex()}/{_made[run]}"
     # A connection for each thread that asks: the training thread's must not wait for the other's.
     deadline_s = settings.deadline_s
-    boards = [Board(prefix, patience_s=deadline_s) for _ in range(2)]
+    boards = [Board(prefix, ranks=rank.ranks, patience_s=deadline_s) for _ in range(2)]
     agreements = Agreements(rank, boards[0], deadline_s=deadline_s)
-    return Team(rank, boards[1], client, agreements, deadline_s=deadline_s)
+    desk = Desk(rank, boards[1], client, agreements, DirectoryStore(run), deadline_s=deadline_s)
+    return Team(desk, cut(rank.ranks, ranks_per_node()))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from laststep.catalog import decision
+from laststep.catalog.groups import files_of
 from laststep.cli import output, places
 from laststep.cli.listing import lineage_of
 from laststep.codecs.digests import digest_text
@@ -55,7 +56,8 @@ def show(
     """Show what a checkpoint holds: the newest of a run, or that of --step."""
     place = places.resolve(path, step)
     commit = _commit(place)
-    files = [_file(place.store, place.folder, record) for record in commit.files]
+    records = files_of(place.store, place.folder, commit)
+    files = [_file(place.store, place.folder, record) for record in records]
     if any(file.error is not None for file in files):
         gone = decision.deleted(place.store, place.folder)
         if gone is not None:
@@ -149,7 +151,7 @@ def _document(place: places.Place, commit: Commit, files: list[_File]) -> dict[s
         "folder": place.folder,
         "run": commit.run,
         "created_s": commit.created_s,
-        "size_bytes": sum(record.size_bytes for record in commit.files),
+        "size_bytes": commit.size_bytes,
         "format": commit.format,
         "laststep": commit.laststep,
         "metrics": commit.metrics,
@@ -194,8 +196,8 @@ def _document(place: places.Place, commit: Commit, files: list[_File]) -> dict[s
 
 
 def _print_facts(console: Console, place: places.Place, commit: Commit) -> None:
-    size = output.size_text(sum(record.size_bytes for record in commit.files))
-    size += f" in {output.count_text(len(commit.files), 'data file')}"
+    size = output.size_text(commit.size_bytes)
+    size += f" in {output.count_text(commit.file_count, 'data file')}"
     listed = place.listed
     lineage = "not in a run" if listed is None else lineage_of(listed)
     if listed is not None and listed.superseded_by is not None:

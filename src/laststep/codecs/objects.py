@@ -14,16 +14,19 @@ from __future__ import annotations
 
 from laststep.codecs import strict
 from laststep.codecs.typed_decoder import Decoder, Malformed
-from laststep.codecs.typed_encoder import Encoder, json_bytes
+from laststep.codecs.typed_encoder import Encoder, Kept, json_bytes
 from laststep.codecs.typed_values import MAX_DEPTH, MAX_NAMEDTUPLES, Tagged, TensorRef
 from laststep.errors import Corrupt
 
-__all__ = ["MAX_DEPTH", "MAX_NAMEDTUPLES", "Tagged", "TensorRef", "decode", "encode"]
+__all__ = ["MAX_DEPTH", "MAX_NAMEDTUPLES", "Kept", "Tagged", "TensorRef", "decode", "encode"]
 
 
-def encode(value: object) -> bytes:
-    """`value` as typed JSON; `Usage` with the path of the first value that cannot be expressed."""
-    encoder = Encoder()
+def encode(value: object, kept: Kept | None = None) -> bytes:
+    """`value` as typed JSON; `Usage` with the path of the first value that cannot be expressed.
+    With `kept`, parts that were encoded with it the last time are not walked again."""
+    if kept is not None:
+        kept.begin()
+    encoder = Encoder(kept)
     try:
         return json_bytes(encoder.value(value))
     except RecursionError:

@@ -53,7 +53,7 @@ class Decoder:
         return root[0]
 
     def tagged(self, mapping: dict[str, object]) -> object:
-        tag = cast(str, mapping["$"])
+        tag = cast("str", mapping["$"])
         decoder, fields = _decoders[tag]
         if len(mapping) != len(fields) + 1 or not all(field in mapping for field in fields):
             raise Malformed(f"the fields {sorted(mapping)!r:.200} in a {tag}")
@@ -150,7 +150,7 @@ def _decode_float(_: Decoder, mapping: dict[str, object]) -> float:
     text = _str(mapping, "bits")
     if _BITS.fullmatch(text) is None:
         raise Malformed("a float that is not 16 hex digits")
-    return cast(float, struct.unpack(">d", bytes.fromhex(text))[0])
+    return cast("float", struct.unpack(">d", bytes.fromhex(text))[0])
 
 
 def _decode_complex(_: Decoder, mapping: dict[str, object]) -> object:

@@ -31,12 +31,38 @@ if TYPE_CHECKING:
 json_bytes = msgspec.json.Encoder().encode
 
 
+class Kept:
+    """What the last walk made of large dicts, for the next one that meets the very same dicts.
+    Only for values that are never changed."""
+
+    LEAST = 16
+    """Smaller ones are walked again just as soon."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[object, object]] = {}
+        self._now: dict[int, tuple[object, object]] = {}
+
+    def begin(self) -> None:
+        """Another walk: what it does not meet is forgotten after it."""
+        self._before, self._now = self._now, {}
+
+    def find(self, value: object) -> object:
+        """What was made of it, or None. It is held meanwhile, so nothing else has its identity."""
+        known = self._now.get(id(value)) or self._before.get(id(value))
+        return None if known is None else self.note(value, known[1])
+
+    def note(self, value: object, encoded: object) -> object:
+        self._now[id(value)] = value, encoded
+        return encoded
+
+
 class Encoder:
     """One walk over a value. `path` is where the walk is, for the message of a refusal."""
 
-    __slots__ = ("active", "classes", "path")
+    __slots__ = ("active", "classes", "kept", "path")
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Kept | None = None) -> None:
+        self.kept = kept
         self.path: list[str | tuple[object]] = []
         self.active: set[int] = set()
         self.classes: set[tuple[str, tuple[str, ...]]] = set()
@@ -118,25 +144,25 @@ def _encode_plain(_: Encoder, value: object) -> object:
 
 
 def _encode_int(_: Encoder, value: object) -> object:
-    number = cast(int, value)
+    number = cast("int", value)
     return number if INT_MIN <= number <= INT_MAX else {"$": "int", "hex": f"{number:x}"}
 
 
 def _encode_float(_: Encoder, value: object) -> object:
-    number = cast(float, value)
+    number = cast("float", value)
     if number - number == 0:  # false for inf and nan only
         return number
     return {"$": "float", "bits": struct.pack(">d", number).hex()}
 
 
 def _encode_complex(encoder: Encoder, value: object) -> object:
-    number = cast(complex, value)
+    number = cast("complex", value)
     re, im = _encode_float(encoder, number.real), _encode_float(encoder, number.imag)
     return {"$": "complex", "re": re, "im": im}
 
 
 def _encode_str(_: Encoder, value: object) -> object:
-    text = cast(str, value)
+    text = cast("str", value)
     if text.isascii() or is_utf8(text):
         return text
     return {"$": "str", "base64": _to_base64(text.encode("utf-8", "surrogatepass"))}
@@ -147,7 +173,7 @@ def _to_base64(data: bytes | bytearray) -> str:
 
 
 def _encode_bytes(_: Encoder, value: object) -> object:
-    return {"$": type(value).__name__, "base64": _to_base64(cast(bytes, value))}
+    return {"$": type(value).__name__, "base64": _to_base64(cast("bytes", value))}
 
 
 def _encode_list(encoder: Encoder, value: object) -> object:
@@ -170,6 +196,9 @@ def _encode_set(encoder: Encoder, value: object) -> object:
 
 def _encode_dict(encoder: Encoder, value: object) -> object:
     mapping = cast("dict[object, object]", value)
+    kept = encoder.kept if len(mapping) >= Kept.LEAST else None
+    if kept is not None and (known := kept.find(value)) is not None:
+        return known
     for key in mapping:
         if type(key) is not str or not (key.isascii() or is_utf8(key)):
             return _encode_pairs(encoder, value)
@@ -183,7 +212,7 @@ def _encode_dict(encoder: Encoder, value: object) -> object:
         encoded[key] = handler(encoder, item) if handler is not None else encoder.value(item)
         path.pop()
     encoder.active.remove(entered)
-    return encoded
+    return encoded if kept is None else kept.note(value, encoded)
 
 
 def _encode_pairs(encoder: Encoder, value: object) -> object:
@@ -205,12 +234,12 @@ def _encode_deque(encoder: Encoder, value: object) -> object:
 
 
 def _encode_range(encoder: Encoder, value: object) -> object:
-    span = cast(range, value)
+    span = cast("range", value)
     return {"$": "range", "items": encoder.items(value, (span.start, span.stop, span.step))}
 
 
 def _encode_slice(encoder: Encoder, value: object) -> object:
-    span = cast(slice, value)
+    span = cast("slice", value)
     return {"$": "slice", "items": encoder.items(value, (span.start, span.stop, span.step))}
 
 
@@ -228,11 +257,11 @@ def _encode_namedtuple(encoder: Encoder, value: tuple[object, ...]) -> object:
 
 
 def _encode_tensor(encoder: Encoder, value: object) -> object:
-    return {"$": "tensor", "name": encoder.text(cast(TensorRef, value).name)}
+    return {"$": "tensor", "name": encoder.text(cast("TensorRef", value).name)}
 
 
 def _encode_tagged(encoder: Encoder, value: object) -> object:
-    tagged = cast(Tagged, value)
+    tagged = cast("Tagged", value)
     entered = encoder.enter(value)
     encoded = encoder.value(tagged.value)
     encoder.active.remove(entered)

@@ -7,6 +7,7 @@ Collective: every rank makes the same calls in the same order. Called on the tra
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -17,11 +18,14 @@ import torch.distributed as dist
 from laststep.errors import LaststepError, Mismatch, StorageFailed, from_wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from laststep.dist.ranks import Rank
 
 T = TypeVar("T")
+Parcel = tuple[bytes, torch.Tensor]
+"""What one rank passes on to another: a head, and bytes."""
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 _NOTE_BYTES, _LENGTH_BYTES = 512, 8
@@ -37,13 +41,15 @@ class Ranks(Protocol):
     def gather(self, note: bytes) -> list[bytes]:
         """The notes of all ranks, on all ranks."""
 
+    def tell(self, who: int, note: bytes) -> bytes:
+        """The note of that rank, on all ranks."""
+
     def largest(self, number: int) -> int:
         """The largest of all ranks' numbers."""
 
-    def exchange(
-        self, heads: list[bytes], sizes: list[int], data: torch.Tensor
-    ) -> list[tuple[bytes, torch.Tensor]]:
-        """Send each rank a head and the next `sizes` bytes of `data`; get those of each."""
+    def exchange(self, each: Mapping[int, Parcel], to_all: Parcel | None) -> Iterator[Parcel]:
+        """Send parcels, some to one rank each, one to all others; get theirs, which are to be used
+        one after the other."""
 
 
 class Alone:
@@ -56,13 +62,14 @@ class Alone:
     def gather(self, note: bytes) -> list[bytes]:
         return [note]
 
+    def tell(self, who: int, note: bytes) -> bytes:
+        return note
+
     def largest(self, number: int) -> int:
         return number
 
-    def exchange(
-        self, heads: list[bytes], sizes: list[int], data: torch.Tensor
-    ) -> list[tuple[bytes, torch.Tensor]]:
-        return []
+    def exchange(self, each: Mapping[int, Parcel], to_all: Parcel | None) -> Iterator[Parcel]:
+        return iter(())
 
 
 class Group:
@@ -99,17 +106,56 @@ class Group:
         _asked(lambda: dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group))
         return int(value)
 
-    def exchange(
-        self, heads: list[bytes], sizes: list[int], data: torch.Tensor
-    ) -> list[tuple[bytes, torch.Tensor]]:
-        told = torch.tensor([[len(h), n] for h, n in zip(heads, sizes, strict=True)])
+    def tell(self, who: int, note: bytes) -> bytes:
+        size = torch.tensor([len(note)])
+        _asked(lambda: dist.broadcast(size, group_src=who, group=self._group))
+        mine = note if who == self.rank.number else bytes(int(size))
+        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        _asked(lambda: dist.broadcast(data, group_src=who, group=self._group))
+        return data.numpy().tobytes()
+
+    def exchange(self, each: Mapping[int, Parcel], to_all: Parcel | None) -> Iterator[Parcel]:
+        head, data = to_all or (b"", _NOTHING)
+        sums = [len(each), len(head), data.numel()]
+        found = torch.empty(self.size * len(sums), dtype=torch.int64)
+        mine = torch.tensor(sums)
+        _asked(lambda: dist.all_gather_into_tensor(found, mine, group=self._group))
+        told = found.view(self.size, len(sums)).tolist()
+        if any(parcels for parcels, _, _ in told):
+            yield from self._pass_each(each)
+        for who, (_, head_bytes, data_bytes) in enumerate(told):
+            if head_bytes:
+                yield from self._pass_to_all(who, head, data, head_bytes, data_bytes)
+
+    def _pass_each(self, each: Mapping[int, Parcel]) -> Iterator[Parcel]:
+        """To every rank what is for it alone, and from every rank what is for this one."""
+        out = [each.get(rank, (b"", _NOTHING)) for rank in range(self.size)]
+        told = torch.tensor([[len(head), data.numel()] for head, data in out])
         come = torch.empty_like(told)
         _asked(lambda: dist.all_to_all_single(come, told, group=self._group))
-        joined = torch.frombuffer(bytearray(b"".join(heads)), dtype=torch.uint8)
         lengths, volumes = come[:, 0].tolist(), come[:, 1].tolist()
-        got_heads = self._scatter(joined, [len(head) for head in heads], lengths)
-        got_data = self._scatter(data, sizes, volumes)
-        return [(h.numpy().tobytes(), d) for h, d in zip(got_heads, got_data, strict=True)]
+        joined = torch.frombuffer(bytearray(b"".join(h for h, _ in out) or b"0"), dtype=torch.uint8)
+        heads = self._scatter(joined[: int(told[:, 0].sum())], told[:, 0].tolist(), lengths)
+        parts = torch.cat([data for _, data in out])
+        for head, data in zip(
+            heads, self._scatter(parts, told[:, 1].tolist(), volumes), strict=True
+        ):
+            if len(head):
+                yield head.numpy().tobytes(), data
+
+    def _pass_to_all(
+        self, who: int, head: bytes, data: torch.Tensor, head_bytes: int, data_bytes: int
+    ) -> Iterator[Parcel]:
+        """What one rank has for all others; one after the other, so that it fits into memory."""
+        if who == self.rank.number:
+            told = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        else:
+            told = torch.empty(head_bytes, dtype=torch.uint8)
+            data = torch.empty(data_bytes, dtype=torch.uint8)
+        for some in (told, data):
+            _asked(functools.partial(dist.broadcast, some, group_src=who, group=self._group))
+        if who != self.rank.number:
+            yield told.numpy().tobytes(), data
 
     def _scatter(self, data: torch.Tensor, out: list[int], come: list[int]) -> list[torch.Tensor]:
         got = torch.empty(sum(come), dtype=torch.uint8)

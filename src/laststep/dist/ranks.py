@@ -40,8 +40,13 @@ def this_rank() -> Rank:
     return Rank(0, 1)
 
 
+def ranks_per_node() -> int:
+    """How many ranks a node has, as far as the launcher says; else 1."""
+    announced = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(announced)) if announced.isdigit() else 1
+
+
 def ranks_on_this_node(rank: Rank) -> int:
     """How many ranks share this node's memory: what the launcher says, or all of them."""
     announced = os.environ.get("LOCAL_WORLD_SIZE", "")
-    here = int(announced) if announced.isdigit() else rank.ranks
-    return max(1, min(here, rank.ranks))
+    return min(ranks_per_node() if announced.isdigit() else rank.ranks, rank.ranks)

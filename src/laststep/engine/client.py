@@ -28,6 +28,7 @@ from laststep.engine.wire import (
     Filled,
     Flushed,
     Freed,
+    Grouped,
     NoMetric,
     Progress,
     Removed,
@@ -47,7 +48,7 @@ from laststep.events import (
     SaveFailed,
     Written,
 )
-from laststep.format.manifest import FileRecord, ItemRecord
+from laststep.format.manifest import FileRecord, GroupRecord, ItemRecord
 
 if TYPE_CHECKING:
     from laststep.engine.copy.job import CaptureTiming
@@ -95,6 +96,12 @@ class SaveLink:
         """Where the first rank's flusher has begun a save of all ranks."""
         self.files: tuple[FileRecord, ...] = ()
         """What this rank has made durable of it."""
+        self.group: GroupRecord | None = None
+        """The manifest of the group of ranks that this one speaks for, once it is durable."""
+        self.lost: LaststepError | None = None
+        """Why the flusher is gone that had made all of it durable: others may still commit it, so
+        whoever takes part in that finds out and reports."""
+        self._news = threading.Event()
         self._role = role
         self.handle = handle
         self._plan = plan
@@ -105,6 +112,29 @@ class SaveLink:
         self._beginning = threading.Lock()
         self.size_bytes = plan.tensor_bytes
         self.telling = threading.Lock()
+
+    @property
+    def decided_by_all(self) -> bool:
+        """Whether the ranks of a job decide about it, and all is durable that they may."""
+        return self._role != "alone" and self.handle.durable.done()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the next flusher has to know what becomes of it: saves go on from there."""
+        return self._role == "first" and self.lost is not None
+
+    def rest(self, timeout_s: float) -> None:
+        """Wait for news of the flusher; for one thread, which then looks what they are."""
+        self._news.wait(timeout_s)
+        self._news.clear()
+
+    def note(self, message: Begun | Grouped | None = None) -> None:
+        """The flusher has said so; or, where that is nothing more, the save is over for it."""
+        if isinstance(message, Begun):
+            self.place = message
+        elif message is not None:
+            self.group = message.group
+        self._news.set()
 
     def begin(self) -> None:
         """Announce the save to the flusher, once; by whichever thread has something to hand over
@@ -209,6 +239,10 @@ class Client:
     def restart(self) -> None:
         """A new flusher in place of a dead one; nobody may hold slots."""
         assert self._helper is not None  # noqa: S101 (it has died)
+        with self._lock:
+            awaited = [link.handle for link in self._links.values() if link.awaited]
+        for handle in awaited:
+            handle.committed.over_within(None)
         self._connection.close()
         self._receiver.join()
         self._helper.join(0)
@@ -341,14 +375,14 @@ class Client:
             if link is not None:
                 self._bus.emit(Written(step=link.handle.step, done_bytes=message.done_bytes,
                                        size_bytes=link.size_bytes))  # fmt: skip
-        elif isinstance(message, Begun):
+        elif isinstance(message, Begun | Grouped):
             link = self._links.get(message.save)
             if link is not None:
-                link.place = message
+                link.note(message)
         elif isinstance(message, Flushed):
             self._flushed(message)
         elif isinstance(message, Decided):
-            self._decided(message)
+            self.decided(message)
         elif isinstance(message, Failed):
             with self._lock:
                 link = self._links.pop(message.save, None)
@@ -369,7 +403,8 @@ class Client:
             Durable(step=link.handle.step, size_bytes=message.size_bytes, seconds=report.durable_s)
         )
 
-    def _decided(self, message: Decided) -> None:
+    def decided(self, message: Decided) -> None:
+        """A save is committed, as its flusher says, or whoever has looked in its place."""
         with self._lock:
             link = self._links.pop(message.save, None)
         if link is None:
@@ -383,6 +418,7 @@ class Client:
         report = link.handle.report
         report.committed_s, report.folder = link.handle.since_began_s(), message.folder
         link.handle.committed.reach()
+        link.note()
         self._bus.emit(
             Committed(step=link.handle.step, folder=message.folder, size_bytes=report.size_bytes,
                       seconds=report.committed_s)
@@ -390,6 +426,7 @@ class Client:
 
     def _fail(self, link: SaveLink, error: LaststepError) -> None:
         link.handle.fail(error)
+        link.note()
         self._bus.emit(SaveFailed(step=link.handle.step, reason=str(error)))
 
     def _mourn(self) -> None:
@@ -406,7 +443,12 @@ class Client:
         )
         with self._lock:  # at once: a save that comes between the two would wait for ever
             self._dead = error
-            links, self._links = list(self._links.values()), {}
+            links = list(self._links.values())
+            self._links = {link.number: link for link in links if link.decided_by_all}
         self._pool.slots.fail(error)
         for link in links:
-            self._fail(link, error)
+            if link.decided_by_all:
+                link.lost = error
+                link.note()
+            else:
+                self._fail(link, error)

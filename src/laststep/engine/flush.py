@@ -7,13 +7,14 @@ touch the same bytes. The first error is kept, and after it nothing more is writ
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import DIGEST_BYTES, block_digests, digest, digest_text
-from laststep.errors import LaststepError, StorageFailed
+from laststep.errors import Exists, LaststepError, StorageFailed
 from laststep.format.header import Header, ObjectEntry, encode_header
 from laststep.format.manifest import FileRecord
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
@@ -45,7 +46,12 @@ class SaveFlush:
         self._lock = threading.Lock()
         self._error: LaststepError | None = None
         self._files: list[_File] = []
+        self._folders = {f"{folder}/{plan.name}".rpartition("/")[0]: None for plan in files}
+        """In which the files lie: the attempt's own, or one within it."""
         try:
+            for place in self._folders:
+                if place != folder:
+                    self._make(place)
             for plan in files:
                 expected = plan.region_bytes + plan.tensor_bytes
                 writer = store.open_writer(f"{folder}/{plan.name}", expected_bytes=expected)
@@ -102,7 +108,10 @@ class SaveFlush:
             records.append(file.record or self._finish_file(file, mine))
         if self.error is not None:
             raise self.error
-        self._store.sync_folder(self.folder)
+        # The attempt's own too where it holds only folders: the rank that made them may not have
+        # got that far yet.
+        for place in {**self._folders, self.folder: None}:
+            self._store.sync_folder(place)
         return tuple(records)
 
     def close(self) -> None:
@@ -137,6 +146,11 @@ class SaveFlush:
             name=plan.name, size_bytes=size, header_bytes=plan.region_bytes,
             header_digest=digest_text(region),
         )  # fmt: skip
+
+    def _make(self, place: str) -> None:
+        """A folder within the attempt's; another rank may be first."""
+        with contextlib.suppress(Exists):
+            self._store.make_folder(place, parents=False)
 
     @staticmethod
     def _write_aligned(writer: Writer, offset: int, data: bytes) -> None:

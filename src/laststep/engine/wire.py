@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from laststep.format.header import PartEntry, TensorEntry
-from laststep.format.manifest import FileRecord, ItemRecord
+from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,14 +99,25 @@ class Seal(_Message, frozen=True, kw_only=True):
     metadata: bytes
 
 
+class Gathered(_Message, frozen=True, kw_only=True):
+    """What a group of ranks has made durable; to be written as the group's manifest."""
+
+    save: int
+    first: int
+    ranks: int
+    files: tuple[FileRecord, ...]
+
+
 class Decide(_Message, frozen=True, kw_only=True):
-    """What the ranks of a job agreed on: to commit with these items and files, or, with a reason,
-    to give the save up."""
+    """What the ranks of a job agreed on: to commit with these items and files, or groups of ranks
+    that have them; or, with a reason, to give the save up."""
 
     save: int
     reason: str | None = None
     items: tuple[ItemRecord, ...] = ()
     files: tuple[FileRecord, ...] = ()
+    groups: tuple[GroupRecord, ...] = ()
+    classes: tuple[ClassRecord, ...] = ()
     ranks: int = 1
 
 
@@ -164,6 +175,13 @@ class Flushed(_Message, frozen=True, kw_only=True):
     files: tuple[FileRecord, ...] = ()
 
 
+class Grouped(_Message, frozen=True, kw_only=True):
+    """The manifest of a group of ranks is durable."""
+
+    save: int
+    group: GroupRecord
+
+
 class Decided(_Message, frozen=True, kw_only=True):
     """A save is committed."""
 
@@ -199,8 +217,10 @@ class Ready(_Message, frozen=True, kw_only=True):
     pid: int
 
 
-ToFlusher = Begin | Located | Chunks | Seal | Decide | Drop | Continue | Bye
-ToTrainer = Begun | Freed | Progress | Flushed | Decided | Failed | Removed | NoMetric | Ready
+ToFlusher = Begin | Located | Chunks | Seal | Gathered | Decide | Drop | Continue | Bye
+ToTrainer = (
+    Begun | Freed | Progress | Flushed | Grouped | Decided | Failed | Removed | NoMetric | Ready
+)
 
 _LENGTH = struct.Struct("<Q")
 _LIMIT_BYTES = 4 << 30

@@ -15,11 +15,11 @@ import os
 import queue
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from laststep.catalog import groups
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import Run, plan_prune
 from laststep.codecs import objects
@@ -38,6 +38,8 @@ from laststep.engine.wire import (
     Filled,
     Flushed,
     Freed,
+    Gathered,
+    Grouped,
     KeepRules,
     Located,
     NoMetric,
@@ -49,6 +51,8 @@ from laststep.engine.wire import (
     ToTrainer,
 )
 from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.flusher.under_way import Save
+from laststep.format.group import GroupManifest
 from laststep.format.manifest import Abort, Commit, FileRecord
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import CHUNK_BYTES
@@ -62,29 +66,6 @@ log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.2
 _FREED_TOGETHER = 8
-_HEAR_S = 5.0
-
-
-@dataclass(slots=True)
-class _Save:
-    """A save on its way; `changed` guards `pending`, `seal`, `decide`, `early` and `dropped`."""
-
-    begin: Begin
-    began_s: float
-    flush: SaveFlush | None = None
-    epoch: int = 0
-    attempt: int = 0
-    error: LaststepError | None = None
-    pending: int = 0
-    located: bool = True
-    seal: Seal | None = None
-    decide: Decide | None = None
-    early: list[Filled] = field(default_factory=list)
-    """Chunks that came before a member knew where to write them."""
-    dropped: str | None = None
-    reported_s: float = 0.0
-    opened_s: float = 0.0
-    changed: threading.Condition = field(default_factory=threading.Condition)
 
 
 class Flusher:
@@ -112,9 +93,9 @@ class Flusher:
         self._epoch_lock: Lock | None = None
         self._attempts = 0
         self._last_folder: str | None = None
-        self._saves: dict[int, _Save] = {}
-        self._chunks: queue.SimpleQueue[tuple[_Save, Filled] | None] = queue.SimpleQueue()
-        self._order: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
+        self._saves: dict[int, Save] = {}
+        self._chunks: queue.SimpleQueue[tuple[Save, Filled] | None] = queue.SimpleQueue()
+        self._order: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._freed: list[int] = []
         self._freeing = threading.Lock()
         self._threads = [
@@ -154,7 +135,9 @@ class Flusher:
             elif isinstance(message, Chunks):  # of a save that was given up meanwhile
                 self._send(Freed(slots=[chunk.slot for chunk in message.filled]))
 
-    def _go_on(self, save: _Save, message: Chunks | Located | Seal | Decide | Drop) -> None:
+    def _go_on(
+        self, save: Save, message: Chunks | Located | Seal | Gathered | Decide | Drop
+    ) -> None:
         if isinstance(message, Chunks):
             with save.changed:
                 save.pending += len(message.filled)
@@ -171,14 +154,16 @@ class Flusher:
             with save.changed:
                 if isinstance(message, Seal):
                     save.seal = message
+                elif isinstance(message, Gathered):
+                    save.gathered = message
                 else:
                     save.decide = message
                 save.changed.notify_all()
 
     def _begin(self, begin: Begin) -> None:
-        save = _Save(begin=begin, began_s=time.monotonic())
+        save = Save(begin=begin, began_s=time.monotonic())
         self._saves[begin.save] = save
-        if begin.role == "member":
+        if save.is_member:
             save.located = False
             self._order.put(save)
             return
@@ -207,7 +192,7 @@ class Flusher:
                       folder=save.flush.folder)
             )  # fmt: skip
 
-    def _locate(self, save: _Save, place: Located) -> None:
+    def _locate(self, save: Save, place: Located) -> None:
         """A member learns where to write: what has come meanwhile can be written now."""
         save.epoch, save.attempt = place.epoch, place.attempt
         try:
@@ -250,7 +235,7 @@ class Flusher:
             self._run.clean()
         return self._run
 
-    def _drop(self, save: _Save, reason: str) -> None:
+    def _drop(self, save: Save, reason: str) -> None:
         with save.changed:
             save.dropped = reason
             early, save.early = save.early, []
@@ -285,7 +270,7 @@ class Flusher:
             freed, self._freed = self._freed, []
         self._send(Freed(slots=freed))
 
-    def _report(self, save: _Save) -> None:
+    def _report(self, save: Save) -> None:
         now = time.monotonic()
         if save.flush is not None and now - save.reported_s > _PROGRESS_S:
             save.reported_s = now
@@ -296,11 +281,7 @@ class Flusher:
             save = self._order.get()
             if save is None:
                 return
-            with save.changed:
-                while (
-                    save.dropped is None and (save.seal is None or not save.located)
-                ) or save.pending:
-                    save.changed.wait()
+            save.wait_for_all_chunks()
             try:
                 self._finish(save)
             except Exception as error:  # noqa: BLE001 (told to the trainer, and logged)
@@ -310,7 +291,7 @@ class Flusher:
                     save.flush.close()
                 del self._saves[save.begin.save]
 
-    def _finish(self, save: _Save) -> None:
+    def _finish(self, save: Save) -> None:
         """Durable, then committed, then retention; raises what stands in the way."""
         if save.dropped is not None:
             raise Aborted(save.dropped)
@@ -327,13 +308,14 @@ class Flusher:
             Flushed(save=number, size_bytes=size, opened_s=save.opened_s, written_s=written_s,
                     seconds=durable_s, files=() if save.begin.role == "alone" else records)
         )  # fmt: skip
-        if save.begin.role != "member":
+        if not save.is_member:
             commit = self._commit_record(save, save.seal, records)
             if save.begin.role == "first":
                 decide = self._decided_by_all(save)
                 commit = msgspec.structs.replace(
-                    commit, items=decide.items, files=decide.files, ranks=decide.ranks
-                )
+                    commit, items=decide.items, files=decide.files, ranks=decide.ranks,
+                    groups=decide.groups, classes=decide.classes,
+                )  # fmt: skip
                 # It may have slept for long before it was told: a later start of the job goes on
                 # from another checkpoint by now.
                 self._run.check_newest(save.epoch)
@@ -342,22 +324,23 @@ class Flusher:
         else:
             self._decided_by_all(save)
         self._send_decided(save)
-        if save.begin.role != "member":
+        if not save.is_member:
             self._retain(overwrote=save.begin.overwrite)
 
-    def _decided_by_all(self, save: _Save) -> Decide:
-        """Wait for what the ranks agree on; raises if it is to give the save up, or if nobody is
-        there any more to tell."""
-        with save.changed:
-            while save.decide is None and save.dropped is None:
-                save.changed.wait()
-        if save.decide is None:
-            raise Aborted(save.dropped or "")
-        if save.decide.reason is not None:
-            raise Aborted(save.decide.reason)
-        return save.decide
+    def _decided_by_all(self, save: Save) -> Decide:
+        """Wait for what the ranks agree on, and write the manifest of a group meanwhile, if this
+        rank speaks for one."""
+        while isinstance(word := save.next_word(), Gathered):
+            assert save.flush is not None  # noqa: S101 (its files are durable)
+            group = GroupManifest(
+                step=save.begin.step, epoch=save.epoch, attempt=save.attempt, first=word.first,
+                ranks=word.ranks, files=word.files,
+            )  # fmt: skip
+            record = groups.write(self._store, save.flush.folder, group)
+            self._send(Grouped(save=save.begin.save, group=record))
+        return word
 
-    def _commit_record(self, save: _Save, seal: Seal, files: tuple[FileRecord, ...]) -> Commit:
+    def _commit_record(self, save: Save, seal: Seal, files: tuple[FileRecord, ...]) -> Commit:
         assert self._run is not None  # noqa: S101 (it was opened when the save began)
         return Commit(
             run=self._run.id, step=save.begin.step, epoch=save.epoch, attempt=save.attempt,
@@ -382,14 +365,14 @@ class Flusher:
         except (LaststepError, OSError) as error:
             log.warning("retention failed: %s", error)
 
-    def _give_up(self, save: _Save, error: Exception) -> None:
+    def _give_up(self, save: Save, error: Exception) -> None:
         if not isinstance(error, LaststepError):
             log.error("the flush of step %d failed", save.begin.step, exc_info=error)
             error = StorageFailed(f"the flush of step {save.begin.step} failed", found=repr(error))
         # A member gives up alone what concerns itself; for all, only when it is told to.
-        member = save.begin.role == "member"
+        member = save.is_member
         if member and self._was_given_up(save):
-            self._hear_why(save)
+            save.hear_why()
         if save.flush is not None and self._run is not None:
             try:
                 save.flush.close()
@@ -409,7 +392,7 @@ class Flusher:
         kind, fields = error.to_wire()
         self._send(Failed(save=save.begin.save, kind=kind, fields=fields))
 
-    def _was_given_up(self, save: _Save) -> bool:
+    def _was_given_up(self, save: Save) -> bool:
         """Whether the first rank has decided against a member's save, or removed its folder."""
         if save.flush is None or self._run is None:
             return False
@@ -418,12 +401,6 @@ class Flusher:
                 return True
             return not self._store.list(save.flush.folder)
         return False
-
-    @staticmethod
-    def _hear_why(save: _Save) -> None:
-        """That the folder is gone explains nothing: the trainer is about to hear the reason."""
-        with save.changed:
-            save.changed.wait_for(lambda: save.dropped is not None or save.decide, _HEAR_S)
 
     def _abort_as_member(self, run: Run, folder: str, reason: str) -> bool:
         """Decide against an attempt of all ranks; True if it has been committed. Its folder stays
@@ -445,7 +422,7 @@ class Flusher:
             self._store.delete_folder(folder)
         return False
 
-    def _send_decided(self, save: _Save) -> None:
+    def _send_decided(self, save: Save) -> None:
         assert save.flush is not None  # noqa: S101 (what was decided was begun)
         self._send(
             Decided(save=save.begin.save, epoch=save.epoch, attempt=save.attempt,

@@ -1,9 +1,10 @@
 """The manifest: the small record whose existence decides that a checkpoint is, or is not.
 
 Knows nothing of stores or of how the decision is made. The document carries the digest of its own
-content, so any changed bit is noticed before anything in it is believed; then everything in it is
-checked. Metrics and metadata are typed JSON (`codecs.objects`), so nan and inf survive. `encode`
-raises only `Usage`; `decode` only `Corrupt`, and `Usage` for a later format.
+content (`format.envelope`); once that is right, everything in it is checked. It lists the files of
+a checkpoint or, where many ranks wrote it, the manifests of groups of ranks that do
+(`format.group`). Metrics and metadata are typed JSON (`codecs.objects`), so nan and inf survive.
+`encode` raises only `Usage`; `decode` only `Corrupt`, and `Usage` for a later format.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from laststep.codecs import objects, strict
-from laststep.codecs.digests import DIGEST_NAME, digest_text
+from laststep.codecs.digests import DIGEST_NAME
 from laststep.errors import Corrupt, Usage
+from laststep.format import envelope
+from laststep.format.envelope import check_format, corrupt, is_digest, seal, unseal
+from laststep.format.spans import RanksOf, Span, cover_once
 from laststep.terms import ALIGN_BYTES, FORMAT_VERSION
 
 if TYPE_CHECKING:
@@ -24,17 +28,13 @@ if TYPE_CHECKING:
 
 Metric = float | int | str | bool
 
-DAMAGE_REMEDY = (
-    "`laststep verify` lists all damage; restore() without a step takes the newest good checkpoint"
-)
-"""What to do about stored bytes that are not what was written."""
-
-_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+DAMAGE_REMEDY = envelope.DAMAGE_REMEDY
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+MAX_RANKS = 1 << 24
+"""More than any job has; whatever a manifest says, checking it takes no more memory than that."""
 _MAX_NAME_BYTES = 255
-_DIGEST = re.compile(re.escape(DIGEST_NAME) + r":[0-9a-f]{32}")
-_OPEN, _BETWEEN, _CLOSE = b'{"digest": "', b'", "manifest": ', b"}"
-_DIGEST_TEXT_BYTES = len(DIGEST_NAME) + 1 + 32
-_SUFFIX = ".safetensors"
+_TABLE = re.compile(r"[0-9a-f]{32}")
+_DATA, _GROUP = ".safetensors", ".json"
 
 
 class FileRecord(
@@ -43,10 +43,10 @@ class FileRecord(
     """A data file: its size, the length and digest of its header region, and who wrote it."""
 
     name: str
-    size_bytes: _Count
-    header_bytes: _Count
+    size_bytes: Count
+    header_bytes: Count
     header_digest: str
-    rank: _Count = 0
+    rank: Count = 0
 
 
 class ItemRecord(
@@ -58,14 +58,39 @@ class ItemRecord(
     name: str
     kind: str
     file: str
-    tensors: _Count
-    size_bytes: _Count
+    tensors: Count
+    size_bytes: Count
     per_rank: bool = False
+
+
+class GroupRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The manifest of a group of consecutive ranks: its name and digest, which ranks, and how many
+    data files of how many bytes in all it lists."""
+
+    name: str
+    digest: str
+    first: Count
+    ranks: Count
+    files: Count
+    size_bytes: Count
+
+
+class ClassRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Ranks that held the same tensors in the same layouts: the digest of their table, and who."""
+
+    table: str
+    spans: tuple[Span, ...]
+
+    @property
+    def ranks(self) -> RanksOf:
+        """These ranks, in ascending order."""
+        return RanksOf(self.spans)
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """The decision that a checkpoint is. `continues` names the folder of the one before it;
-    `references` the folders of others whose bytes it needs (always empty so far)."""
+    `references` the folders of others whose bytes it needs (always empty so far). There are `files`
+    or `groups`, never both; `catalog.groups.files_of` gives the files of either."""
 
     format: int = FORMAT_VERSION
     run: str
@@ -75,13 +100,26 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     created_s: float
     laststep: str
     items: tuple[ItemRecord, ...]
-    files: tuple[FileRecord, ...]
+    files: tuple[FileRecord, ...] = ()
     metrics: dict[str, Metric] = {}
     metadata: object = None
     continues: str | None = None
     references: tuple[str, ...] = ()
     ranks: int = 1
     """How many ranks wrote it."""
+    groups: tuple[GroupRecord, ...] = ()
+    classes: tuple[ClassRecord, ...] = ()
+    """Which ranks held the same; nothing where that is not known."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its data files."""
+        return sum(one.size_bytes for one in self.groups or self.files)
+
+    @property
+    def file_count(self) -> int:
+        """How many data files it has."""
+        return sum(one.files for one in self.groups) or len(self.files)
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,24 +130,33 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True):
     by: str
 
 
+class _ClassDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A class as it is written; a span without its stride, where that is 1."""
+
+    table: str
+    spans: tuple[tuple[Count, ...], ...]
+
+
 class _CommitDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A commit as it is written; metrics and metadata are typed JSON."""
 
     format: Literal[1] = 1
     decision: Literal["commit"] = "commit"
     run: str
-    step: _Count
-    epoch: _Count
-    attempt: _Count
+    step: Count
+    epoch: Count
+    attempt: Count
     created_s: float
     laststep: str
     items: tuple[ItemRecord, ...]
-    files: tuple[FileRecord, ...]
+    files: tuple[FileRecord, ...] | msgspec.UnsetType = msgspec.UNSET
     metrics: msgspec.Raw
     metadata: msgspec.Raw
     continues: str | None
     references: tuple[str, ...]
-    ranks: _Count | msgspec.UnsetType = msgspec.UNSET
+    ranks: Count | msgspec.UnsetType = msgspec.UNSET
+    groups: tuple[GroupRecord, ...] | msgspec.UnsetType = msgspec.UNSET
+    classes: tuple[_ClassDocument, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _AbortDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,8 +175,7 @@ def encode(decision: Commit | Abort) -> bytes:
             found=f"format {decision.format}",
         )
     try:
-        content = msgspec.json.encode(_document_of(decision))
-        data = _OPEN + digest_text(content).encode() + _BETWEEN + content + _CLOSE
+        data = seal(msgspec.json.encode(_document_of(decision)), member="manifest")
         # What is written is read back first: nothing is committed that no reader would take.
         decode(data, where="the manifest to be written")
     except UnicodeEncodeError as error:
@@ -141,11 +187,11 @@ def encode(decision: Commit | Abort) -> bytes:
 
 def decode(data: bytes, *, where: str) -> Commit | Abort:
     """The decision that `data` records, verified against its digest and checked throughout."""
-    content = _verified(data, where)
+    content = unseal(data, member="manifest", where=where, what="manifest")
     plain = strict.parse(content, where=where)
     if not isinstance(plain, dict):
         raise _corrupt(where, "a JSON object", f"a {type(plain).__name__}")
-    _check_format(plain.get("format"), where)
+    check_format(plain.get("format"), where=where, what="manifest")
     try:
         if plain.get("decision") == "abort":
             return _abort_of(msgspec.json.decode(content, type=_AbortDocument))
@@ -159,46 +205,8 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
     return commit
 
 
-def _corrupt(where: str, expected: str, found: str, *, why: str = "") -> Corrupt:
-    return Corrupt(
-        "cannot read a manifest" + (f": {why}" if why else ""),
-        where=where,
-        expected=expected,
-        found=found,
-        remedy=DAMAGE_REMEDY,
-    )
-
-
-def _verified(data: bytes, where: str) -> bytes:
-    """The content within the envelope, whose digest is right."""
-    start = len(_OPEN) + _DIGEST_TEXT_BYTES + len(_BETWEEN)
-    content = data[start : -len(_CLOSE)]
-    expected = _OPEN + digest_text(content).encode() + _BETWEEN + content + _CLOSE
-    if data != expected:
-        raise _changed(data, content, where)
-    return content
-
-
-def _changed(data: bytes, content: bytes, where: str) -> Corrupt:
-    """What is wrong with an envelope, in words; bytes that are no digest are not shown."""
-    if not data:
-        return _corrupt(where, "the record of a checkpoint", "an empty file", why="it is empty")
-    claimed = data[len(_OPEN) : len(_OPEN) + _DIGEST_TEXT_BYTES].decode("ascii", "replace")
-    found = digest_text(content)
-    if _DIGEST.fullmatch(claimed) is None or claimed == found:
-        claimed, found = "what was written", "other bytes"
-    return _corrupt(where, claimed, found, why="the manifest has been changed")
-
-
-def _check_format(number: object, where: str) -> None:
-    if type(number) is int and number > FORMAT_VERSION:
-        raise Usage(
-            "cannot read a manifest of a later format",
-            where=where,
-            expected=f"format {FORMAT_VERSION}",
-            found=f"format {number}",
-            remedy="upgrade laststep",
-        )
+def _corrupt(where: str, expected: str, found: str) -> Corrupt:
+    return corrupt(where, expected, found, what="manifest")
 
 
 def _document_of(decision: Commit | Abort) -> _CommitDocument | _AbortDocument:
@@ -213,12 +221,21 @@ def _document_of(decision: Commit | Abort) -> _CommitDocument | _AbortDocument:
         created_s=decision.created_s,
         laststep=decision.laststep,
         items=decision.items,
-        files=decision.files,
+        files=msgspec.UNSET if decision.groups else decision.files,
         metrics=msgspec.Raw(objects.encode(decision.metrics)),
         metadata=msgspec.Raw(objects.encode(decision.metadata)),
         continues=decision.continues,
         references=decision.references,
         ranks=decision.ranks if decision.ranks != 1 else msgspec.UNSET,
+        groups=decision.groups or msgspec.UNSET,
+        classes=tuple(
+            _ClassDocument(
+                table=one.table,
+                spans=tuple(tuple(span[:2]) if span.stride == 1 else span for span in one.spans),
+            )
+            for one in decision.classes
+        )
+        or msgspec.UNSET,
     )
 
 
@@ -238,7 +255,23 @@ def _abort_of(document: _AbortDocument) -> Abort:
     return Abort(format=document.format, reason=document.reason, by=document.by)
 
 
+def _classes_of(document: _CommitDocument, where: str) -> tuple[ClassRecord, ...]:
+    classes = () if document.classes is msgspec.UNSET else document.classes
+    for one in classes:
+        for span in one.spans:
+            if not (len(span) == 2 or (len(span) == 3 and span[2] > 1)):
+                raise _corrupt(where, "a first rank, a count and perhaps a stride", str(span))
+    return tuple(
+        ClassRecord(table=one.table, spans=tuple(Span(*span) for span in one.spans))
+        for one in classes
+    )
+
+
 def _commit_of(document: _CommitDocument, where: str) -> Commit:
+    if (document.files is msgspec.UNSET) is (document.groups is msgspec.UNSET):
+        raise _corrupt(where, "either files or groups", "both or neither")
+    if document.groups == ():
+        raise _corrupt(where, "groups of ranks", "an empty list")
     metrics = objects.decode(bytes(document.metrics), where=f"metrics of {where}")
     if type(metrics) is not dict:
         raise _corrupt(where, "metrics by name", type(metrics).__name__)
@@ -255,12 +288,14 @@ def _commit_of(document: _CommitDocument, where: str) -> Commit:
         created_s=document.created_s,
         laststep=document.laststep,
         items=document.items,
-        files=document.files,
+        files=() if document.files is msgspec.UNSET else document.files,
         metrics=metrics,
         metadata=objects.decode(bytes(document.metadata), where=f"metadata of {where}"),
         continues=document.continues,
         references=document.references,
         ranks=1 if document.ranks is msgspec.UNSET else document.ranks,
+        groups=() if document.groups is msgspec.UNSET else document.groups,
+        classes=_classes_of(document, where),
     )
 
 
@@ -274,42 +309,86 @@ def _problem(commit: Commit) -> tuple[str, str] | None:
             return "the name of a checkpoint's folder", repr(folder)
     if not _all_differ(commit.references):
         return "folders that differ", "one twice"
-    if commit.ranks < 1:
-        return "a number of ranks", str(commit.ranks)
-    for record in commit.files:
-        if record.rank >= commit.ranks:
-            return f"a rank below {commit.ranks} for {record.name}", str(record.rank)
+    if not 1 <= commit.ranks <= MAX_RANKS:
+        return f"from 1 to {MAX_RANKS} ranks", str(commit.ranks)
+    return (
+        files_problem(commit.files, range(commit.ranks))
+        or _groups_problem(commit)
+        or _classes_problem(commit)
+        or _item_problem(commit)
+    )
+
+
+def files_problem(files: tuple[FileRecord, ...], ranks: range) -> tuple[str, str] | None:
+    """What is wrong with data files that these ranks are said to have written, as `_problem`."""
+    for record in files:
+        if record.rank not in ranks:
+            expected = f"a rank from {ranks.start} to {ranks.stop - 1} for {record.name}"
+            return expected, str(record.rank)
         problem = _file_problem(record)
         if problem is not None:
             return problem
-    return _item_problem(commit)
+    if not _all_differ(record.name for record in files):
+        return "files that differ in name", "one name twice"
+    return None
 
 
 def _file_problem(record: FileRecord) -> tuple[str, str] | None:
     name = record.name
-    if not _is_plain_name(name) or not name.endswith(_SUFFIX) or name == _SUFFIX:
-        return f"the plain name of a {_SUFFIX} file", repr(name)
+    if not _is_file_name(name, _DATA):
+        return f"the plain name of a {_DATA} file", repr(name)
     header_bytes, size_bytes = record.header_bytes, record.size_bytes
     if header_bytes % ALIGN_BYTES or not 0 < header_bytes <= size_bytes:
         return (
             f"a header of a multiple of {ALIGN_BYTES} bytes within the file {name}",
             f"{header_bytes} bytes of {size_bytes}",
         )
-    if _DIGEST.fullmatch(record.header_digest) is None:
+    if not is_digest(record.header_digest):
         return f"{DIGEST_NAME}: and 32 hex digits for {name}", repr(record.header_digest)
+    return None
+
+
+def _groups_problem(commit: Commit) -> tuple[str, str] | None:
+    """Groups follow each other, and are all ranks."""
+    ranks = 0
+    for record in commit.groups:
+        if not _is_file_name(record.name, _GROUP):
+            return f"the plain name of a {_GROUP} file", repr(record.name)
+        if not is_digest(record.digest):
+            return f"{DIGEST_NAME}: and 32 hex digits for {record.name}", repr(record.digest)
+        if record.first != ranks or record.ranks < 1:
+            return f"a group of ranks from {ranks} on", f"{record.ranks} from {record.first} on"
+        ranks += record.ranks
+    if commit.groups and ranks != commit.ranks:
+        return f"groups of {commit.ranks} ranks in all", f"of {ranks}"
+    if not _all_differ(record.name for record in commit.groups):
+        return "groups that differ in name", "one name twice"
+    return None
+
+
+def _classes_problem(commit: Commit) -> tuple[str, str] | None:
+    """Classes are all ranks, each once."""
+    for record in commit.classes:
+        if _TABLE.fullmatch(record.table) is None:
+            return "32 hex digits for the table of a class", repr(record.table)
+    if not _all_differ(record.table for record in commit.classes):
+        return "classes that differ in their tables", "one table twice"
+    spans = [span for record in commit.classes for span in record.spans]
+    if commit.classes and not cover_once(spans, commit.ranks):
+        return f"classes that hold each of {commit.ranks} ranks once", "other ranks"
     return None
 
 
 def _item_problem(commit: Commit) -> tuple[str, str] | None:
     files = {record.name for record in commit.files}
-    if len(files) != len(commit.files):
-        return "files that differ in name", "one name twice"
     if not _all_differ(record.name for record in commit.items):
         return "items that differ in name", "one name twice"
     for record in commit.items:
         if not record.name or not record.kind:
             return "an item with a name and a kind", repr((record.name, record.kind))
-        if record.file not in files:
+        # The files of groups are not known here.
+        there = _is_file_name(record.file, _DATA) if commit.groups else record.file in files
+        if not there:
             return f"a file of the checkpoint for {record.name!r}", repr(record.file)
     return None
 
@@ -317,6 +396,13 @@ def _item_problem(commit: Commit) -> tuple[str, str] | None:
 def _all_differ(names: Iterable[str]) -> bool:
     listed = list(names)
     return len(set(listed)) == len(listed)
+
+
+def _is_file_name(name: str, suffix: str) -> bool:
+    """Whether that is a file of this kind in a checkpoint's folder, or in a folder within it."""
+    parts = name.split("/")
+    whole = parts[-1].endswith(suffix) and parts[-1] != suffix
+    return whole and len(parts) <= 2 and all(map(_is_plain_name, parts))
 
 
 def _is_plain_name(name: str) -> bool:

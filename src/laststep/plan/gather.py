@@ -1,23 +1,25 @@
-"""Decide which rank reads what when a job loads, so that every block is read once and used by all.
+"""Decide which rank reads what of a writer's files, so that every block is read once, for all.
 
-Pure. Files are looked at in chunks. Of each chunk the ranks that want something of it are found by
-intersecting boxes, and one of them, the same in everybody's eyes, reads it and passes the rest on.
-A rank looks only at chunks that hold something for itself.
+Pure. Files are looked at in chunks. Of each chunk the readers that want something of it are found
+by intersecting boxes, and one of them, the same in everybody's eyes, reads it and passes the rest
+on.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.state.layouts import Box, boxes_of_range
+from laststep.state.boxes import Box, boxes_of_range
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from laststep.plan.sources import Source
+    from laststep.plan.wants import Wants
 
 
 class Stored(NamedTuple):
@@ -31,10 +33,6 @@ class Stored(NamedTuple):
     box: Box
 
 
-Wanted = list[tuple[int, tuple[Box, ...]]]
-"""The ranks that want something of a tensor, in order, and which boxes of it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Bytes of a file that one rank reads, and what of them is whose."""
@@ -43,8 +41,6 @@ class Chunk:
     start: int
     stop: int
     stored: tuple[Stored, ...]
-    alone: bool
-    """Whether nobody but its reader wants anything of it."""
 
     def boxes(self) -> Iterator[tuple[Stored, Box, int]]:
         """The boxes that lie in it, each with the byte at which it begins, in the chunk."""
@@ -66,65 +62,66 @@ def _moved(box: Box, by: tuple[int, ...]) -> Box:
 
 def chunks_of(
     rank: int,
+    source: Source,
     stored: Sequence[Stored],
-    wanted: Callable[[int], Wanted],
-    tensor_bytes: Sequence[int],
+    wants: Wants,
+    tensor_bytes: Mapping[int, int],
 ) -> list[Chunk]:
-    """The chunks that a rank reads. `wanted` says who wants what of a tensor, `tensor_bytes` how
-    long each file's tensor area is."""
-    alike = functools.cache(lambda tensor: _Alike(wanted(tensor)))
+    """The chunks that a rank reads of a source's files, in which `stored` lies; `tensor_bytes` says
+    how long the tensor area of each is."""
     grid: dict[tuple[int, int], list[Stored]] = {}
-    touched: set[tuple[int, int]] = set()
     for one in stored:
-        if one.start == one.stop:
-            continue
         for number in range(one.start // CHUNK_BYTES, -(-one.stop // CHUNK_BYTES)):
             grid.setdefault((one.file, number), []).append(one)
-        for start, stop in _ranges(one, alike(one.tensor).of(rank)):
-            numbers = range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES))
-            touched.update((one.file, number) for number in numbers)
+    alike = functools.cache(lambda tensor: wants.alike(tensor, source.readers))
+    # Files have other numbers on other ranks, but come in the same order.
+    order = {file: at for at, file in enumerate(dict.fromkeys(one.file for one in stored))}
+    chunks = sorted(grid, key=lambda chunk: (order[chunk[0]], chunk[1]))
     found = []
-    before = _chunks_before(tensor_bytes)
-    for file, number in sorted(touched):
+    read = dict.fromkeys(source.readers, 0)
+    for turn, (file, number) in enumerate(chunks):
         low, high = number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES
-        wanting: dict[int, list[int]] = {}
-        start, stop = high, low
+        wanting: set[int] = set()
         for one in grid[file, number]:
-            for boxes, who in alike(one.tensor).ranks_of.items():
-                for first, last in _ranges(one, boxes):
-                    if first < high and low < last:
-                        wanting[id(who)] = who
-                        start, stop = min(start, max(first, low)), max(stop, min(last, high))
-        readers = sorted(set(itertools.chain(*wanting.values())))
-        if readers and readers[(before[file] + number) % len(readers)] == rank:
-            start = start // BLOCK_BYTES * BLOCK_BYTES
-            stop = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, tensor_bytes[file])
-            held = tuple(s for s in grid[file, number] if s.start < stop and start < s.stop)
-            found.append(Chunk(file, start, stop, held, len(readers) == 1))
+            for boxes, who in alike(one.tensor):
+                if not wanting.issuperset(who) and _touches(one, boxes, low, high):
+                    wanting.update(who)
+        # What none of them wants is for somebody else, or for nobody. Who has read least is next.
+        able = sorted(wanting) or list(source.readers)
+        first = (source.writer * len(chunks) + turn) % len(able)
+        reader = min(able[first:] + able[:first], key=read.__getitem__)
+        read[reader] += 1
+        if reader != rank:
+            continue
+        stop = min(high, tensor_bytes[file])
+        chunk = _trimmed(Chunk(file, low, stop, tuple(grid[file, number])), wants)
+        if chunk is not None:
+            found.append(chunk)
     return found
 
 
-class _Alike:
-    """Who wants which boxes of a tensor; those who want the same are looked at once. A model that
-    every rank holds whole is wanted by all of them, and lies in as many parts."""
-
-    def __init__(self, wanted: Wanted) -> None:
-        self.ranks_of: dict[tuple[Box, ...], list[int]] = {}
-        for rank, boxes in wanted:
-            self.ranks_of.setdefault(boxes, []).append(rank)
-        self._boxes_of = dict(wanted)
-
-    def of(self, rank: int) -> tuple[Box, ...]:
-        """What a rank wants."""
-        return self._boxes_of.get(rank, ())
+def _touches(stored: Stored, boxes: tuple[Box, ...], low: int, high: int) -> bool:
+    return any(first < high and low < last for first, last in _ranges(stored, boxes))
 
 
-def _chunks_before(tensor_bytes: Sequence[int]) -> list[int]:
-    """How many chunks lie in the files before each, so that readers take turns over all of them.
-    Small files do not count: each rank has one beside its large one, and every other turn would
-    fall on those."""
-    counts = [-(-size // CHUNK_BYTES) if size >= BLOCK_BYTES else 0 for size in tensor_bytes]
-    return [0, *itertools.accumulate(counts)]
+def _trimmed(chunk: Chunk, wants: Wants) -> Chunk | None:
+    """The blocks of a chunk from the first to the last of which somebody wants something."""
+    start, stop = chunk.stop, chunk.start
+    for one in chunk.stored:
+        ranks = wants.ranks(wants.of_box(one.tensor, one.box))
+        for boxes, _ in wants.alike(one.tensor, ranks):
+            for first, last in _ranges(one, boxes):
+                if first < chunk.stop and chunk.start < last:
+                    start, stop = (
+                        min(start, max(first, chunk.start)),
+                        max(stop, min(last, chunk.stop)),
+                    )
+    if start >= stop:
+        return None
+    start = start // BLOCK_BYTES * BLOCK_BYTES
+    stop = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, chunk.stop)
+    held = tuple(s for s in chunk.stored if s.start < stop and start < s.stop)
+    return Chunk(chunk.file, start, stop, held)
 
 
 def _ranges(stored: Stored, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:

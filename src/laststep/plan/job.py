@@ -16,7 +16,8 @@ import msgspec
 from laststep.codecs.digests import digest
 from laststep.errors import Mismatch, Problems
 from laststep.plan.shares import Share, Spread, shares_of
-from laststep.state.layouts import Layout, Mesh, Replicate, Sharded, from_plain, to_plain, whole
+from laststep.state.boxes import counts, whole
+from laststep.state.layouts import Layout, Mesh, Replicate, Sharded, from_plain, to_plain
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
@@ -67,16 +68,23 @@ def encode_table(table: Table) -> bytes:
 
 
 def decode_table(data: bytes) -> Table:
-    """The table again."""
+    """The table again; on something else a `ValueError`, `TypeError`, `IndexError` or `Usage`."""
     items, plain = msgspec.msgpack.decode(data)
     layouts = [from_plain(one) for one in plain]
     return tuple(
-        Item(name, kind, per_rank, tuple(
-            Tensor(t, dtype, tuple(shape), None if layout is None else layouts[layout])
-            for t, dtype, shape, layout in tensors
-        ), tuple((name, first) for name, first in ties))
+        Item(name, kind, per_rank, tuple(_tensor(layouts, *tensor) for tensor in tensors),
+             tuple((name, first) for name, first in ties))
         for name, kind, per_rank, tensors, ties in items
     )  # fmt: skip
+
+
+def _tensor(
+    layouts: Sequence[Layout], name: str, dtype: str, shape: Sequence[int], number: int | None
+) -> Tensor:
+    found = Tensor(name, dtype, counts(shape), None if number is None else layouts[number])
+    if found.layout is not None and found.layout.shape != found.shape:
+        raise ValueError(f"{name} has not the shape of its layout")
+    return found
 
 
 def digest_of(table: bytes) -> bytes:
@@ -101,6 +109,7 @@ class Agreement:
     """The tensors that ranks share the work of writing, in the order of `spreads`."""
     spreads: tuple[Spread, ...]
     class_of: dict[int, int]
+    dtypes: dict[Key, str]
     empty: dict[int, int]
     """Tensors without elements, by their numbers, and the one rank that writes each of them."""
 
@@ -148,8 +157,9 @@ def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
             where="the state that the ranks of this job describe",
             remedy="every rank of a mesh must hold its part of every tensor on it",
         )
+    dtypes = {key: tellings[0][0].dtype for key, tellings in told.items()}
     return Agreement(
-        digest(b"".join(digests)), classes, tuple(told), tuple(spreads), class_of, empty
+        digest(b"".join(digests)), classes, tuple(told), tuple(spreads), class_of, dtypes, empty
     )
 
 

@@ -18,10 +18,16 @@ if TYPE_CHECKING:
     from laststep.state.pieces import Piece
 
 SHARED_FILE = "shared"
+FLAT_RANKS = 256
+"""In a job of more ranks, files lie in folders within the checkpoint's, each for some ranks. A rank
+has a few files, mostly three: no folder is to have more than about 1,024 entries."""
+_RANKS_PER_FOLDER, _FOLDERS = 128, 1024
 OWN_FILE_BYTES = 1 << 20
 """An item at least this large gets a data file of its own."""
 TREE_NAME = "~6tree"
 """The object that holds an item's tree; `~6` cannot begin the name of a tensor's path."""
+TABLE_NAME = "~6table"
+"""The object in which ranks of a job say what they hold (`plan.job`)."""
 _ENTRY_BYTES = 160
 """Generous bound of one header entry without its name; only decides where files are split."""
 
@@ -78,12 +84,31 @@ class SavePlan:
         return sum(file.tensor_bytes for file in self.files)
 
 
+def tree_name(item: str) -> str:
+    """The name of the object that holds an item's tree."""
+    return f"{item}/{TREE_NAME}"
+
+
+def folder_of(rank: int, ranks: int) -> str:
+    """The folder within that of the checkpoint in which the files of a rank lie; "" for none."""
+    if ranks <= FLAT_RANKS:
+        return ""
+    each = max(_RANKS_PER_FOLDER, -(-ranks // _FOLDERS))
+    return f"r{rank - rank % each:05d}/"
+
+
 def plan_save(
-    items: tuple[ItemSpec, ...], *, rank: int | None = None, trees: frozenset[str] | None = None
+    items: tuple[ItemSpec, ...],
+    *,
+    rank: tuple[int, int] | None = None,
+    objects: tuple[str, ...] | None = None,
 ) -> SavePlan:
-    """Place every piece of every item, and the trees of these items (None: of all), into files.
-    In a job of several ranks, `rank` tells the files of each from the others'."""
-    mine = "" if rank is None else f"-r{rank:05d}"
+    """Place every piece of every item, and room for objects of these names (None: the trees of all
+    items), into files.
+    In a job of several ranks, `rank`, which of how many, tells the files of each from the
+    others'."""
+    mine = "" if rank is None else f"-r{rank[0]:05d}"
+    where = "" if rank is None else folder_of(*rank)
     files: list[FilePlan] = []
     file_of: dict[str, str] = {}
     shared: list[tuple[int, int]] = []
@@ -91,21 +116,20 @@ def plan_save(
         refs = [(index, piece) for piece in range(len(item.pieces))]
         if not (item.standalone and refs) and item.size_bytes < OWN_FILE_BYTES:
             shared += refs
-            file_of[item.name] = f"{SHARED_FILE}{mine}.safetensors"
+            file_of[item.name] = f"{where}{SHARED_FILE}{mine}.safetensors"
             continue
         groups = _split(refs, items)
         for number, group in enumerate(groups):
             suffix = f"-{number + 1:05d}" if len(groups) > 1 else ""
-            file = _place(f"{item.name}{mine}{suffix}.safetensors", item.name, group, items, ())
+            name = f"{where}{item.name}{mine}{suffix}.safetensors"
+            file = _place(name, item.name, group, items, ())
             files.append(file)
             file_of.setdefault(item.name, file.name)
-    names = tuple(
-        f"{item.name}/{TREE_NAME}" for item in items if trees is None or item.name in trees
-    )
+    names = tuple(tree_name(item.name) for item in items) if objects is None else objects
     groups = _split(shared, items) or ([[]] if names else [])
     for number, group in enumerate(groups):
         suffix = f"-{number + 1:05d}" if number else ""
-        name = f"{SHARED_FILE}{mine}{suffix}.safetensors"
+        name = f"{where}{SHARED_FILE}{mine}{suffix}.safetensors"
         files.append(_place(name, None, group, items, names if number == 0 else ()))
     return SavePlan(items=items, files=tuple(files), file_of=file_of)
 
@@ -166,7 +190,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._plan: SavePlan | None = None
-        self._trees: frozenset[str] | None = None
+        self._objects: tuple[str, ...] | None = None
 
     @property
     def last_bytes(self) -> int:
@@ -177,11 +201,11 @@ class PlanCache:
         self,
         items: tuple[ItemSpec, ...],
         *,
-        rank: int | None = None,
-        trees: frozenset[str] | None = None,
+        rank: tuple[int, int] | None = None,
+        objects: tuple[str, ...] | None = None,
     ) -> SavePlan:
         known = self._plan
-        if known is None or known.items != items or self._trees != trees:
-            known = self._plan = plan_save(items, rank=rank, trees=trees)
-            self._trees = trees
+        if known is None or known.items != items or self._objects != objects:
+            known = self._plan = plan_save(items, rank=rank, objects=objects)
+            self._objects = objects
         return known

@@ -5,17 +5,24 @@ copies that a set of ranks holds in common are thought of as one line of bytes, 
 tensors, and cut into as many equal pieces as there are ranks, or fewer where they would be small;
 each rank writes one piece. Cuts are moved to whole rows, so what is written is boxes. Every byte of
 a tensor is written by exactly one rank, whatever the layouts.
+
+A checkpoint keeps the descriptions, so who loads it finds by the same arithmetic who wrote what.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.state.layouts import Box, Copies, Layout
+from laststep.state.boxes import Box
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from laststep.state.layouts import Copies, Layout
 
 MIN_SHARE_BYTES = 8 << 20
 """Ranks write no less than this of what they hold in common, unless there is no more."""
@@ -37,30 +44,135 @@ class Share(NamedTuple):
     held: Box
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """A box that all ranks of a line hold."""
+
     tensor: int
     held: Box
     size_bytes: int
 
+    @property
+    def dim(self) -> int | None:
+        """The dimension along which it may be cut: the first that has more than one index."""
+        return next((dim for dim, size in enumerate(self.held.shape) if size > 1), None)
 
-def shares_of(rank: int, tensors: Sequence[Spread]) -> list[Share]:
-    """All that a rank writes, in the order of the tensors."""
-    lines: dict[tuple[Copies, ...], list[_Entry]] = {}
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What some ranks hold in common, cut into pieces, one for each writer."""
+
+    copies: tuple[Copies, ...]
+    entries: tuple[Entry, ...]
+    starts: tuple[int, ...] = field(repr=False)
+    """The byte of the line at which each entry begins, and its end."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def holders(self) -> int:
+        """How many hold it."""
+        return sum(some.size for some in self.copies)
+
+    @property
+    def pieces(self) -> int:
+        return min(self.holders, max(1, self.size_bytes // MIN_SHARE_BYTES))
+
+    def piece_of(self, rank: int) -> int | None:
+        """Which piece a rank of it writes; None where it writes none."""
+        before = 0
+        for some in self.copies:
+            place = some.place(rank)
+            if place is not None:
+                # Other lines begin with other tensors: where few write, these are not always the
+                # same ranks.
+                piece = (before + place - self.entries[0].tensor) % self.holders
+                return piece if piece < self.pieces else None
+            before += some.size
+        return None
+
+    def writer(self, piece: int) -> int:
+        """The rank that writes a piece."""
+        place = (piece + self.entries[0].tensor) % self.holders
+        for some in self.copies:
+            if place < some.size:
+                return some.rank(place)
+            place -= some.size
+        raise IndexError(piece)
+
+    def range_of(self, piece: int) -> tuple[int, int]:
+        """The bytes of a piece; rows that begin in them are its own."""
+        total, pieces = self.size_bytes, self.pieces
+        return piece * total // pieces, (piece + 1) * total // pieces
+
+    def shares(self, piece: int) -> list[Share]:
+        """What is written with a piece."""
+        low, high = self.range_of(piece)
+        first = max(bisect.bisect_right(self.starts, low) - 1, 0)
+        found = []
+        for number in range(first, len(self.entries)):
+            start = self.starts[number]
+            if start >= high:
+                break
+            entry = self.entries[number]
+            box = _rows(entry, low - start, high - start)
+            if box is not None:
+                found.append(Share(entry.tensor, box, entry.held))
+        return found
+
+    def pieces_with(self, number: int, wanted: Box) -> range:
+        """The pieces that hold something of a box, which is part of that entry's."""
+        entry, start = self.entries[number], self.starts[number]
+        first, last = start, start
+        dim = entry.dim
+        if dim is not None:
+            row_bytes = entry.size_bytes // entry.held.shape[dim]
+            first += (wanted.start[dim] - entry.held.start[dim]) * row_bytes
+            last += (wanted.stop[dim] - 1 - entry.held.start[dim]) * row_bytes
+        return range(self._piece_at(first), self._piece_at(last) + 1)
+
+    def _piece_at(self, byte: int) -> int:
+        """The piece to which rows that begin there belong."""
+        return ((byte + 1) * self.pieces - 1) // max(self.size_bytes, 1)
+
+
+def lines_of(rank: int, tensors: Sequence[Spread]) -> list[Line]:
+    """All that a rank holds together with others, or alone."""
+    lines: dict[tuple[Copies, ...], list[Entry]] = {}
+    inside: dict[int, bool] = {}  # by the identity of a mesh, of which there are few
     for number, tensor in enumerate(tensors):
-        writing = _writing(tensor.layouts)
-        held = next((held for layout in writing if (held := layout.held(rank))), ())
+        writing = writing_layouts(tensor.layouts)
+        held: tuple[Box, ...] = ()
+        for layout in writing:
+            mesh = layout.mesh
+            if id(mesh) not in inside:
+                inside[id(mesh)] = mesh.coordinate(rank) is not None
+            if inside[id(mesh)] and (held := layout.held(rank)):
+                break
         if not held:
             continue
         found = tuple(c for layout in writing if (c := layout.copies(held)) is not None)
         line = lines.setdefault(found, [])
-        line += [_Entry(number, box, box.volume * tensor.itemsize) for box in held]
+        line += [Entry(number, box, box.volume * tensor.itemsize) for box in held]
+    return [
+        Line(copies, tuple(line),
+             tuple(itertools.accumulate((entry.size_bytes for entry in line), initial=0)))
+        for copies, line in lines.items()
+    ]  # fmt: skip
+
+
+def shares_of(rank: int, tensors: Sequence[Spread]) -> list[Share]:
+    """All that a rank writes, in the order of the tensors."""
     shares: list[Share] = []
-    for copies, line in lines.items():
-        shares += _piece(rank, copies, line)
+    for line in lines_of(rank, tensors):
+        piece = line.piece_of(rank)
+        if piece is not None:
+            shares += line.shares(piece)
     return sorted(shares, key=lambda share: share.tensor)
 
 
-def _writing(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+def writing_layouts(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
     """The layouts whose ranks take part in writing: all that cut the tensor as the first does. One
     that cuts it otherwise holds the same bytes in other boxes, and leaves them to the others."""
     if len(layouts) == 1:
@@ -69,44 +181,9 @@ def _writing(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
     return tuple(layout for layout in layouts if layout.cuts() == cuts)
 
 
-def _piece(rank: int, copies: tuple[Copies, ...], line: list[_Entry]) -> list[Share]:
-    """What of a line this rank writes."""
-    place, count = _place(rank, copies)
-    total = sum(entry.size_bytes for entry in line)
-    pieces = min(count, max(1, total // MIN_SHARE_BYTES))
-    # Other lines begin with other tensors: where few write, these are not always the same ranks.
-    piece = (place - line[0].tensor) % count
-    if piece >= pieces:
-        return []
-    low, high = piece * total // pieces, (piece + 1) * total // pieces
-    shares: list[Share] = []
-    start = 0
-    for entry in line:
-        stop = start + entry.size_bytes
-        if start < high and low < stop:
-            box = _rows(entry, low - start, high - start)
-            if box is not None:
-                shares.append(Share(entry.tensor, box, entry.held))
-        start = stop
-    return shares
-
-
-def _place(rank: int, copies: tuple[Copies, ...]) -> tuple[int, int]:
-    """Which of all holders a rank is, and how many there are."""
-    place, count = 0, 0
-    for some in copies:
-        mine = some.place(rank)
-        if mine is not None:
-            place = count + mine
-        count += some.size
-    return place, count
-
-
-def _rows(entry: _Entry, low: int, high: int) -> Box | None:
-    """The whole rows that begin at bytes [low, high) of a held box, along its first dimension that
-    has more than one index."""
-    shape = entry.held.shape
-    dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
+def _rows(entry: Entry, low: int, high: int) -> Box | None:
+    """The whole rows that begin at bytes [low, high) of a held box."""
+    shape, dim = entry.held.shape, entry.dim
     if dim is None:
         return entry.held if low <= 0 < high else None
     row_bytes = entry.size_bytes // shape[dim]

@@ -1,44 +1,33 @@
-"""Walk a state whose tensors are probably the ones of the last save, and notice if they are not.
+"""Walk a state that is probably built like the one of the last save, and notice if it is not.
 
-Between two saves a training run keeps its tensors and changes its numbers. So the second walk only
-checks, tensor by tensor and in order, that each is the same object with the same memory under the
-same path, and copies the plain values around them. At the first difference it gives up, and the
-state is taken apart anew. Holds no tensor's memory; imports no torch.
+Between two saves a training run keeps its tensors and changes its numbers. A walk copies the plain
+values and notes, for all else, what it meets and where: its trace. A state that leaves the same
+trace as the last one has the same names in the same order, so it only remains to look at the
+memory of its leaves (`state.tensors.lying`). Notes are lists that are filled and compared whole, as
+this runs while training waits. Holds no leaf between saves; imports no torch.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Final
 
 from laststep.codecs.objects import Tagged
 from laststep.state.tree import OWNED, PLAIN, Owned, Path
 
 if TYPE_CHECKING:
-    import weakref
-    from collections.abc import Sequence
-
-    import torch
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from laststep.codecs.objects import TensorRef
 
+_Part = dict[object, object]
+"""The tree of a container of leaves, or of one of such containers. Trees are never changed, so they
+share theirs with those of other saves."""
 
-class Known(NamedTuple):
-    """A tensor as the last save met it."""
-
-    tensor: weakref.ref[torch.Tensor]
-    parent: Path
-    """The path of its container; tensors of one container share this very tuple."""
-    key: object
-    address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    ref: TensorRef
-    is_piece: bool
-    """False for a tensor that is tied to an earlier one."""
-    local: weakref.ref[torch.Tensor] | None = None
-    """Of a DTensor, the part that this rank holds: the rest is told of that."""
+_CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple, Owned})
+_NO_LEAVES: Final = PLAIN | _CONTAINERS
+_DICT: Final = frozenset({dict})
 
 
 class _Different(Exception):
@@ -46,15 +35,15 @@ class _Different(Exception):
 
 
 class _Walk:
-    """One walk; `sources` collects the tensors of the pieces, in order."""
+    """A walk, whose trace are `keys` and `sizes`."""
 
-    def __init__(self, known: Sequence[Known]) -> None:
-        self._known = known
-        self._next = 0
-        self.sources: list[torch.Tensor] = []
-
-    def all_met(self) -> bool:
-        return self._next == len(self._known)
+    def __init__(self, parts: Iterator[_Part]) -> None:
+        self._parts = parts
+        self.leaves: list[object] = []
+        self.keys: list[object] = []
+        """Of every stretch of leaves: its path, the names of its rows, and the keys in these."""
+        self.sizes: list[int] = []
+        """How many each of those are."""
 
     def container(self, node: object, path: Path) -> object:
         kind = type(node)
@@ -62,65 +51,113 @@ class _Walk:
             if type(node.state) not in _CONTAINERS:  # type: ignore[attr-defined]
                 raise _Different
             return Tagged(OWNED, [node.owner, self.container(node.state, path)])  # type: ignore[attr-defined]
-        if kind is dict or kind is OrderedDict:
-            copied = {} if kind is dict else OrderedDict()
-            known, parent = self._known, None
-            for key, inner in node.items():  # type: ignore[attr-defined]
-                if type(inner) in PLAIN:
-                    copied[key] = inner
-                elif type(inner) in _CONTAINERS:
-                    copied[key] = self.container(inner, (*path, key))
-                else:
-                    # Spelled out here: this runs once per tensor while training waits.
-                    if self._next == len(known):
-                        raise _Different
-                    one = known[self._next]
-                    if one.parent is not parent:
-                        if one.parent != path:
-                            raise _Different
-                        parent = one.parent
-                    leaf = one.tensor()
-                    if leaf is None or leaf is not inner:
-                        raise _Different
-                    tensor = leaf if one.local is None else _local_of(leaf, one.local)
-                    if (
-                        one.key != key
-                        or one.address != tensor.data_ptr()
-                        or one.shape != tensor.shape
-                        or one.stride != tensor.stride()
-                        or one.dtype is not tensor.dtype
-                    ):
-                        raise _Different
-                    self._next += 1
-                    if one.is_piece:
-                        self.sources.append(tensor)
-                    copied[key] = one.ref
-            return copied
-        pairs = dict(enumerate(node))  # type: ignore[arg-type, var-annotated]
-        entries = list(self.container(pairs, path).values())  # type: ignore[attr-defined]
-        return entries if kind is list else tuple(entries)
+        if kind is dict:
+            return self._entries(node, path)  # type: ignore[arg-type]
+        if kind is OrderedDict:
+            return OrderedDict(self._entries(dict(node), path))  # type: ignore[call-overload]
+        copied = self._entries(dict(enumerate(node)), path)  # type: ignore[arg-type]
+        return kind(copied.values())  # type: ignore[call-arg]
+
+    def _entries(self, named: dict[object, object], path: Path) -> dict[object, object]:
+        kinds = set(map(type, named.values()))
+        if kinds <= PLAIN:
+            return dict(named)
+        if kinds.isdisjoint(_NO_LEAVES):
+            return self._stretch(path, (), (named,))
+        if kinds == _DICT:  # as an optimizer has its state: thousands of dicts, so all at once
+            rows: Collection[dict[object, object]] = named.values()  # type: ignore[assignment]
+            inner = set(map(type, chain.from_iterable(map(dict.values, rows))))
+            if inner and inner.isdisjoint(_NO_LEAVES):
+                return self._stretch(path, named, rows)
+        copied: dict[object, object] = {}
+        for key, value in named.items():
+            if type(value) in PLAIN:
+                copied[key] = value
+            elif type(value) in _CONTAINERS:
+                copied[key] = self.container(value, (*path, key))
+            else:
+                copied[key] = self._stretch(path, (), ({key: value},)).get(key)
+        return copied
+
+    def _stretch(
+        self,
+        path: Path,
+        names: Collection[object],
+        rows: Collection[dict[object, object]],
+    ) -> _Part:
+        """Leaves that follow each other: a container of them, or several in one above them."""
+        self.leaves += chain.from_iterable(map(dict.values, rows))
+        self.keys += path
+        self.keys += names
+        self.keys += chain.from_iterable(rows)
+        self.sizes += (len(path), len(names), len(rows))
+        self.sizes += map(len, rows)
+        return self._part(names, rows)
+
+    def _part(self, names: Collection[object], rows: Collection[dict[object, object]]) -> _Part:
+        """The known tree; if it is of another stretch than this, the traces differ as well."""
+        part = next(self._parts, None)
+        if part is None:
+            raise _Different
+        return part
 
 
-def _local_of(leaf: torch.Tensor, known: weakref.ref[torch.Tensor]) -> torch.Tensor:
-    """The part of a DTensor that this rank holds, if it is the known one."""
-    local: torch.Tensor = leaf._local_tensor  # type: ignore[attr-defined]
-    if local is not known():
-        raise _Different
-    return local
+class _FirstWalk(_Walk):
+    """Makes the parts that later walks take over."""
+
+    def __init__(self, refs: Iterable[TensorRef]) -> None:
+        super().__init__(iter(()))
+        self._refs = iter(refs)
+        self.parts: list[_Part] = []
+
+    def _part(self, names: Collection[object], rows: Collection[dict[object, object]]) -> _Part:
+        made: list[_Part] = [
+            dict(zip(row, islice(self._refs, len(row)), strict=True)) for row in rows
+        ]
+        self.parts.append(dict(zip(names, made, strict=True)) if names else made[0])
+        return self.parts[-1]
 
 
-_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, Owned})
+class Known:
+    """How a state is built."""
+
+    def __init__(self, walk: _FirstWalk) -> None:
+        self._parts = walk.parts
+        self._keys = walk.keys
+        self._kinds = list(map(type, walk.keys))  # 1, True and 1.0 are equal keys of different name
+        self._sizes = walk.sizes
+
+    def walk(self, value: object) -> tuple[object, list[object]] | None:
+        """(tree, leaves) of a state that is built just so, whatever its plain values are."""
+        walk = _Walk(iter(self._parts))
+        tree = _walked(walk, value)
+        same = (
+            tree is not None
+            and walk.sizes == self._sizes
+            and list(map(type, walk.keys)) == self._kinds
+            and walk.keys == self._keys
+        )
+        return (tree, walk.leaves) if same else None
 
 
-def walk_known(
-    value: object, known: Sequence[Known]
-) -> tuple[object, tuple[torch.Tensor, ...]] | None:
-    """(tree, tensors of the pieces) if the tensors of `value` are exactly the known ones."""
+def know(value: object, leaves: Sequence[object], refs: Sequence[TensorRef]) -> Known | None:
+    """How a state is built whose leaves are these, in order, and stand in its tree as `refs`; None
+    if a walk would meet others, such as sets and arrays, which are taken apart anew each time."""
+    walk = _FirstWalk(refs)
+    try:
+        tree = _walked(walk, value)
+    except ValueError:  # more leaves than refs
+        return None
+    if tree is None or list(map(id, walk.leaves)) != list(map(id, leaves)):
+        return None
+    return Known(walk)
+
+
+def _walked(walk: _Walk, value: object) -> object | None:
+    """The tree of a state, or None where it is another."""
     if type(value) not in _CONTAINERS:
         return None
-    walk = _Walk(known)
     try:
-        tree = walk.container(value, ())
+        return walk.container(value, ())
     except (_Different, RecursionError):
         return None
-    return (tree, tuple(walk.sources)) if walk.all_met() else None

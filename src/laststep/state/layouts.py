@@ -8,190 +8,23 @@ same boxes hold copies of the same bytes; a rank that is not in the mesh holds n
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 import operator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from laststep.errors import Usage
+from laststep.state.boxes import Box, Index, boxes_of_range, counts, runs_of, whole
+from laststep.state.meshes import Copies, Mesh, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-Index = tuple[int, ...]
-
-
-class Box(NamedTuple):
-    """The indices i of a tensor with start <= i < stop in every dimension."""
-
-    start: Index
-    stop: Index
-
-    @property
-    def shape(self) -> Index:
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
-
-    @property
-    def volume(self) -> int:
-        """How many elements; one for a tensor without dimensions."""
-        return math.prod(self.shape)
-
-    def meet(self, other: Box) -> Box | None:
-        """What both hold; None where that is nothing."""
-        start = tuple(map(max, self.start, other.start))
-        stop = tuple(map(min, self.stop, other.stop))
-        return None if any(a >= b for a, b in zip(start, stop, strict=True)) else Box(start, stop)
-
-    def within(self, outer: Box) -> Box:
-        """The same indices, counted from where `outer`, which MUST contain them, starts."""
-        return Box(
-            tuple(a - b for a, b in zip(self.start, outer.start, strict=True)),
-            tuple(a - b for a, b in zip(self.stop, outer.start, strict=True)),
-        )
-
-
-def whole(shape: Index) -> Box:
-    """All of a tensor."""
-    return Box((0,) * len(shape), shape)
-
-
-def boxes_of_range(shape: Index, first: int, last: int) -> tuple[Box, ...]:
-    """Elements [first, last) in row-major order as boxes, in that order: 2n - 1 of them at most."""
-    if first >= last:
-        return ()
-    if not shape:
-        return (Box((), ()),)
-    row = math.prod(shape[1:])
-    low, high = first // row, (last - 1) // row
-    if low == high:
-        return _in_row(low, shape, first - low * row, last - low * row)
-    parts: list[Box] = []
-    if first > low * row:
-        parts += _in_row(low, shape, first - low * row, row)
-        low += 1
-    full = last // row  # the first row that is not there whole
-    if full > low:
-        rest = whole(shape[1:])
-        parts.append(Box((low, *rest.start), (full, *rest.stop)))
-    if last > full * row:
-        parts += _in_row(full, shape, 0, last - full * row)
-    return tuple(parts)
-
-
-def _in_row(row: int, shape: Index, first: int, last: int) -> tuple[Box, ...]:
-    inner = boxes_of_range(shape[1:], first, last)
-    return tuple(Box((row, *box.start), (row + 1, *box.stop)) for box in inner)
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """A grid of ranks with a name for each dimension.
-
-    Rank and coordinate follow from each other by arithmetic, whatever the number of ranks: one more
-    along a dimension is a rank larger by its stride. A grid that is not so regular is numbered by
-    its places instead, and `listed` says whose they are.
-    """
-
-    names: tuple[str, ...]
-    sizes: Index
-    strides: Index
-    base: int = 0
-    listed: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        nested, reach = True, 1
-        for stride, size in sorted(zip(self.strides, self.sizes, strict=True)):
-            nested = nested and size >= 1 and (stride >= reach or size == 1)
-            reach = max(reach, stride * size)
-        count = math.prod(self.sizes)
-        listed = len(set(self.listed)) in (0, count) and len(self.listed) in (0, count)
-        if not nested or not listed or len(self.names) != len(self.sizes):
-            raise Usage(
-                "a mesh does not fit together",
-                expected="a name, a size and a stride for each dimension, and every rank once",
-                found=f"names {self.names}, sizes {self.sizes}, strides {self.strides}",
-            )
-
-    @classmethod
-    def of(cls, names: tuple[str, ...], sizes: Index, ranks: Sequence[int]) -> Mesh:
-        """The mesh of these ranks, in row-major order."""
-        if len(ranks) != math.prod(sizes) or not ranks:
-            raise Usage(
-                "a mesh does not fit together",
-                expected=f"{math.prod(sizes)} ranks", found=str(len(ranks)),
-            )  # fmt: skip
-        steps = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-        strides = tuple(
-            ranks[step] - ranks[0] if size > 1 else step
-            for step, size in zip(steps, sizes, strict=True)
-        )
-        if min(strides, default=1) > 0:
-            try:
-                regular = cls(names, sizes, strides, ranks[0])
-            except Usage:
-                pass
-            else:
-                if list(regular.ranks()) == list(ranks):
-                    return regular
-        return cls(names, sizes, tuple(steps), 0, tuple(ranks))
-
-    def coordinate(self, rank: int) -> Index | None:
-        """Where a rank stands; None where it does not belong to the mesh."""
-        left = rank - self.base
-        if self.listed:
-            if rank not in self.listed:
-                return None
-            left = self.listed.index(rank)
-        at = [0] * len(self.sizes)
-        for stride, axis in sorted(((s, i) for i, s in enumerate(self.strides)), reverse=True):
-            if self.sizes[axis] > 1:
-                at[axis], left = divmod(left, stride)
-                if not 0 <= at[axis] < self.sizes[axis]:
-                    return None
-        return tuple(at) if left == 0 else None
-
-    def rank(self, at: Index) -> int:
-        """Who stands there."""
-        number: int = self.base + sum(map(operator.mul, at, self.strides))
-        return self.listed[number] if self.listed else number
-
-    def ranks(self) -> Iterator[int]:
-        """All of them, in row-major order."""
-        return map(self.rank, itertools.product(*map(range, self.sizes)))
-
-
-class Copies(NamedTuple):
-    """The ranks of a mesh that hold the same bytes: those that stand at `at` along `cutting`."""
-
-    mesh: Mesh
-    at: Index
-    """0 along the other dimensions, so that equal copies compare equal."""
-    cutting: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        sizes = enumerate(self.mesh.sizes)
-        return math.prod(size for axis, size in sizes if axis not in self.cutting)
-
-    def ranks(self) -> Iterator[int]:
-        """All of them, in row-major order of the mesh."""
-        free = [
-            (one,) if axis in self.cutting else range(size)
-            for axis, (one, size) in enumerate(zip(self.at, self.mesh.sizes, strict=True))
-        ]
-        return map(self.mesh.rank, itertools.product(*free))
-
-    def place(self, rank: int) -> int | None:
-        """Which of them a rank is, counted from 0; None where it is none of them."""
-        at = self.mesh.coordinate(rank)
-        if at is None or any(at[axis] != self.at[axis] for axis in self.cutting):
-            return None
-        number = 0
-        for axis, size in enumerate(self.mesh.sizes):
-            if axis not in self.cutting:
-                number = number * size + at[axis]
-        return number
+__all__ = [
+    "Copies", "Flat", "Layout", "Mesh", "Placement", "Replicate", "Shard", "Sharded", "Span",
+    "from_plain", "to_plain",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +76,11 @@ class Sharded:
         at = self.mesh.coordinate(rank)
         if at is None:
             return ()
+        box = self.part_at(at)
+        return (box,) if box.volume else ()
+
+    def part_at(self, at: Index) -> Box:
+        """What the rank that stands there holds; a box without elements for nothing."""
         start, stop = list(whole(self.shape).start), list(self.shape)
         for dim in range(len(self.shape)):
             for axis in self._order(dim):
@@ -251,8 +89,7 @@ class Sharded:
                 end = stop[dim]
                 start[dim] = min(start[dim] + at[axis] * each, end)
                 stop[dim] = min(start[dim] + each, end)
-        box = Box(tuple(start), tuple(stop))
-        return (box,) if box.volume else ()
+        return Box(tuple(start), tuple(stop))
 
     def cuts(self) -> object:
         """Equal for layouts that cut a tensor into the same boxes, whoever holds them."""
@@ -264,40 +101,93 @@ class Sharded:
         """Where on the mesh just these boxes are held; None where nowhere."""
         if len(held) != 1 or len(held[0].start) != len(self.shape):
             return None
+        at = self.place_of(held[0].start)
+        if at is None or self.held(self.mesh.rank(at)) != held:
+            return None
+        return Copies(self.mesh, at, self.cutting)
+
+    def place_of(self, element: Index) -> Index | None:
+        """Where along the dimensions that cut an element is held, 0 along the others; None where
+        the tensor has no such element."""
         at = [0] * len(self.mesh.sizes)
         for dim in range(len(self.shape)):
             start, stop = 0, self.shape[dim]
             for axis in self._order(dim):
                 each = -(-(stop - start) // self.mesh.sizes[axis])
-                at[axis] = (held[0].start[dim] - start) // each if each else 0
+                at[axis] = (element[dim] - start) // each if each else 0
                 start = min(start + at[axis] * each, stop)
                 stop = min(start + each, stop)
-        if not all(one < size for one, size in zip(at, self.mesh.sizes, strict=True)):
-            return None
-        if self.held(self.mesh.rank(tuple(at))) != held:
-            return None
-        places = enumerate(self.placements)
-        return Copies(self.mesh, tuple(at), tuple(i for i, p in places if isinstance(p, Shard)))
+        there = all(one < size for one, size in zip(at, self.mesh.sizes, strict=True))
+        return tuple(at) if there else None
 
-    def _order(self, dim: int) -> list[int]:
+    @property
+    def cutting(self) -> tuple[int, ...]:
+        """The dimensions of the mesh that cut the tensor."""
+        return tuple(i for i, place in enumerate(self.placements) if isinstance(place, Shard))
+
+    def holders(self, box: Box) -> tuple[Span, ...]:
+        """Who holds something of a box, exactly: spans that do not overlap."""
+        if not box.volume or not math.prod(self.shape):
+            return ()
+        spans = [{axis: (0, size) for axis, size in enumerate(self.mesh.sizes)}]
+        for dim, size in enumerate(self.shape):
+            order = self._order(dim)
+            if order:
+                ways = _cut_ways(order, self.mesh.sizes, (0, size), (box.start[dim], box.stop[dim]))
+                spans = [{**span, **way} for span in spans for way in ways]
+        return tuple(_span(self.mesh, span) for span in spans)
+
+    def _order(self, dim: int) -> tuple[int, ...]:
         """The dimensions of the mesh that cut this one of the tensor, in the order of the cuts."""
-        cuts = [
-            (place.after, axis)
-            for axis, place in enumerate(self.placements)
-            if isinstance(place, Shard) and place.dim == dim
-        ]
-        for after, axis in cuts:
-            before = math.prod(
-                self.mesh.sizes[other] for first, other in cuts if other > axis and first < after
+        return _cut_order(self.mesh.names, self.mesh.sizes, self.placements, dim)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut_order(
+    names: tuple[str, ...], sizes: Index, placements: tuple[Placement, ...], dim: int
+) -> tuple[int, ...]:
+    cuts = [
+        (place.after, axis)
+        for axis, place in enumerate(placements)
+        if isinstance(place, Shard) and place.dim == dim
+    ]
+    for after, axis in cuts:
+        before = math.prod(sizes[other] for first, other in cuts if other > axis and first < after)
+        if after != before:
+            raise Usage(
+                "a layout cuts in an order that is none",
+                where=f"dimension {dim} of the tensor, {names[axis]!r} of the mesh",
+                expected=f"after {before} parts to the right",
+                found=f"after {after}",
             )
-            if after != before:
-                raise Usage(
-                    "a layout cuts in an order that is none",
-                    where=f"dimension {dim} of the tensor, {self.mesh.names[axis]!r} of the mesh",
-                    expected=f"after {before} parts to the right",
-                    found=f"after {after}",
-                )
-        return [axis for _, axis in sorted(cuts)]
+    return tuple(axis for _, axis in sorted(cuts))
+
+
+def _cut_ways(
+    order: Sequence[int], sizes: Index, whole: tuple[int, int], part: tuple[int, int]
+) -> list[dict[int, tuple[int, int]]]:
+    """Where along the cutting dimensions of a mesh something of a part of [start, stop) is held."""
+    (axis, *rest), (start, stop) = order, whole
+    each = -(-(stop - start) // sizes[axis])
+    first, last = (part[0] - start) // each, (part[1] - 1 - start) // each
+    if not rest:
+        return [{axis: (first, last + 1)}]
+    # All but the first and the last are there whole, and alike.
+    groups = [(first, first + 1)]
+    groups += [(first + 1, last)] if last > first + 1 else []
+    groups += [(last, last + 1)] if last > first else []
+    ways = []
+    for low, high in groups:
+        begin = start + low * each
+        end = min(begin + each, stop)
+        inner = max(part[0], begin), min(part[1], end)
+        ways += [{axis: (low, high), **way} for way in _cut_ways(rest, sizes, (begin, end), inner)]
+    return ways
+
+
+def _span(mesh: Mesh, ranges: dict[int, tuple[int, int]]) -> Span:
+    low, high = zip(*(ranges[axis] for axis in range(len(mesh.sizes))), strict=True)
+    return Span(mesh, low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +196,11 @@ class Flat:
 
     The tensor starts at element `offset` of a buffer of `total` elements, padding included, which
     is cut into equal ranges over the ranks of `axes`, in the order of the mesh: ZeRO and FSDP1.
+
+    With `placements`, one for each dimension of the mesh, those that are not in `axes` cut the
+    tensor first, and each part of it is flattened into a buffer of its own: Megatron's distributed
+    optimizer over tensor parallelism. Of a tensor that is several equal `blocks` of rows, such as a
+    gate and what it lets through, each block is cut, and a part has its share of all in turn.
     """
 
     shape: Index
@@ -313,60 +208,151 @@ class Flat:
     axes: tuple[str, ...]
     offset: int
     total: int
+    placements: tuple[Placement, ...] = ()
+    blocks: int = 1
+    _cut: Sharded = field(init=False, repr=False, compare=False)
+    """The tensor before it is flattened, its blocks along a dimension of their own."""
+    _flattening: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The dimensions of the mesh whose ranks share a buffer."""
+    _each: int = field(init=False, repr=False, compare=False)
+    """How many elements of a buffer a rank has."""
 
     def __post_init__(self) -> None:
-        ranks = math.prod(self._sizes())
-        fits = self.offset >= 0 and self.offset + math.prod(self.shape) <= self.total
-        if not fits or self.total % ranks or set(self.axes) - set(self.mesh.names):
+        flattening = tuple(i for i, name in enumerate(self.mesh.names) if name in self.axes)
+        shape, ranks = self.shape, math.prod(self.mesh.sizes[axis] for axis in flattening)
+        placements = self.placements or (Replicate(),) * len(self.mesh.sizes)
+        in_blocks = self.blocks > 1 and shape != () and shape[0] % self.blocks == 0
+        if in_blocks:
+            shape = (self.blocks, shape[0] // self.blocks, *shape[1:])
+            placements = tuple(
+                Shard(place.dim + 1, place.after) if isinstance(place, Shard) else place
+                for place in placements
+            )
+        object.__setattr__(self, "_cut", Sharded(shape, self.mesh, placements))
+        object.__setattr__(self, "_flattening", flattening)
+        object.__setattr__(self, "_each", self.total // ranks)
+        largest = self._cut.part_at((0,) * len(self.mesh.sizes)).volume
+        fits = self.offset >= 0 and self.offset + largest <= self.total and self.total % ranks == 0
+        apart = not set(self._flattening) & set(self._cut.cutting)
+        known = not set(self.axes) - set(self.mesh.names)
+        if not (fits and apart and known and (in_blocks or self.blocks == 1)):
             raise Usage(
                 "a flat layout does not fit together",
-                expected="a tensor within a buffer of equal ranges",
-                found=f"{math.prod(self.shape)} elements at {self.offset} of {self.total}, "
-                f"{ranks} ranks along {', '.join(self.axes)}",
+                expected="a tensor within a buffer of equal ranges, cut along other dimensions of "
+                "the mesh than the buffer",
+                found=f"{largest} elements at {self.offset} of {self.total}, {ranks} ranks along "
+                f"{', '.join(self.axes)}, shape {self.shape} in {self.blocks} blocks, placements "
+                f"{self.placements}",
             )
 
     def range_of(self, rank: int) -> tuple[int, int] | None:
-        """The elements of the tensor, in row-major order, that a rank holds; None for none."""
+        """The elements of the tensor, or of the part of it that is flattened there, in row-major
+        order, that a rank holds; None for none."""
         at = self.mesh.coordinate(rank)
-        if at is None:
-            return None
-        number = 0
-        for name, size, one in zip(self.mesh.names, self.mesh.sizes, at, strict=True):
-            if name in self.axes:
-                number = number * size + one
-        each = self.total // math.prod(self._sizes())
-        first = max(number * each - self.offset, 0)
-        last = min((number + 1) * each - self.offset, math.prod(self.shape))
-        return (first, last) if first < last else None
+        return None if at is None else self._range(at, self._cut.part_at(at))
 
     def held(self, rank: int) -> tuple[Box, ...]:
         """What a rank holds, in the order in which it lies in its range."""
-        found = self.range_of(rank)
-        return () if found is None else boxes_of_range(self.shape, *found)
+        at = self.mesh.coordinate(rank)
+        if at is None:
+            return ()
+        part = self._cut.part_at(at)
+        inside = boxes_of_range(part.shape, *(self._range(at, part) or (0, 0)))
+        return tuple(box for one in inside for box in self._boxes(part, one))
+
+    def _range(self, at: Index, part: Box) -> tuple[int, int] | None:
+        number = 0
+        for axis in self._flattening:
+            number = number * self.mesh.sizes[axis] + at[axis]
+        first = max(number * self._each - self.offset, 0)
+        last = min((number + 1) * self._each - self.offset, part.volume)
+        return (first, last) if first < last else None
 
     def cuts(self) -> object:
         """Equal for layouts that cut a tensor into the same boxes, whoever holds them."""
-        return self.shape, self.offset, self.total // math.prod(self._sizes())
+        return self.shape, self._cut.cuts(), self.offset, self._each
 
     def copies(self, held: tuple[Box, ...]) -> Copies | None:
         """Where on the mesh just these boxes are held; None where nowhere."""
         if not held or len(held[0].start) != len(self.shape):
             return None
-        first = 0
-        for size, one in zip(self.shape, held[0].start, strict=True):
-            first = first * size + one
-        number = (self.offset + first) // (self.total // math.prod(self._sizes()))
-        at = [0] * len(self.mesh.sizes)
-        cutting = [i for i, name in enumerate(self.mesh.names) if name in self.axes]
-        for axis in reversed(cutting):
-            number, at[axis] = divmod(number, self.mesh.sizes[axis])
-        if number or self.held(self.mesh.rank(tuple(at))) != held:
+        begin = self._by_block(held[0])[0]
+        place = self._cut.place_of(begin.start)
+        if place is None:
             return None
-        return Copies(self.mesh, tuple(at), tuple(cutting))
+        part, first = self._cut.part_at(place), 0
+        for size, one in zip(part.shape, begin.within(part).start, strict=True):
+            first = first * size + one
+        at = self._standing(place, (self.offset + first) // self._each)
+        if self.held(self.mesh.rank(at)) != held:
+            return None
+        return Copies(self.mesh, at, self.cutting)
 
-    def _sizes(self) -> list[int]:
-        pairs = zip(self.mesh.names, self.mesh.sizes, strict=True)
-        return [size for name, size in pairs if name in self.axes]
+    @property
+    def cutting(self) -> tuple[int, ...]:
+        """The dimensions of the mesh that cut the tensor."""
+        return tuple(sorted((*self._flattening, *self._cut.cutting)))
+
+    def holders(self, box: Box) -> tuple[Span, ...]:
+        """Who holds something of a box, exactly: spans that do not overlap."""
+        if not box.volume:
+            return ()
+        found: dict[Index, set[int]] = {}
+        for one in self._by_block(box):
+            for span in self._cut.holders(one):
+                for place in span.places(self._cut.cutting):
+                    found.setdefault(place, set()).update(self._numbers(place, one))
+        return tuple(
+            self._span_at(self._standing(place, number))
+            for place, numbers in found.items()
+            for number in sorted(numbers)
+        )
+
+    def _numbers(self, place: Index, box: Box) -> Iterator[int]:
+        """The ranges of the buffer there that hold something of a box."""
+        part = self._cut.part_at(place)
+        common = part.meet(box)
+        for first, last in runs_of(part.shape, common.within(part)) if common else ():
+            yield from range(
+                (self.offset + first) // self._each, (self.offset + last - 1) // self._each + 1
+            )
+
+    def _standing(self, place: Index, number: int) -> Index:
+        """Who of a place along the dimensions that cut first has that range of the buffer."""
+        at = list(place)
+        for axis in reversed(self._flattening):
+            number, at[axis] = divmod(number, self.mesh.sizes[axis])
+        return tuple(at)
+
+    def _span_at(self, at: Index) -> Span:
+        """The ranks that hold the same as the one there."""
+        cutting = self.cutting
+        ways = enumerate(zip(at, self.mesh.sizes, strict=True))
+        return _span(
+            self.mesh, {axis: (i, i + 1) if axis in cutting else (0, n) for axis, (i, n) in ways}
+        )
+
+    def _by_block(self, box: Box) -> list[Box]:
+        """A box of the tensor as boxes of what is cut, one for each block."""
+        if self.blocks == 1:
+            return [box]
+        (start, *low), (stop, *high) = box
+        rows = self.shape[0] // self.blocks
+        return [
+            Box((n, max(start - n * rows, 0), *low), (n + 1, min(stop - n * rows, rows), *high))
+            for n in range(start // rows, -(-stop // rows))
+        ]
+
+    def _boxes(self, part: Box, inside: Box) -> Iterator[Box]:
+        """A box within a part of what is cut, as boxes of the tensor."""
+        start = tuple(map(operator.add, inside.start, part.start))
+        stop = tuple(map(operator.add, inside.stop, part.start))
+        if self.blocks == 1:
+            yield Box(start, stop)
+            return
+        rows = self.shape[0] // self.blocks
+        for at in range(start[0] * rows, stop[0] * rows, rows):
+            yield Box((at + start[1], *start[2:]), (at + stop[1], *stop[2:]))
 
 
 Layout = Sharded | Flat
@@ -378,36 +364,34 @@ def to_plain(layout: Layout) -> _Plain:
     """A layout as nested tuples of numbers and strings, for a table and its digest."""
     mesh = (layout.mesh.names, layout.mesh.sizes, layout.mesh.strides, layout.mesh.base,
             layout.mesh.listed)  # fmt: skip
-    if isinstance(layout, Flat):
-        return "flat", layout.shape, mesh, layout.axes, layout.offset, layout.total
     cuts = tuple((p.dim, p.after) if isinstance(p, Shard) else () for p in layout.placements)
+    if isinstance(layout, Flat):
+        flat = "flat", layout.shape, mesh, layout.axes, layout.offset, layout.total
+        return (*flat, cuts, layout.blocks) if cuts or layout.blocks > 1 else flat
     return "sharded", layout.shape, mesh, cuts
 
 
 def from_plain(plain: Sequence[Any]) -> Layout:
-    """The layout again; raises what Python raises on something else."""
+    """The layout again; a `ValueError`, `TypeError` or `Usage` on something else."""
     kind, shape, (names, sizes, strides, base, listed), *rest = plain
-    mesh = Mesh(tuple(names), tuple(sizes), tuple(strides), base, tuple(listed))
+    base = counts([base])[0]
+    mesh = _one_mesh(tuple(map(str, names)), counts(sizes), counts(strides), base, counts(listed))
     if kind == "flat":
-        axes, offset, total = rest
-        return Flat(tuple(shape), mesh, tuple(axes), offset, total)
+        axes, offset, total, *cut = rest
+        cuts, blocks = cut or ((), 1)  # left out where nothing cuts first
+        offset, total, blocks = counts((offset, total, blocks))
+        return Flat(counts(shape), mesh, tuple(axes), offset, total, _placements(cuts), blocks)
     (cuts,) = rest
-    return Sharded(tuple(shape), mesh, tuple(Shard(*cut) if cut else Replicate() for cut in cuts))
+    return Sharded(counts(shape), mesh, _placements(cuts))
 
 
-def covers_once(shape: Index, boxes: Sequence[Box]) -> bool:
-    """Whether every element of a tensor lies in exactly one of the boxes."""
-    if sum(box.volume for box in boxes) != math.prod(shape):
-        return False
-    # Equal volume and no overlap: nothing can be missing. Sorted by their first dimension, a box
-    # is only compared with those that begin before it ends.
-    if not shape or math.prod(shape) == 0:
-        return True
-    ordered = sorted((box for box in boxes if box.volume), key=lambda box: box.start)
-    for number, box in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if other.start[0] >= box.stop[0]:
-                break
-            if box.meet(other) is not None:
-                return False
-    return all(whole(shape).meet(box) == box for box in ordered)
+def _placements(cuts: Sequence[Sequence[Any]]) -> tuple[Placement, ...]:
+    return tuple(Shard(*counts(cut)) if cut else Replicate() for cut in cuts)
+
+
+@functools.lru_cache(maxsize=256)
+def _one_mesh(
+    names: tuple[str, ...], sizes: Index, strides: Index, base: int, listed: tuple[int, ...]
+) -> Mesh:
+    """A mesh, of which there are few with many layouts on each: the same object every time."""
+    return Mesh(names, sizes, strides, base, listed)

@@ -1,31 +1,40 @@
 """The state of an nn.Module, by the names that its plain, unwrapped form would use.
 
 Wrappers that only add a name (torch.compile, DDP, DataParallel) are looked through, so that state
-loads from a wrapped module into a plain one and back. Imports no torch: a module is duck-typed.
+loads from a wrapped module into a plain one and back. Names follow from how a module is built, and
+are kept for modules that are built the same; how it is built is looked at anew each time, with no
+Python call per tensor. Imports no torch: a module is duck-typed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import TYPE_CHECKING
+import operator
+from contextvars import ContextVar
+from itertools import accumulate, chain, compress, repeat
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from laststep.state.provider import ABSENT, State, StateProvider
 from laststep.state.tensors import is_module, is_tensor, same_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
     import torch
+
+    from laststep.state.tree import Path
 
 _WRAPPED_AS_MODULE = frozenset({"DistributedDataParallel", "DataParallel"})
 _EXTRA = "_extra_state"
 _MODULE = ("torch.nn.modules.module", "Module")
 
 
-def _inner_name(module: torch.nn.Module) -> str | None:
+def _inner_name(kind: type[torch.nn.Module], children: Collection[str]) -> str | None:
     """The attribute under which a mere wrapper holds the module it wraps."""
-    kind = type(module)
-    if kind.__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
+    if kind.__name__ == "OptimizedModule" and "_orig_mod" in children:
         return "_orig_mod"
-    if kind.__name__ in _WRAPPED_AS_MODULE and "module" in module._modules:
+    if kind.__name__ in _WRAPPED_AS_MODULE and "module" in children:
         return "module"
     return None
 
@@ -36,7 +45,7 @@ def walk_modules(module: torch.nn.Module) -> list[tuple[str, str, torch.nn.Modul
 
     def visit(node: torch.nn.Module, own: str, plain: str) -> None:
         found.append((own, plain, node))
-        wrapped = _inner_name(node)
+        wrapped = _inner_name(type(node), node._modules)
         for name, child in node._modules.items():
             if child is not None:
                 visit(child, f"{own}{name}.", plain if name == wrapped else f"{plain}{name}.")
@@ -45,14 +54,168 @@ def walk_modules(module: torch.nn.Module) -> list[tuple[str, str, torch.nn.Modul
     return found
 
 
+class _Build(NamedTuple):
+    """How a module is built, as far as names follow from it: its submodules in the order of a walk,
+    for each the names that it gives, and which of these stand for None."""
+
+    kinds: tuple[type[torch.nn.Module], ...]
+    children: tuple[tuple[str, ...], ...]
+    no_child: tuple[bool, ...]
+    parameters: tuple[tuple[str, ...], ...]
+    buffers: tuple[tuple[str, ...], ...]
+    no_tensor: tuple[bool, ...]
+    """Of each submodule its parameters, then its buffers."""
+    hidden: tuple[frozenset[str], ...]
+    """The buffers that are not persistent."""
+
+
+class _Named(NamedTuple):
+    """The plain names of a module's tensors, in the order of `_Build.no_tensor`."""
+
+    names: tuple[str, ...]
+    are_parameters: tuple[bool, ...]
+    are_stored: tuple[bool, ...]
+    volatile: frozenset[Path]
+    fresh: tuple[Path, ...]
+    is_standard: bool
+    """Whether its classes leave state_dict() as it is."""
+
+
+class _Looked(NamedTuple):
+    """A module as it is now."""
+
+    module: torch.nn.Module
+    named: _Named
+    tensors: list[torch.Tensor | None]
+    hooked: bool
+    """Whether there are hooks on its state_dict()."""
+
+
+_looks: ContextVar[dict[int, _Looked] | None] = ContextVar("looks", default=None)
+"""What was seen in this moment, by id of the module, which is held."""
+
+
+@contextlib.contextmanager
+def one_moment() -> Iterator[None]:
+    """In a moment modules stay as they are: each is looked at once, whoever asks for its names. No
+    code but laststep's and torch's own may run in it."""
+    token = _looks.set({})
+    try:
+        yield
+    finally:
+        _looks.reset(token)
+
+
+def _look(module: torch.nn.Module) -> _Looked:
+    seen = _looks.get()
+    if seen is None:
+        return _look_now(module)
+    if id(module) not in seen:
+        seen[id(module)] = _look_now(module)
+    return seen[id(module)]
+
+
+def _look_now(module: torch.nn.Module) -> _Looked:
+    nodes: list[torch.nn.Module] = []
+    insides: list[dict[str, Any]] = []
+
+    def visit(node: torch.nn.Module) -> None:
+        inside = node.__dict__  # an attribute of a module is found by a detour
+        nodes.append(node)
+        insides.append(inside)
+        for child in inside["_modules"].values():
+            if child is not None:
+                visit(child)
+
+    visit(module)
+    hidden, hooks, pre_hooks, *groups = zip(*map(_INSIDE, insides), strict=True)
+    if {*map(type, chain.from_iterable(groups))} != {dict}:  # a ScriptModule has its own kind
+        groups = [tuple(dict(one.items()) for one in group) for group in groups]
+    children, parameters, buffers = groups
+    modules = chain.from_iterable(map(dict.values, children))
+    both = chain.from_iterable(zip(parameters, buffers, strict=True))
+    tensors = list(chain.from_iterable(map(dict.values, both)))
+    build = _Build(
+        kinds=tuple(map(type, nodes)),
+        children=tuple(map(tuple, children)),
+        no_child=tuple(map(operator.is_, modules, repeat(None))),
+        parameters=tuple(map(tuple, parameters)),
+        buffers=tuple(map(tuple, buffers)),
+        no_tensor=tuple(map(operator.is_, tensors, repeat(None))),
+        hidden=tuple(map(frozenset, hidden)),
+    )
+    return _Looked(module, _named(build), tensors, any(hooks) or any(pre_hooks))
+
+
+_INSIDE: Final = operator.itemgetter(
+    "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_modules", "_parameters", "_buffers",
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=16)
+def _named(build: _Build) -> _Named:
+    """The names that follow from how a module is built."""
+    names: list[str] = []
+    are_parameters: list[bool] = []
+    are_stored: list[bool] = []
+    volatile: set[Path] = set()
+    for number, prefix in enumerate(_prefixes(build)):
+        for name in build.parameters[number]:
+            names.append(prefix + name)
+            are_parameters.append(not build.no_tensor[len(are_parameters)])
+            are_stored.append(are_parameters[-1])
+        for name in build.buffers[number]:
+            names.append(prefix + name)
+            are_parameters.append(False)
+            is_there = not build.no_tensor[len(are_stored)]
+            are_stored.append(is_there and name not in build.hidden[number])
+            if are_stored[-1]:
+                volatile.add((names[-1],))
+    stored = tuple(compress(names, are_stored))
+    return _Named(
+        names=tuple(names),
+        are_parameters=tuple(are_parameters),
+        are_stored=tuple(are_stored),
+        volatile=frozenset(volatile),
+        fresh=_extra(stored),
+        is_standard=all(
+            _inner_name(kind, children) is not None or _is_standard_class(kind)  # type: ignore[arg-type]  # mypy: Module's own __hash__
+            for kind, children in zip(build.kinds, build.children, strict=True)
+        ),
+    )
+
+
+def _prefixes(build: _Build) -> list[str]:
+    """The plain prefix of each submodule."""
+    starts = list(accumulate(map(len, build.children), initial=0))
+    found: list[str] = []
+
+    def visit(prefix: str) -> None:
+        number = len(found)
+        found.append(prefix)
+        names = build.children[number]
+        wrapped = _inner_name(build.kinds[number], names)
+        for name, is_none in zip(names, build.no_child[starts[number] :], strict=False):
+            if not is_none:
+                visit(prefix if name == wrapped else f"{prefix}{name}.")
+
+    visit("")
+    return found
+
+
+def _extra(names: Iterable[str]) -> tuple[Path, ...]:
+    """Of these those of extra state, which is what get_extra_state gives: it need not have the
+    shape that it was stored in."""
+    return tuple((name,) for name in names if name.rpartition(".")[2] == _EXTRA)
+
+
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:
     """id of a parameter → its plain name (the first, where it is tied)."""
-    names: dict[int, str] = {}
-    for _own, plain, node in walk_modules(module):
-        for name, parameter in node._parameters.items():
-            if parameter is not None:
-                names.setdefault(id(parameter), plain + name)
-    return names
+    _module, named, tensors, _hooked = _look(module)
+    ids = list(map(id, compress(tensors, named.are_parameters)))
+    names = list(compress(named.names, named.are_parameters))
+    return dict(zip(reversed(ids), reversed(names), strict=True))  # of equal ids the last one holds
 
 
 def loads_in_its_own_way(part: object) -> bool:
@@ -77,28 +240,24 @@ class ModuleProvider(StateProvider):
         return (self._module,)
 
     def describe(self) -> State:
-        value: dict[str, object] = {}
-        volatile: set[tuple[object, ...]] = set()
-        nodes = walk_modules(self._module)
-        self.passive = all(_is_standard(node) for _, _, node in nodes)
+        _module, named, tensors, hooked = _look(self._module)
+        self.passive = named.is_standard and not hooked
         if self.passive:
             # What state_dict() would give, without its one detach() per tensor.
-            for _own, plain, node in nodes:
-                value.update({plain + n: p for n, p in node._parameters.items() if p is not None})
-                hidden = node._non_persistent_buffers_set
-                for name, buffer in node._buffers.items():
-                    if buffer is not None and name not in hidden:
-                        value[plain + name] = buffer
-                        volatile.add((plain + name,))
+            pairs = zip(named.names, tensors, strict=True)
+            value: dict[str, object] = dict(compress(pairs, named.are_stored))
+            volatile, fresh = named.volatile, named.fresh
         else:
+            entries = self._module.state_dict().items()
+            (_looks.get() or {}).clear()  # code of others has run
+            nodes = walk_modules(self._module)
             plain_of = _plain_names(nodes)
-            for name, entry in self._module.state_dict().items():
-                value[_plain(name, plain_of)] = entry
-            for _own, plain, node in nodes:
-                volatile.update((plain + name,) for name in node._buffers)
-        # Extra state is what get_extra_state gives: it need not have the shape it was stored in.
-        fresh = tuple((name,) for name in value if name.rpartition(".")[2] == _EXTRA)
-        return State(value=value, fresh=fresh, volatile=frozenset(volatile), standalone=True)
+            value = {_plain(name, plain_of): entry for name, entry in entries}
+            volatile = frozenset(
+                (plain + name,) for _own, plain, node in nodes for name in node._buffers
+            )
+            fresh = _extra(value)
+        return State(value=value, fresh=fresh, volatile=volatile, standalone=True)
 
     def restore(self, value: object) -> None:
         if not isinstance(value, dict):
@@ -121,17 +280,9 @@ class ModuleProvider(StateProvider):
             self._module.load_state_dict(by_hook, strict=False)
 
 
-def _is_standard(node: torch.nn.Module) -> bool:
-    """Whether state_dict() of this module is just its parameters and persistent buffers."""
-    if node._state_dict_hooks or node._state_dict_pre_hooks:
-        return False
-    if _inner_name(node) is not None:
-        return True
-    return _is_standard_class(type(node))  # type: ignore[arg-type]  # mypy: Module's own __hash__
-
-
 @functools.cache
 def _is_standard_class(kind: type[torch.nn.Module]) -> bool:
+    """Whether state_dict() of such a module is just its parameters and persistent buffers."""
     if kind.__module__ in ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm"):
         return True  # these only look at versions of their state
     root = next(k for k in kind.__mro__ if (k.__module__, k.__name__) == _MODULE)

@@ -7,8 +7,10 @@ parameters to bf16. Works before the first step, when there is no state yet. Imp
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from laststep.errors import Usage
 from laststep.state.provider import ABSENT, State, StateProvider, has_absent
@@ -47,31 +49,27 @@ class OptimizerProvider(StateProvider):
     def describe(self) -> State:
         names = self._named()
         state = self._optimizer.state
-        by_name = {
-            names[id(p)]: state[p]
-            for g in self._optimizer.param_groups
-            for p in g["params"]
-            if p in state
-        }
+        # By id: the hash of a tensor is a Python call, and there are thousands.
+        held = dict(zip(map(id, state), state.values(), strict=True))
         groups = []
         for group in self._optimizer.param_groups:
             options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-            groups.append({
-                "params": {names[id(p)]: _form(p) for p in group["params"]},
-                "options": options,
-            })  # fmt: skip
-        others = {key: value for key, value in state.items() if id(key) not in names}
-        if others:
+            own = map(names.__getitem__, map(id, group["params"]))
+            forms = _forms_of(tuple(map(_FORM, group["params"])))
+            groups.append({"params": dict(zip(own, forms, strict=True)), "options": options})
+        if not held.keys() <= names.keys():
+            others = [key for key in state if id(key) not in names]
             raise Usage(
                 "cannot save optimizer state that belongs to none of its parameters",
-                found=", ".join(str(type(key).__name__) for key in list(others)[:3]),
+                found=", ".join(type(key).__name__ for key in others[:3]),
                 remedy="write a provider for this optimizer (docs/guides/providers.md)",
             )
+        by_name = {name: dict(held[key]) for key, name in names.items() if key in held}
         return State(
             # Another rule's state would be taken for this one's, and its options with it.
             value=Owned(
                 type(self._optimizer).__name__,
-                {"state": {n: dict(s) for n, s in by_name.items()}, "groups": groups},
+                {"state": by_name, "groups": groups},
             ),
             loose=((),),
         )
@@ -181,19 +179,14 @@ class OptimizerProvider(StateProvider):
         return [(p, names[id(p)], g) for g in self._optimizer.param_groups for p in g["params"]]
 
     def _named(self) -> dict[int, str]:
-        names: dict[int, str] = {}
+        """id of a parameter → its name."""
         known = self._names()
-        mine = [p for group in self._optimizer.param_groups for p in group["params"]]
-        items = {known[id(p)][0] for p in mine if id(p) in known}
-        for g, group in enumerate(self._optimizer.param_groups):
-            own = group.get("param_names")
-            for i, parameter in enumerate(group["params"]):
-                item, name = known.get(id(parameter), ("", ""))
-                if not name:
-                    name = own[i] if own else f"group{g}.{i}"
-                elif len(items) > 1:
-                    name = f"{item}:{name}"
-                names[id(parameter)] = name
+        ids = [tuple(map(id, group["params"])) for group in self._optimizer.param_groups]
+        named = _named(
+            tuple(tuple(map(known.get, group)) for group in ids),
+            tuple(tuple(group.get("param_names") or ()) for group in self._optimizer.param_groups),
+        )
+        names = dict(zip(chain.from_iterable(ids), named, strict=True))
         if len(set(names.values())) != len(names):
             raise Usage(
                 "two parameters of the optimizer have the same name",
@@ -202,14 +195,34 @@ class OptimizerProvider(StateProvider):
         return names
 
 
+@functools.lru_cache(maxsize=16)
+def _named(
+    known: tuple[tuple[tuple[str, str] | None, ...], ...], own: tuple[tuple[str, ...], ...]
+) -> tuple[str, ...]:
+    """The names of the parameters of all groups: by the items and names that modules know them
+    under, or by the optimizer's own names, or by place."""
+    items = {one[0] for group in known for one in group if one is not None}
+    names: list[str] = []
+    for g, group in enumerate(known):
+        for i, one in enumerate(group):
+            if one is None or not one[1]:
+                names.append(own[g][i] if own[g] else f"group{g}.{i}")
+            else:
+                names.append(f"{one[0]}:{one[1]}" if len(items) > 1 else one[1])
+    return tuple(names)
+
+
 def _form(parameter: torch.Tensor) -> str:
     """Dtype and shape of a parameter, for a person and for comparison."""
-    return _form_of(parameter.dtype, parameter.shape)
+    return _forms_of((_FORM(parameter),))[0]
 
 
-@functools.cache
-def _form_of(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+_FORM: Final = operator.attrgetter("dtype", "shape")
+
+
+@functools.lru_cache(maxsize=64)
+def _forms_of(forms: tuple[tuple[torch.dtype, torch.Size], ...]) -> tuple[str, ...]:
+    return tuple(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in forms)
 
 
 def _is_ours(stored: object) -> TypeGuard[dict[str, Any]]:

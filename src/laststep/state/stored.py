@@ -54,13 +54,14 @@ class StoredItem:
         return tensor_names(self.tree)
 
 
-def encode_item(collected: Collected) -> bytes:
-    """The tree and the sharing of an item as one object."""
+def encode_item(collected: Collected, kept: objects.Kept | None = None) -> bytes:
+    """The tree and the sharing of an item as one object; `kept` from one save to the next spares
+    the parts of a tree that these share."""
     views = {
         name: (view.base, view.dtype, view.shape, view.stride, view.offset_bytes)
         for name, view in collected.views.items()
     }
-    return objects.encode({"tree": collected.tree, "ties": collected.ties, "views": views})
+    return objects.encode({"tree": collected.tree, "ties": collected.ties, "views": views}, kept)
 
 
 def decode_item(

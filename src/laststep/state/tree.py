@@ -69,6 +69,8 @@ def copy_tree(value: object, leaves: Leaves, path: Path, *, allow_pickle: bool) 
     if kind is list or kind is tuple:
         _check_depth(path)
         inners: Iterable[object] = value  # type: ignore[assignment]
+        if PLAIN.issuperset(map(type, inners)):  # the state of a generator has hundreds
+            return kind(inners)
         entries = [
             copy_tree(inner, leaves, (*path, i), allow_pickle=allow_pickle)
             for i, inner in enumerate(inners)

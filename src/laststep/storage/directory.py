@@ -161,16 +161,18 @@ class DirectoryStore:
             raise failed("sync the folder after creating", path, error) from error
         self._discard(temporary)
 
-    def make_folder(self, name: str) -> None:
+    def make_folder(self, name: str, *, parents: bool = True) -> None:
         """Make one folder, durably, and its parents."""
         path = self._path(name)
         self._make_root()
         try:
-            parts = name.split("/")
+            parts = name.split("/") if parents else []
             for count in range(1, len(parts)):
                 self._make_one(os.path.join(self._root, *parts[:count]))
             if not self._make_one(path):
                 raise Exists("cannot make a folder, the name is taken", where=path)
+        except FileNotFoundError as error:
+            raise NotFound("cannot make a folder in one that is absent", where=path) from error
         except OSError as error:
             raise failed("make a folder", path, error) from error
 

@@ -73,8 +73,11 @@ class Store(Protocol):
         `StorageFailed` the file is there whole or not at all; `read` tells.
         """
 
-    def make_folder(self, name: str) -> None:
-        """Make one folder, durably, and its parents; `Exists` where it is there already."""
+    def make_folder(self, name: str, *, parents: bool = True) -> None:
+        """Make one folder, durably, and its parents; `Exists` where it is there already.
+
+        Without `parents`, `NotFound` where the folder that it is to be in is absent.
+        """
 
     def sync_folder(self, name: str) -> None:
         """Make the names in a folder durable."""

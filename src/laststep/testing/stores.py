@@ -68,7 +68,8 @@ class StoreConformance:
         store.make_folder("a/b/c")
         expect(Exists, lambda: store.make_folder("a/b/c"))
         expect(Exists, lambda: store.make_folder("a"))
-        store.make_folder("a/b/d")
+        store.make_folder("a/b/d", parents=False)
+        expect(NotFound, lambda: store.make_folder("x/y", parents=False))
         store.sync_folder("a/b")
         store.sync_folder("")
         names = [(entry.name, entry.is_folder) for entry in store.list("a/b")]

@@ -6,25 +6,31 @@ place in the parcels before anything is read. The slot is free again when it ret
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
 
-from laststep.state.layouts import Box
+from laststep.state.boxes import Box
 from laststep.state.tensors import TORCH_DTYPES, Held, put_box
 from laststep.terms import align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from laststep.dist.ranks import Rank
     from laststep.engine.pool import Pool
-    from laststep.plan.gather import Chunk, Wanted
+    from laststep.plan.gather import Chunk
     from laststep.plan.load import Read
+    from laststep.plan.wants import Wants
 
 _ALIGN_BYTES = 16
 """A box in a parcel begins at a multiple of the largest element."""
+_ALL = -1
+"""In the place of a rank: what every one of them wants."""
 
 
 class Sent(NamedTuple):
@@ -43,15 +49,31 @@ class _Move(NamedTuple):
     box: Box
     common: Box
     who: int
-    parcel_at: int
+    size_bytes: int
 
 
-class Parcels(NamedTuple):
-    """What one rank sends to all: the boxes for each, and their bytes one after the other."""
+class Parcel(NamedTuple):
+    """Boxes for somebody: which, and their bytes one after the other."""
 
-    heads: list[bytes]
-    sizes: list[int]
+    head: bytes
     data: torch.Tensor
+
+
+@dataclass(slots=True)
+class Parcels:
+    """What a rank passes on of some chunks: to each other rank, and to all of them alike."""
+
+    each: dict[int, Parcel]
+    all: Parcel | None
+
+
+class _Place(NamedTuple):
+    """Where in a parcel a box goes."""
+
+    move: _Move
+    parcel: torch.Tensor | None
+    """None: into this rank's own memory only."""
+    at: int
 
 
 class BoxPlacer:
@@ -63,61 +85,66 @@ class BoxPlacer:
         rank: Rank,
         targets: Mapping[int, Sequence[Held]],
         dtypes: Sequence[str],
-        wanted: Callable[[int], Wanted],
+        wants: Wants,
     ) -> None:
         self._pool = pool
         self._rank = rank
         self._targets = targets
         self._dtypes = [TORCH_DTYPES[dtype] for dtype in dtypes]
-        self._wanted = wanted
-        self._moves: dict[tuple[int, int], list[_Move]] = {}
-        self._starts: list[int] = []
-        self._parcels = Parcels([], [], torch.empty(0, dtype=torch.uint8))
+        self._wants = wants
+        self._places: dict[tuple[int, int], list[_Place]] = {}
+        self._placed: Counter[int] = Counter()
+        self._lock = threading.Lock()
 
-    def expect(self, chunks: Sequence[Chunk]) -> None:
-        """These are read next; what others want of them gets its place in the parcels."""
-        heads: list[list[Sent]] = [[] for _ in range(self._rank.ranks)]
-        sizes = [0] * self._rank.ranks
-        self._moves = {}
-        for chunk in chunks:
-            moves = self._moves[chunk.file, chunk.start] = []
-            for stored, box, at in chunk.boxes():
-                for who, boxes in self._wanted(stored.tensor):
-                    for common in filter(None, map(box.meet, boxes)):
-                        moves.append(_Move(stored.tensor, at, box, common, who, sizes[who]))
-                        if who != self._rank.number:
-                            size = common.volume * stored.itemsize
-                            heads[who].append(Sent(stored.tensor, common.start, common.stop))
-                            sizes[who] += align_up(size, _ALIGN_BYTES)
-        self._starts = [sum(sizes[:who]) for who in range(len(sizes))]
-        self._parcels = Parcels(
-            heads=[msgspec.msgpack.encode(some) for some in heads],
-            sizes=sizes,
-            data=torch.empty(sum(sizes), dtype=torch.uint8),
-        )
+    def passed_on_bytes(self, chunk: Chunk) -> int:
+        """How much of a chunk goes to others; what goes to all of them counts once."""
+        mine = self._rank.number
+        return sum(move.size_bytes for move in self._moves(chunk) if move.who != mine)
+
+    def expect(self, chunks: Sequence[Chunk]) -> Parcels:
+        """These are read next; what others want of them gets its place in the parcels, which are
+        filled when all are delivered."""
+        moves = [(chunk, list(self._moves(chunk))) for chunk in chunks]
+        heads: dict[int, list[Sent]] = {}
+        sizes: Counter[int] = Counter()
+        for _, some in moves:
+            for move in some:
+                if move.who != self._rank.number:
+                    sizes[move.who] += align_up(move.size_bytes, _ALIGN_BYTES)
+                    sent = Sent(move.tensor, move.common.start, move.common.stop)
+                    heads.setdefault(move.who, []).append(sent)
+        parcels = {
+            who: Parcel(msgspec.msgpack.encode(heads[who]), torch.empty(size, dtype=torch.uint8))
+            for who, size in sizes.items()
+        }
+        at: Counter[int] = Counter()
+        self._places = {}
+        for chunk, some in moves:
+            places = self._places[chunk.file, chunk.start] = []
+            for move in some:
+                parcel = parcels.get(move.who)
+                places.append(_Place(move, None if parcel is None else parcel.data, at[move.who]))
+                at[move.who] += align_up(move.size_bytes, _ALIGN_BYTES)
+        to_all = parcels.pop(_ALL, None)
+        return Parcels(parcels, to_all)
 
     def deliver(self, read: Read, slot: int) -> None:
         """Take what a chunk holds to where it is wanted."""
         memory = self._pool.tensor(slot)
-        for move in self._moves[read.file, read.start]:
+        for move, parcel, at in self._places[read.file, read.start]:
             data = self._view(memory, move.at, move.tensor, move.box)
-            if move.who == self._rank.number:
+            if move.who in (self._rank.number, _ALL):
                 self._place(move.tensor, move.common, data, move.box)
-                continue
-            at = self._starts[move.who] + move.parcel_at
-            place = self._view(self._parcels.data, at, move.tensor, move.common)
-            put_box(place, move.common.within(move.common), data, move.common.within(move.box))
+            if parcel is not None:
+                place = self._view(parcel, at, move.tensor, move.common)
+                put_box(place, move.common.within(move.common), data, move.common.within(move.box))
 
-    def parcels(self) -> Parcels:
-        """What goes to each rank now that everything expected has been read."""
-        return self._parcels
-
-    def unpack(self, head: bytes, data: torch.Tensor) -> None:
+    def unpack(self, parcel: Parcel) -> None:
         """Place what another rank has passed on."""
         at = 0
-        for sent in msgspec.msgpack.decode(head, type=list[Sent]):
+        for sent in msgspec.msgpack.decode(parcel.head, type=list[Sent]):
             box = Box(sent.start, sent.stop)
-            self._place(sent.tensor, box, self._view(data, at, sent.tensor, box), box)
+            self._place(sent.tensor, box, self._view(parcel.data, at, sent.tensor, box), box)
             size = box.volume * self._dtypes[sent.tensor].itemsize
             at += align_up(size, _ALIGN_BYTES)
 
@@ -128,12 +155,33 @@ class BoxPlacer:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
+    def lacking(self) -> int | None:
+        """A tensor of which not everything that this rank wants has come."""
+        for tensor, some in self._targets.items():
+            if self._placed[tensor] != sum(held.box.volume for held in some):
+                return tensor
+        return None
+
+    def _moves(self, chunk: Chunk) -> Iterator[_Move]:
+        for stored, box, at in chunk.boxes():
+            tensor, size = stored.tensor, stored.itemsize
+            if self._wants.by_all(tensor) and self._wants.size > 1:
+                yield _Move(tensor, at, box, box, _ALL, box.volume * size)
+                continue
+            for who in self._wants.ranks(self._wants.of_box(tensor, box)):
+                for common in filter(None, map(box.meet, self._wants.boxes(who, tensor))):
+                    yield _Move(tensor, at, box, common, who, common.volume * size)
+
     def _view(self, memory: torch.Tensor, at: int, tensor: int, box: Box) -> torch.Tensor:
         dtype = self._dtypes[tensor]
         return memory[at : at + box.volume * dtype.itemsize].view(dtype).view(box.shape)
 
     def _place(self, tensor: int, common: Box, data: torch.Tensor, box: Box) -> None:
+        placed = 0
         for held in self._targets.get(tensor, ()):
             here = held.box.meet(common)
             if here is not None:
                 put_box(held.memory, here.within(held.box), data, here.within(box))
+                placed += here.volume
+        with self._lock:
+            self._placed[tensor] += placed

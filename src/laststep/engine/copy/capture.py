@@ -93,12 +93,13 @@ class Capturer:
         if early is not None and not self._guessed(early, plan, pieces, sources):
             self.cancel(early)
             early = None
-        layout = self._lower(plan, self._choose(pieces)) if early is None else early.layout
+        layout = self._lower(plan, self._choose(pieces)) if early is None else early.of.layout
         job = Job(plan=plan, layout=layout, sources=sources, pieces=pieces, sink=sink,
                   began_s=began)  # fmt: skip
         try:
             job = self._stage_or_choose_again(job, early)
-            self._remember(job.layout, job.sources)
+            if early is None:
+                self._remember(job.layout, job.sources)
             lazily = [device for device in job.layout.direct if device != "cpu"]
             host_lazy = lazy and self._mode is Capture.LAZY and "cpu" in job.layout.direct
             self._mark(job, lazily, fingerprinted=lazy)
@@ -254,11 +255,7 @@ class Capturer:
         """Keep what `start_early` needs to know of a capture, without holding its memory."""
         devices = [device for device in layout.staging_bytes if device != "cpu"]
         fit = devices and all(self._gatherers[device].can_run_again() for device in devices)
-        known = self._sources
-        if not fit:
-            self._sources = None
-        elif known is None or not known.same_as(layout, sources):
-            self._sources = Remembered(layout, sources)
+        self._sources = Remembered(layout, sources) if fit else None
 
     def join(self, streams: Sequence[torch.cuda.Stream]) -> None:
         """Make the current streams wait for these, on which state was written too."""
@@ -274,13 +271,13 @@ class Capturer:
         launch.
         """
         known = self._sources
-        sources = None if known is None else known.sources_in_place()
+        sources = None if known is None else known.in_place()
         if known is None or sources is None:
             return None
         sizes = {d: n for d, n in known.layout.staging_bytes.items() if d != "cpu"}
         if any(self._staging_on(device).room() < size for device, size in sizes.items()):
             return None
-        early = Early(known.layout, sources)
+        early = Early(known, sources)
         try:
             for device, size in sizes.items():
                 with torch.cuda.device(device):
@@ -299,10 +296,14 @@ class Capturer:
     ) -> bool:
         """Whether what was staged early is just what this save is to stage."""
         layout, chosen = self._layout, self._chosen
-        same = layout is not None and layout[0] is plan and layout[1] is early.layout
-        return same and chosen is not None and chosen.pieces is pieces and all(
-            sources[piece] is held for piece, held in early.sources.items()
-        )  # fmt: skip
+        return (
+            layout is not None
+            and layout[0] is plan
+            and layout[1] is early.of.layout
+            and chosen is not None
+            and chosen.pieces is pieces
+            and early.of.are_among(sources, early.sources)
+        )
 
     def cancel(self, early: Early) -> None:
         """Give up what was staged early."""
@@ -329,9 +330,9 @@ class Capturer:
 
     def _fill_from_host(self, job: Job) -> None:
         """Copy host state that is not staged straight into slots, and hand over whole chunks."""
-        chunks = [c for c in job.chunks() if any(g.device == "cpu" for g in c.direct)]
-        if not chunks:
+        if "cpu" not in job.layout.direct:
             return
+        chunks = [c for c in job.chunks() if any(g.device == "cpu" for g in c.direct)]
         began = time.perf_counter()
         if self._last is not None:
             # Slots are leased in the order of saves: the one before must have all of its own.

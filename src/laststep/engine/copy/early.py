@@ -5,9 +5,11 @@ Only pieces that are staged on a device matter here. Nothing holds a tensor's me
 
 from __future__ import annotations
 
-import weakref
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from laststep.state.tensors import Kept
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,26 +25,19 @@ class Remembered:
 
     def __init__(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
         self.layout = layout
-        self._known = [
-            (piece, weakref.ref(sources[piece]), sources[piece].data_ptr())
-            for piece in _staged_on_devices(layout)
-        ]
+        self._pieces = _staged_on_devices(layout)
+        self._kept = Kept(self._of(sources))
 
-    def sources_in_place(self) -> dict[int, torch.Tensor] | None:
-        """All of them by piece, held, if each is alive and where it was; else None."""
-        held: dict[int, torch.Tensor] = {}
-        for piece, ref, address in self._known:
-            source = ref()
-            if source is None or source.data_ptr() != address:
-                return None
-            held[piece] = source
-        return held
+    def in_place(self) -> list[torch.Tensor] | None:
+        """All of them, held, if each is alive and where it was; else None."""
+        return self._kept.in_place()
 
-    def same_as(self, layout: Layout, sources: Sequence[torch.Tensor]) -> bool:
-        return layout is self.layout and all(
-            ref() is sources[piece] and sources[piece].data_ptr() == address
-            for piece, ref, address in self._known
-        )
+    def are_among(self, sources: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> bool:
+        """Whether what is to be staged of these sources is just what is held."""
+        return all(map(operator.is_, self._of(sources), held))
+
+    def _of(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [sources[piece] for piece in self._pieces]
 
 
 def _staged_on_devices(layout: Layout) -> list[int]:
@@ -59,8 +54,9 @@ def _staged_on_devices(layout: Layout) -> list[int]:
 class Early:
     """Copies that are under way before it is known whether they are the right ones."""
 
-    layout: Layout
-    sources: dict[int, torch.Tensor]
+    of: Remembered
+    sources: list[torch.Tensor]
+    """Those that are copied, held."""
     staging: dict[str, torch.Tensor] = field(default_factory=dict)
     events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=dict)
 

@@ -72,6 +72,8 @@ def gather(buffer: torch.Tensor, groups: Sequence[Group], sources: Sequence[torc
     into: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     with torch.no_grad():
         for group in groups:
+            if group.device == "cpu" and _gather_scalars(buffer, group, sources):
+                continue
             parts = [elements(sources[span.piece], span) for span in group.spans]
             if group.device == "cpu" and len(parts) > 1:
                 # One call that knows nothing of the single places beats one view for each.
@@ -84,6 +86,18 @@ def gather(buffer: torch.Tensor, groups: Sequence[Group], sources: Sequence[torc
             srcs += parts
         for dsts, srcs in into.values():
             torch._foreach_copy_(dsts, srcs, non_blocking=True)
+
+
+def _gather_scalars(buffer: torch.Tensor, group: Group, sources: Sequence[torch.Tensor]) -> bool:
+    """The same for tensors without dimensions, such as an optimizer's counts of steps, of which
+    there is one for each parameter: no view of each is needed. False where others are among
+    them."""
+    dtype = TORCH_DTYPES[group.dtype]
+    tensors = [sources[span.piece] for span in group.spans]
+    if dtype in _AS_INTEGERS or any(map(torch.Tensor.dim, tensors)):
+        return False
+    torch.stack(tensors, out=buffer[group.start : group.stop].view(dtype))
+    return True
 
 
 class Gatherer:
@@ -118,7 +132,8 @@ class Gatherer:
         kernels = kernels_on(stream.device)
         if kernels is None:
             return False
-        addresses = [sources[piece].data_ptr() for piece in self._pieces]
+        pieces = [sources[piece] for piece in self._pieces]
+        addresses = list(map(torch.Tensor.data_ptr, pieces))
         if self._copies is None or addresses != self._addresses:
             self._tabulate(kernels, addresses, sources, stream)
         return True

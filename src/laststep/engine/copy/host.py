@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from laststep.engine.copy.gather import gather, strided_bits
 from laststep.engine.copy.layout import Group, Span
-from laststep.state.layouts import boxes_of_range
+from laststep.state.boxes import boxes_of_range
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:

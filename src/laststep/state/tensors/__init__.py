@@ -40,6 +40,7 @@ from laststep.state.tensors.live import (
     share_bytes,
     torch_rng_states,
 )
+from laststep.state.tensors.lying import Kept
 from laststep.state.tensors.reviving import revive
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "TORCH_DTYPES",
     "CollectCache",
     "Held",
+    "Kept",
     "Laid",
     "allocate",
     "box_of",

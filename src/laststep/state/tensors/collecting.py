@@ -5,9 +5,9 @@ Never copies the data of a tensor that training may change; `engine.copy` does t
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from dataclasses import replace
+from itertools import compress
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -15,16 +15,17 @@ import torch
 
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import Usage
-from laststep.state.known import Known, walk_known
+from laststep.state.known import Known, know
 from laststep.state.names import name_of
 from laststep.state.pieces import Collected, Piece, View
 from laststep.state.sharing import Extent, find_overlaps, find_ties
 from laststep.state.tensors.kinds import DTYPE_NAMES, PLAIN_TENSORS, handler_for
 from laststep.state.tensors.laid import Laid, is_dtensor, laid_of
+from laststep.state.tensors.lying import Lying
 from laststep.state.tree import NOT_MINE, OWNED, Owned, Path, copy_tree, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from laststep.state.layouts import Layout
 
@@ -41,10 +42,7 @@ class CollectCache:
     """What the last save of an item found; holds no tensor's memory."""
 
     def __init__(self) -> None:
-        self.known: list[Known] = []
-        self.pieces: tuple[Piece, ...] = ()
-        self.ties: dict[str, str] = {}
-        self.layouts: dict[str, Layout] = {}
+        self.last: _Last | None = None
 
 
 class Collector:
@@ -53,8 +51,8 @@ class Collector:
     def __init__(self, volatile: frozenset[Path], *, allow_pickle: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.volatile_names: set[str] = set()
-        self.plain: list[tuple[Path, TensorRef, torch.Tensor, torch.Tensor | None]] = []
-        """The tensors that are stored just as they were met, of DTensors with their local part."""
+        self.plain: list[tuple[TensorRef, torch.Tensor]] = []
+        """The tensors that are stored just as they were met."""
         self.layouts: dict[str, Layout] = {}
         self.owners: dict[str, object] = {}
         self._volatile = volatile
@@ -124,7 +122,7 @@ class Collector:
         if tensor.is_conj() or tensor.is_neg():
             return self._keep(path, detached.resolve_conj().resolve_neg())
         ref = self._keep(path, detached)
-        self.plain.append((path, ref, tensor, None))
+        self.plain.append((ref, tensor))
         return ref
 
     def _take_laid(self, path: Path, laid: Laid, owner: object) -> object:
@@ -133,10 +131,10 @@ class Collector:
             raise Usage("cannot save a part of a tensor that is not plain", where=show_path(path))
         self.layouts[ref.name] = laid.layout
         self.owners[ref.name] = owner
-        if self.plain and self.plain[-1][1] is ref:
+        if self.plain and self.plain[-1][0] is ref:
             self.plain.pop()  # that was of a tensor made here
             if isinstance(owner, torch.Tensor):
-                self.plain.append((path, ref, owner, laid.local))
+                self.plain.append((ref, owner))
         return ref
 
     def _take_subclass(self, path: Path, tensor: torch.Tensor) -> object:
@@ -196,48 +194,70 @@ def collect(
 
     With a `cache`, a state whose tensors are all still the same memory as last time is only walked.
     """
-    if cache is not None and cache.known:
-        met = walk_known(value, cache.known)
-        if met is not None:
-            tree, sources = met
-            return Collected(tree=tree, pieces=cache.pieces, sources=sources, ties=cache.ties,
-                             layouts=cache.layouts)  # fmt: skip
+    if cache is not None and cache.last is not None:
+        again = cache.last.again(value, volatile)
+        if again is not None:
+            return again
     collector = Collector(volatile, allow_pickle=allow_pickle)
     tree = copy_tree(value, collector, (), allow_pickle=allow_pickle)
     collected = _collected(tree, collector)
-    if cache is None or not _remember(cache, collector, collected):
+    if cache is None:
         return collected
-    # The tensors themselves, as a walk of the known gives them: they outlive this save, and whoever
+    cache.last = _remember(value, volatile, collector, collected)
+    if cache.last is None:
+        return collected
+    # The tensors themselves, as the next look gives them: they outlive this save, and whoever
     # looks for them at the next one finds them.
-    sources = tuple(
-        tensor if local is None else local
-        for _, ref, tensor, local in collector.plain
-        if ref.name not in collected.ties
-    )
-    return replace(collected, sources=sources)
+    sources = cache.last.sources([leaf for _, leaf in collector.plain])
+    return collected if sources is None else replace(collected, sources=sources)
 
 
-def _remember(cache: CollectCache, collector: Collector, collected: Collected) -> bool:
+class _Last:
+    """The state of an item at its last save, for the next one to find it again."""
+
+    def __init__(
+        self,
+        known: Known,
+        leaves: Sequence[torch.Tensor],
+        own: list[bool],
+        volatile: frozenset[Path],
+        collected: Collected,
+    ) -> None:
+        self._known = known
+        self._lying = Lying(leaves)
+        self._own = own
+        """Which leaves are pieces: not those that are tied to an earlier one."""
+        self._volatile = volatile
+        self._pieces, self._ties = collected.pieces, collected.ties
+        self._layouts = collected.layouts
+
+    def sources(self, leaves: Sequence[object]) -> tuple[torch.Tensor, ...] | None:
+        """The live tensors of the pieces, if these leaves are the same memory as they were."""
+        memories = self._lying.again(leaves)
+        return None if memories is None else tuple(compress(memories, self._own))
+
+    def again(self, value: object, volatile: frozenset[Path]) -> Collected | None:
+        """A state taken apart that is this one but for its plain values; None where it is not."""
+        met = self._known.walk(value) if volatile == self._volatile else None
+        sources = None if met is None else self.sources(met[1])
+        if met is None or sources is None:
+            return None
+        return Collected(tree=met[0], pieces=self._pieces, sources=sources, ties=self._ties,
+                         layouts=self._layouts)  # fmt: skip
+
+
+def _remember(
+    value: object, volatile: frozenset[Path], collector: Collector, collected: Collected
+) -> _Last | None:
     """Only what is as simple as it is common: every leaf a plain tensor, no overlapping views."""
-    cache.known = []
-    if collected.views or len(collector.plain) != len(collector.tensors):
-        return False
-    cache.pieces, cache.ties = collected.pieces, collected.ties
-    cache.layouts = collected.layouts
-    ties = collected.ties
-    parent: Path = ()
-    for path, ref, leaf, local in collector.plain:
-        tensor = leaf if local is None else local
-        above = path[:-1]
-        parent = parent if parent == above else above
-        cache.known.append(
-            Known(
-                weakref.ref(leaf), parent, path[-1] if path else None, tensor.data_ptr(),
-                tensor.shape, tensor.stride(), tensor.dtype, ref, ref.name not in ties,
-                None if local is None else weakref.ref(local),
-            )
-        )  # fmt: skip
-    return True
+    if collected.views or not collector.plain or len(collector.plain) != len(collector.tensors):
+        return None
+    refs, leaves = zip(*collector.plain, strict=True)
+    known = know(value, leaves, refs)
+    if known is None:
+        return None
+    own = [ref.name not in collected.ties for ref in refs]
+    return _Last(known, leaves, own, volatile, collected)
 
 
 def _collected(tree: object, collector: Collector) -> Collected:

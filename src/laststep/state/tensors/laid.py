@@ -10,12 +10,14 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.errors import Usage
-from laststep.state.layouts import Box, Layout, Mesh, Placement, Replicate, Shard, Sharded
+from laststep.state.layouts import Layout, Mesh, Placement, Replicate, Shard, Sharded
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+    from laststep.state.boxes import Box
 
 
 class Laid(NamedTuple):

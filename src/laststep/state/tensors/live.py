@@ -12,7 +12,7 @@ from laststep.state.tensors.kinds import TORCH_DTYPES
 from laststep.state.tensors.laid import is_dtensor, unlaid
 
 if TYPE_CHECKING:
-    from laststep.state.layouts import Box
+    from laststep.state.boxes import Box
     from laststep.state.pieces import View
 
 

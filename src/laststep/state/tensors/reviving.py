@@ -50,14 +50,14 @@ def _revive(tagged: Tagged, *, allow_pickle: bool) -> object:
 
 
 def _revive_array(value: object) -> object:
-    dtype, tensor = cast(tuple[str, object], value)
+    dtype, tensor = cast("tuple[str, object]", value)
     if not isinstance(tensor, torch.Tensor):  # left out of a partial restore
         return tensor
     return tensor.cpu().numpy().astype(np.dtype(dtype), copy=False)
 
 
 def _revive_scalar(value: object) -> object:
-    dtype, data = cast(tuple[str, bytes], value)
+    dtype, data = cast("tuple[str, bytes]", value)
     return np.frombuffer(data, dtype=np.dtype(dtype))[0]
 
 
@@ -76,7 +76,7 @@ def _revive_sparse(layout: str, shape: tuple[int, ...], parts: dict[str, object]
     for part in parts.values():
         if not isinstance(part, torch.Tensor | bool):  # left out of a partial restore
             return part
-    tensors = cast(dict[str, torch.Tensor], parts)
+    tensors = cast("dict[str, torch.Tensor]", parts)
     values = tensors["values"]
     if layout == "sparse_coo":
         # Verified bytes of a tensor that torch made: its invariants held when it was saved.
@@ -93,7 +93,7 @@ def _revive_sparse(layout: str, shape: tuple[int, ...], parts: dict[str, object]
 
 
 def _revive_subclass(value: object) -> object:
-    name, parts = cast(tuple[str, object], value)
+    name, parts = cast("tuple[str, object]", value)
     handler = handler_named(name)
     if handler is None:
         raise Usage(
@@ -107,11 +107,11 @@ _REVIVERS: Final[dict[str, Callable[[object], object]]] = {
     "ndarray": _revive_array,
     "scalar": _revive_scalar,
     "bytes": _revive_bytes,
-    "counter": lambda value: Counter(cast(dict[object, int], value)),
+    "counter": lambda value: Counter(cast("dict[object, int]", value)),
     "dtype": _revive_dtype,
     "device": lambda value: torch.device(str(value)),
-    "size": lambda value: torch.Size(cast(tuple[int, ...], value)),
-    "sparse": lambda value: _revive_sparse(*cast(_SparseParts, value)),
+    "size": lambda value: torch.Size(cast("tuple[int, ...]", value)),
+    "sparse": lambda value: _revive_sparse(*cast("_SparseParts", value)),
     "subclass": _revive_subclass,
     OWNED: lambda value: owned(Tagged(OWNED, value)).state,
 }

@@ -1,0 +1,95 @@
+"""What planning a load costs one rank of a job of up to 131,072, and the metadata that it reads.
+
+The checkpoint and the job that loads it are made up by `bench/scale.py`; the plan is made by the
+very code that a restore runs. Headers, tables and trees are encoded to find out how long they are.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import TYPE_CHECKING, Any
+
+from laststep.codecs import objects
+from laststep.codecs.typed_values import TensorRef
+from laststep.plan.gather import Stored, chunks_of
+from laststep.plan.job import agree, decode_table, digest_of, encode_table
+from laststep.plan.save import TABLE_NAME, ItemSpec, plan_save, tree_name
+from laststep.plan.sources import Ledger
+from laststep.plan.wants import Wants, decode_wish, encode_wish
+from laststep.state.pieces import Part, Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from laststep.plan.groups import Groups
+    from laststep.plan.job import Agreement, Table
+
+    Job = tuple[Sequence[Table], Callable[[int], int]]
+
+
+def measure(saved: Job, ranks: int, now: Job, loading: int, groups: Groups, manifest_bytes: int,
+            group_bytes: int) -> dict[str, Any]:  # fmt: skip
+    """One rank in the middle of `loading` loads what `ranks` have saved."""
+    tables, class_of = saved
+    data = [encode_table(table) for table in tables]
+    names = [digest_of(one) for one in data]
+    firsts = [next(r for r in range(ranks) if class_of(r) == n) for n in range(len(tables))]
+    rank = loading // 2 + 1
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.perf_counter()
+    known = {name: decode_table(one) for name, one in zip(names, data, strict=True)}
+    agreement = agree([names[class_of(one)] for one in range(ranks)], known)
+    index = {key: at for at, key in enumerate(agreement.keys)}
+    wishes = [
+        decode_wish(encode_wish({
+            index[item.name, tensor.name]: tensor.layout
+            for item in table for tensor in item.tensors
+        }))
+        for table in now[0]
+    ]  # fmt: skip
+    shapes = [spread.layouts[0].shape for spread in agreement.spreads]
+    wants = Wants(wishes, {one: now[1](one) for one in range(loading)}, shapes)
+    sources = list(Ledger(agreement.spreads, wants).sources(rank))
+    seconds = time.perf_counter() - began
+    metadata = manifest_bytes
+    for first, table, one in zip(firsts, tables, data, strict=True):
+        small = plan_save((), rank=(first, ranks), objects=(tree_name("state"), TABLE_NAME))
+        tree = {t.name: TensorRef(t.name) for item in table for t in item.tensors}
+        whole = objects.encode({"tree": tree, "ties": {}, "views": {}})
+        metadata += small.files[0].region_bytes + len(one) + len(whole)
+    chunks = 0
+    for source in sources:
+        stored, header_bytes, size = _stored(agreement, source.writer, ranks)
+        metadata += header_bytes
+        began = time.perf_counter()
+        chunks += len(chunks_of(rank, source, stored, wants, {0: size}))
+        seconds += time.perf_counter() - began
+    asked = {*firsts, *(source.writer for source in sources)}
+    read = {groups.leader_of(one) for one in asked}
+    metadata += len(read) * group_bytes
+    return {
+        "ranks": loading, "seconds": seconds, "chunks": chunks, "files": len(sources),
+        "mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
+        "metadata_bytes": metadata,
+    }  # fmt: skip
+
+
+def _stored(agreement: Agreement, writer: int, ranks: int) -> tuple[list[Stored], int, int]:
+    """What lies in the file of a writer, how long its header is, and its tensors."""
+    pieces, shares = [], agreement.shares(writer)
+    for key, share in shares:
+        spread = agreement.spreads[share.tensor]
+        size = share.box.volume * spread.itemsize
+        part = Part(key[1], spread.layouts[0].shape, share.box.start)
+        name = f"{key[1]}~6at{','.join(map(str, share.box.start))}"
+        pieces.append(Piece(name, agreement.dtypes[key], share.box.shape, size, "cuda:0",
+                            contiguous=True, volatile=False, part=part))  # fmt: skip
+    spec = ItemSpec(name="state", kind="value", standalone=True, pieces=tuple(pieces))
+    plan = plan_save((spec,), rank=(writer, ranks), objects=())
+    stored = []
+    for placed in (one for file in plan.files for one in file.placed):
+        share = shares[placed.piece][1]
+        itemsize = agreement.spreads[share.tensor].itemsize
+        stored.append(Stored(share.tensor, itemsize, 0, placed.start, placed.stop, share.box))
+    return stored, sum(file.region_bytes for file in plan.files), plan.tensor_bytes

@@ -1,0 +1,244 @@
+"""Take the state of FSDP1 (`FullyShardedDataParallel`) by the names and shapes of the plain model.
+
+    Checkpointer(run, model=fsdp1.model(model), optimizer=fsdp1.optimizer(optimizer, model))
+
+FSDP1 puts the parameters of each unit one after the other into a flat parameter and gives each rank
+an equal range of it. Where each lies is read from the flat parameter itself; nothing communicates.
+What is stored are the full-precision weights, whatever `mixed_precision` computes with. Checked
+with torch 2.13: with `use_orig_params` and without, the four public sharding strategies, parameters
+that are tied within a unit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from laststep.adapters.flat_state import (
+    AXIS,
+    FlatModule,
+    FlatOptimizer,
+    Member,
+    Parameters,
+    flat_range,
+    mesh_over,
+    need,
+    only_holders,
+    plain_name,
+)
+from laststep.errors import Usage
+from laststep.state.layouts import Flat
+from laststep.state.tensors import Laid
+
+if TYPE_CHECKING:
+    from laststep.state.boxes import Index
+    from laststep.state.provider import StateProvider
+
+__all__ = ["model", "optimizer"]
+
+_TESTED = "FSDP1 of torch 2.13"
+
+
+def model(model: torch.nn.Module) -> StateProvider:
+    """The weights and buffers of a model that is, or contains, FullyShardedDataParallel."""
+    return _Fsdp1Module(model)
+
+
+def optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> StateProvider:
+    """The state of an optimizer over the parameters of such a model."""
+    return FlatOptimizer(optimizer, lambda: _members(optimizer, model))
+
+
+class _Original(NamedTuple):
+    """A parameter of the plain model, in a flat one."""
+
+    name: str
+    shape: Index
+    layout: Flat | None
+    """None where the ranks do not share the flat parameter: each holds all of it."""
+    first: int
+    last: int
+    """Its elements of this rank's part of the flat parameter."""
+    live: torch.Tensor | None
+    """With `use_orig_params`, what the optimizer steps."""
+
+
+class _Unit(NamedTuple):
+    """A module that FSDP1 wrapped, and what it flattened."""
+
+    handle: Any
+    originals: list[_Original]
+    tied: dict[str, str]
+    """Further names of some of them."""
+
+    @property
+    def flat(self) -> torch.Tensor:
+        parameter: torch.Tensor = self.handle.flat_param
+        return parameter
+
+    def shard(self) -> torch.Tensor:
+        """This rank's part, in full precision; the flat parameter itself may be unsharded now."""
+        found: torch.Tensor = getattr(self.flat, "_local_shard", self.flat)
+        return found.detach()
+
+    def is_gathered(self) -> bool:
+        """Whether a pass has left all of the flat parameter in memory, beside this rank's part."""
+        ready = hasattr(self.flat, "_local_shard") and self.handle.uses_sharded_strategy
+        return ready and not self.handle.needs_unshard()
+
+
+class _Fsdp1Module(FlatModule):
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module, self._flat)
+        self._units: list[_Unit] = []
+
+    def restore(self, value: object) -> None:
+        super().restore(value)
+        for unit in self._units:
+            if unit.is_gathered():
+                # Kept for the next pass, which would compute with the weights of before.
+                unit.handle.reshard(free_unsharded_flat_param=True)
+                unit.handle.post_reshard()
+
+    def _flat(self) -> Parameters:
+        self._units = self._units or _units(self._module)
+        laid: dict[str, object] = {}
+        replaced: set[int] = set()
+        for unit in self._units:
+            shard = unit.shard()
+            replaced.add(id(unit.flat))
+            for one in unit.originals:
+                part = shard[one.first : one.last]
+                laid[one.name] = (
+                    part.view(one.shape) if one.layout is None else Laid(part, one.layout)
+                )
+                replaced.add(id(one.live))
+            laid |= {name: laid[first] for name, first in unit.tied.items()}
+        return Parameters(laid, replaced)
+
+
+def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[Member]:
+    """Every parameter of the plain model that the optimizer steps."""
+    group_of = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    found: list[Member] = []
+    for unit in _units(model):
+        for one in unit.originals:
+            holder = unit.flat if one.live is None else one.live
+            if id(holder) in group_of:
+                found.append(_member(one, unit, holder, group_of[id(holder)]))
+    known = {id(member.holder) for member in found}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in group_of and id(parameter) not in known:
+            size = parameter.numel()
+            found.append(Member(
+                name=plain_name(name), group=group_of[id(parameter)], dtype=parameter.dtype,
+                shape=tuple(parameter.shape), holder=parameter, first=0, last=size, size=size,
+                layout=None,
+            ))  # fmt: skip
+    lost = len(group_of.keys() - {id(member.holder) for member in found})
+    if lost:
+        raise Usage(
+            "an optimizer has parameters that are none of the model's", found=str(lost),
+            remedy="make the optimizer from the parameters of the wrapped model",
+        )  # fmt: skip
+    return found
+
+
+def _member(one: _Original, unit: _Unit, holder: torch.Tensor, group: int) -> Member:
+    own = one.live is not None
+    count = one.last - one.first
+    return Member(
+        name=one.name, group=group, dtype=unit.shard().dtype, shape=one.shape, holder=holder,
+        first=0 if own else one.first, last=count if own else one.last,
+        size=count if own else unit.shard().numel(), layout=one.layout,
+        # With use_orig_params a rank does not step what it holds nothing of.
+        numbers=only_holders(one.layout) if own and one.layout is not None else None,
+    )  # fmt: skip
+
+
+def _units(model: torch.nn.Module) -> list[_Unit]:
+    found: list[_Unit] = []
+    for prefix, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            handle = need(module, "_handle", _TESTED)
+            if handle is not None:
+                found.append(_unit(handle, prefix))
+    if not any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+        raise Usage(
+            "there is no FSDP1 in this model", expected="a FullyShardedDataParallel",
+            found=type(model).__name__, remedy="pass a model of another kind as it is",
+        )  # fmt: skip
+    return found
+
+
+def _unit(handle: Any, prefix: str) -> _Unit:
+    """Find out where the parameters of a unit lie."""
+    flat = need(handle, "flat_param", _TESTED)
+    fqns, shapes, sizes, padding, here = (
+        list(need(flat, name, _TESTED))
+        for name in (
+            "_fqns", "_shapes", "_numels_with_padding", "_is_padding_mask", "_shard_param_infos",
+        )
+    )  # fmt: skip
+    _refuse_unusual(flat, fqns)
+    starts = [
+        at for at, is_padding in zip(itertools.accumulate(sizes, initial=0), padding, strict=False)
+        if not is_padding
+    ]  # fmt: skip
+    live = need(flat, "_params", _TESTED) or [None] * len(fqns)
+    originals = [
+        _original(handle, plain_name(f"{prefix}.{name}"), tuple(shape), start, info, parameter)
+        for name, shape, start, info, parameter in zip(
+            fqns, shapes, starts, here, live, strict=True
+        )
+    ]
+    tied = {
+        plain_name(f"{prefix}.{one.module_name}.{one.param_name}".replace("..", ".")): plain_name(
+            f"{prefix}.{one.prim_module_name}.{one.prim_param_name}".replace("..", ".")
+        )
+        for one in need(flat, "_shared_param_infos", _TESTED)
+    }
+    return _Unit(handle, originals, tied)
+
+
+def _original(
+    handle: Any, name: str, shape: Index, start: int, info: Any, live: torch.Tensor | None
+) -> _Original:
+    count = math.prod(shape)
+    if not need(handle, "uses_sharded_strategy", _TESTED):
+        return _Original(name, shape, None, start, start + count, live)
+    mesh = mesh_over(need(handle, "process_group", _TESTED))
+    each = math.prod(need(handle.flat_param, "_sharded_size", _TESTED))
+    layout = Flat(shape, mesh, (AXIS,), start, each * mesh.sizes[0])
+    first, last = flat_range(layout, dist.get_rank())
+    said = (info.offset_in_shard, info.offset_in_shard + info.numel_in_shard) if info[0] else (0, 0)
+    if (first, last) != said:
+        raise Usage(
+            "cannot find out how the state lies over the ranks", where=name,
+            expected=f"elements {first} to {last} of the flat parameter, as {_TESTED} has it",
+            found=f"{said[0]} to {said[1]}", remedy="use that version",
+        )  # fmt: skip
+    return _Original(name, shape, layout, first, last, live)
+
+
+def _refuse_unusual(flat: Any, names: list[str]) -> None:
+    """What is in a flat parameter in another order than its elements, or a part of a tensor."""
+    for name, contiguous, extension in zip(
+        names, need(flat, "_contiguities", _TESTED), need(flat, "_param_extensions", _TESTED),
+        strict=True,
+    ):  # fmt: skip
+        if not contiguous:
+            raise Usage(
+                "cannot save a parameter that FSDP1 flattened in the order of its memory",
+                where=name, expected="a contiguous parameter",
+                remedy="make it contiguous before the model is wrapped, or use FSDP2",
+            )  # fmt: skip
+        if extension is not None:
+            raise Usage(
+                "cannot save FSDP1 over tensor parallelism", where=name,
+                remedy="use FSDP2 (fully_shard), which needs no adapter",
+            )  # fmt: skip

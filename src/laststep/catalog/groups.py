@@ -1,0 +1,104 @@
+"""The manifests of groups of ranks, written and read: which data files a checkpoint has.
+
+In jobs of many ranks the manifest of a checkpoint names the manifests of groups, and these the
+files. Whoever wants the files of some ranks reads the manifests of their groups only. What is not
+as it was written is `Corrupt` after a second look past every cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from laststep.catalog import decision
+from laststep.errors import Corrupt, Exists, NotFound
+from laststep.format import group
+from laststep.format.manifest import DAMAGE_REMEDY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from laststep.format.group import GroupManifest
+    from laststep.format.manifest import Commit, FileRecord, GroupRecord
+    from laststep.storage.store import Store
+
+GROUP_LIMIT_BYTES = 64 << 20
+
+
+def write(store: Store, folder: str, manifest: GroupManifest) -> GroupRecord:
+    """Make the manifest of a group in an attempt's folder, durably."""
+    record, data = group.encode(manifest)
+    with contextlib.suppress(Exists):
+        store.make_folder(f"{folder}/{group.GROUPS_FOLDER}", parents=False)
+    store.create(f"{folder}/{record.name}", data)
+    store.sync_folder(folder)  # the rank that made the folder may not have got that far yet
+    return record
+
+
+def files_of(
+    store: Store, folder: str, commit: Commit, ranks: Iterable[int] | None = None
+) -> tuple[FileRecord, ...]:
+    """The data files of a checkpoint, or of these ranks of it, in the order of ranks.
+
+    `NotFound` where the checkpoint has been deleted since its manifest was read.
+    """
+    wanted = None if ranks is None else frozenset(ranks)
+    files = commit.files
+    if commit.groups:
+        try:
+            files = tuple(
+                file
+                for record in commit.groups
+                if wanted is None
+                or not wanted.isdisjoint(range(record.first, record.first + record.ranks))
+                for file in read(store, folder, commit, record).files
+            )
+            _check_names(files, where=f"{store.url}/{folder}")
+        except Corrupt as error:
+            gone = decision.deleted(store, folder)
+            if gone is not None:
+                raise gone from error
+            raise
+    return files if wanted is None else tuple(file for file in files if file.rank in wanted)
+
+
+def read(store: Store, folder: str, commit: Commit, record: GroupRecord) -> GroupManifest:
+    """The manifest of one group, verified; one that seems wrong is read a second time."""
+    name = f"{folder}/{record.name}"
+    try:
+        return _read_once(store, name, commit, record)
+    except Corrupt:
+        return _read_once(store, name, commit, record)
+
+
+def _read_once(store: Store, name: str, commit: Commit, record: GroupRecord) -> GroupManifest:
+    where = f"{store.url}/{name}"
+    try:
+        reader = store.open_reader(name)
+    except NotFound as error:
+        raise Corrupt(
+            "the manifest of a group of ranks is missing", where=where, expected=record.digest,
+            remedy=DAMAGE_REMEDY,
+        ) from error  # fmt: skip
+    with contextlib.closing(reader):
+        if reader.size_bytes > GROUP_LIMIT_BYTES:
+            raise Corrupt(
+                "the manifest of a group of ranks is too large to be one", where=where,
+                expected=f"at most {GROUP_LIMIT_BYTES} bytes", found=f"{reader.size_bytes} bytes",
+                remedy=DAMAGE_REMEDY,
+            )  # fmt: skip
+        data = bytearray(reader.size_bytes)
+        got = reader.read_into(0, memoryview(data))
+    found = group.decode(bytes(data[:got]), record, where=where)
+    if (found.step, found.epoch, found.attempt) != (commit.step, commit.epoch, commit.attempt):
+        raise Corrupt(
+            "the manifest of a group of ranks is that of another checkpoint", where=where,
+            found=f"step {found.step}, epoch {found.epoch}, attempt {found.attempt}",
+            remedy=DAMAGE_REMEDY,
+        )  # fmt: skip
+    return found
+
+
+def _check_names(files: tuple[FileRecord, ...], *, where: str) -> None:
+    if len({file.name for file in files}) != len(files):
+        raise Corrupt("two groups of ranks name the same file", where=where, remedy=DAMAGE_REMEDY)

@@ -1,0 +1,171 @@
+"""The part of all ranks but the first in a save of all: join, write, report, hear how it ended.
+
+The first rank numbers its saves. The others find the one of their step by what it says of the
+present one and of those before: of several saves of one step, the first that this rank has not
+joined. Where ranks save different steps, the lower step gives way, at once. The first rank of a
+group also gathers what its group has written, and leaves one summary of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.checkpointer.receipts import Receipt, summarise
+from laststep.checkpointer.rounds import BEGUN, DECIDED, SUMMARISED, Decision, Now, Over
+from laststep.engine.wire import Decide, Located
+from laststep.plan.groups import Groups
+
+if TYPE_CHECKING:
+    from laststep.checkpointer.receipts import Summary
+    from laststep.checkpointer.rounds import Desk, Place, Round
+
+
+class Following:
+    """What a rank does that is not the first; on its team's thread."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._board = desk.board
+        self._number = 0
+        """Of the last save that this rank joined."""
+        self._refused = 0
+        """Of the last save that waits for this rank in vain."""
+        self._left: list[str] = []
+        """Receipts of this rank's group, which nobody needs once it has summed them up."""
+
+    def take_part(self, one: Round) -> None:
+        """Go through a save that the first rank leads; `Over` where it comes to nothing."""
+        place, link = self._join(one), one.link
+        if link is not None:
+            self._listen(one)  # where it came late
+            link.begin()  # the flusher must know of the save before it is told where it is
+            self._desk.client.send(
+                Located(save=link.number, epoch=place.epoch, attempt=place.attempt,
+                        folder=place.folder)
+            )  # fmt: skip
+        mine = self._desk.own_receipt(one, self._listen)
+        me = self._desk.rank.number
+        if mine.problem or link is None:
+            self._board.put(one.key("failed"), f"rank {me}: {mine.problem}".encode())
+            return
+        self._board.put(one.key(f"r/{me}"), msgspec.msgpack.encode(mine))
+        if one.groups is not None and one.groups.leader_of(me) == me:
+            self._speak(one, one.groups, mine)
+        decision = self._decision(one)
+        if decision.reason:
+            raise Over(decision.reason)
+        self._desk.client.send(Decide(save=link.number))
+        self._desk.await_flusher(link)
+
+    def warn(self, one: Round, reason: str) -> None:
+        """This rank gives a save up: tell the first one."""
+        if one.number:
+            self._board.put(one.key("failed"), self._desk.by_me(reason))
+
+    def confirm(self, one: Round, reason: str) -> None:
+        """It is given up in the run as well: the first rank can no longer commit it."""
+        self._board.put(one.key("given-up"), self._desk.by_me(reason))
+
+    def _join(self, one: Round) -> Place:
+        """Find the first rank's save of this step."""
+
+        def look() -> Now | None:
+            note = self._board.look("now")
+            now = None if note is None else msgspec.msgpack.decode(note, type=Now)
+            if now is not None and now.number > self._number:
+                self._check_missed(one, now)
+                if now.step == one.step:
+                    return now
+                self._refuse(one, now)
+            self._desk.agreements.join()
+            return None
+
+        now = self._board.until(look, self._desk.until_s(one, BEGUN))
+        if now is None:
+            raise Over(
+                f"{self._desk.last_of(0)} began no save of step {one.step} within "
+                f"{self._desk.deadline_s:g} s"
+            )
+        self._number = one.number = now.number
+        one.groups, one.place = Groups(self._desk.rank.ranks, now.group_size), now.place
+        if now.place is None:
+            raise Over(now.problem)
+        return now.place
+
+    def _refuse(self, one: Round, now: Now) -> None:
+        """The first rank waits for this one in vain: tell it, once."""
+        if self._refused < now.number:
+            self._refused = now.number
+            told = f"rank {self._desk.rank.number} saves step {one.step} and not {now.step}"
+            self._board.put(f"s/{now.number}/failed", told.encode())
+
+    def _check_missed(self, one: Round, now: Now) -> None:
+        """`Over`, and why, where the first rank has gone on without this one."""
+        for past in now.past:
+            if past.step == one.step and past.number > self._number:
+                self._number = past.number
+                late = f"rank {self._desk.rank.number} took no part, and came late"
+                raise Over(past.reason or late)
+        if now.step > one.step:
+            raise Over(f"rank 0 saves step {now.step} and not {one.step}")
+
+    def _speak(self, one: Round, groups: Groups, mine: Receipt) -> None:
+        """Gather the receipts of this rank's group, and leave one summary."""
+        me = self._desk.rank.number
+        others = groups.group_of(me)[1:]
+        self._left += [one.key(f"r/{rank}") for rank in groups.group_of(me)]
+        names = {f"r/{rank}": rank for rank in others}
+        notes = self._desk.gather(
+            one, list(names), self._desk.until_s(one, SUMMARISED), self._listen,
+            missing=lambda late: [self._desk.last_of(names[name]) for name in late],
+        )  # fmt: skip
+        decode = msgspec.msgpack.Decoder(Receipt).decode
+        receipts = {me: mine} | {rank: decode(notes[name]) for name, rank in names.items()}
+        summary = self._summary(one, receipts)
+        self._board.put(one.key(f"g/{me}"), msgspec.msgpack.encode(summary))
+        left, self._left = self._left, []
+        self._board.remove(left)
+
+    def _summary(self, one: Round, receipts: dict[int, Receipt]) -> Summary:
+        assert one.agreement is not None  # noqa: S101 (without one there is a problem)
+        summary = summarise(receipts, one.agreement)
+        if summary.objection:
+            raise Over(summary.objection)
+        return msgspec.structs.replace(summary, group=self._desk.write_group(one, receipts))
+
+    def _decision(self, one: Round) -> Decision:
+        def look() -> Decision | None:
+            told = self._told(one)
+            if told is None:
+                self._desk.agreements.join()
+            return told
+
+        told = self._board.until(look, self._desk.until_s(one, DECIDED))
+        if told is None:
+            why = f"rank 0 decided nothing within {self._desk.deadline_s:g} s"
+            raise Over(self._desk.by_me(why).decode())
+        return told
+
+    def _listen(self, one: Round) -> None:
+        """Has the save been given up, so that this rank need not go on?"""
+        told = self._told(one)
+        if told is not None:
+            raise Over(told.reason)
+
+    def _told(self, one: Round) -> Decision | None:
+        """What became of a save that this rank has joined, as far as anybody has said."""
+        if (note := self._board.look(one.key("decision"))) is not None:
+            return msgspec.msgpack.decode(note, type=Decision)
+        if (note := self._board.look(one.key("given-up"))) is not None:
+            return Decision(reason=note.decode())
+        note = self._board.look("now")
+        now = None if note is None else msgspec.msgpack.decode(note, type=Now)
+        if now is None or now.number <= one.number:
+            return None
+        # This rank slept so long that the notes are gone.
+        for past in now.past:
+            if past.number == one.number:
+                return Decision(reason=past.reason)
+        return Decision(reason=f"rank {self._desk.rank.number} heard nothing of its end in time")

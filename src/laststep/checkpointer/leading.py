@@ -1,0 +1,205 @@
+"""The first rank's part in a save of all ranks: say where, gather, decide, and tell everybody.
+
+What decides is a name in the run that can be created only once: the first rank's flusher commits
+under it, and a rank that loses the first one gives the save up under it, or finds that it was
+committed. So it is committed whole or absent, whoever dies or sleeps meanwhile. The first rank also
+speaks for its own group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.checkpointer.agreeing import margin_s
+from laststep.checkpointer.receipts import (
+    Receipt,
+    Summary,
+    classes_of,
+    items_of,
+    objection_to,
+    summarise,
+)
+from laststep.checkpointer.rounds import GATHERED, Decision, Now, Over, Past, Place
+from laststep.engine.wire import Decide
+from laststep.errors import Aborted, LaststepError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.checkpointer.rounds import Desk, Round
+    from laststep.engine.client import SaveLink
+    from laststep.format.manifest import ClassRecord
+    from laststep.plan.groups import Groups
+    from laststep.plan.job import Agreement
+
+_PAST = 16
+
+
+class Leading:
+    """What the first rank does; on its team's thread. It numbers the saves."""
+
+    def __init__(self, desk: Desk, groups: Groups) -> None:
+        self._desk = desk
+        self._board = desk.board
+        self._groups = groups
+        self._number = 0
+        """Of the last save that this rank led."""
+        self._past: deque[Past] = deque(maxlen=_PAST)
+        self._before: list[str] = []
+        """Notes of the save before, which nobody needs any more when the next is decided."""
+        self._classes: tuple[Agreement | None, tuple[ClassRecord, ...]] = (None, ())
+
+    def take_part(self, one: Round) -> None:
+        """Lead a save to its end."""
+        one.groups = self._groups
+        one.place = self._begun(one)
+        self._number += 1
+        one.number = self._number
+        if one.place is None or one.link is None or one.agreement is None:
+            reason = f"rank 0: {self._desk.own_receipt(one, self._listen).problem}"
+            self._post(one, problem=reason)
+            self._past.append(Past(number=one.number, step=one.step, reason=reason))
+            return
+        self._post(one)
+        mine = self._desk.own_receipt(one, self._listen)
+        if mine.problem:
+            self._tell(one, f"rank 0: {mine.problem}")
+            return
+        receipts, summaries = self._gathered(one, mine)
+        summaries = [summarise(receipts, one.agreement), *summaries]
+        reason = objection_to(summaries, one.agreement)
+        if reason:
+            self._desk.client.send(Decide(save=one.link.number, reason=reason))
+        else:
+            self._decide(one, one.link, receipts, summaries)
+        self._await_flusher(one, one.link)
+        error = self._desk.settle(one, one.link.lost)
+        if error is not None and not reason:
+            reason = f"rank 0: {error.without_remedy()}"
+        with contextlib.suppress(LaststepError):  # the others find out, in the run
+            self._tell(one, reason)
+
+    def warn(self, one: Round, reason: str) -> None:
+        """This rank gives a save up: tell everybody."""
+        self._tell(one, reason)
+
+    def confirm(self, one: Round, reason: str) -> None:
+        """It is given up in the run as well; nobody needs to be told, since nobody else commits."""
+
+    def _listen(self, one: Round) -> None:
+        """Has another rank failed, so that this one need not go on?"""
+        note = self._board.look(one.key("failed"))
+        if note is not None:
+            raise Over(note.decode())
+
+    def _begun(self, one: Round) -> Place | None:
+        """Where this rank's flusher has begun; None where there is nothing to begin."""
+        link = one.link
+        if link is None:
+            return None
+
+        def look() -> bool | None:
+            return True if link.place is not None or link.handle.committed.over() else None
+
+        deadline_s = self._desk.deadline_s
+        until_s = one.began_s + deadline_s + margin_s(deadline_s)
+        if self._board.until(look, until_s, rest=link.rest) is None:
+            raise Aborted(f"the flusher began nothing within {deadline_s:g} s")
+        one.own_s = time.monotonic() - one.began_s
+        place = link.place
+        if place is None:
+            return None
+        return Place(epoch=place.epoch, attempt=place.attempt, folder=place.folder)
+
+    def _post(self, one: Round, *, problem: str = "") -> None:
+        now = Now(
+            number=one.number, step=one.step, place=None if problem else one.place,
+            problem=problem, past=tuple(self._past), group_size=self._groups.size,
+        )  # fmt: skip
+        self._board.put("now", msgspec.msgpack.encode(now))
+
+    def _gathered(self, one: Round, mine: Receipt) -> tuple[dict[int, Receipt], list[Summary]]:
+        """The receipts of this rank's group, and the summaries of all others."""
+        own = self._groups.group_of(0)[1:]
+        leaders = self._groups.leaders[1:]
+        names = [*(f"r/{rank}" for rank in own), *(f"g/{leader}" for leader in leaders)]
+        until_s = self._desk.until_s(one, GATHERED if leaders else 0.0)
+        notes = self._desk.gather(
+            one, names, until_s, self._listen, missing=lambda late: self._missing(one, late)
+        )
+        receipts = {0: mine}
+        for rank in own:
+            receipts[rank] = msgspec.msgpack.decode(notes[f"r/{rank}"], type=Receipt)
+        decode = msgspec.msgpack.Decoder(Summary).decode
+        return receipts, [decode(notes[f"g/{leader}"]) for leader in leaders]
+
+    def _missing(self, one: Round, late: Sequence[str]) -> list[str]:
+        """Who has left nothing. Where the first rank of a group has not spoken, that is a rank of
+        its group that it waits for, or itself."""
+        found = []
+        for name in late:
+            kind, _, number = name.partition("/")
+            if kind == "r":
+                found.append(self._desk.last_of(int(number)))
+                continue
+            group = self._groups.group_of(int(number))
+            there = self._board.look_all(one.key(f"r/{rank}") for rank in group)
+            silent = [rank for rank in group if one.key(f"r/{rank}") not in there]
+            found += map(self._desk.last_of, silent)
+            if not silent:
+                whose = f"which speaks for ranks {group[0]} to {group[-1]}"
+                found.append(f"{self._desk.last_of(group[0])}, {whose}")
+        return found
+
+    def _decide(
+        self, one: Round, link: SaveLink, receipts: dict[int, Receipt], summaries: list[Summary]
+    ) -> None:
+        """Have it committed."""
+        agreement = one.agreement
+        assert agreement is not None  # noqa: S101 (without one there is a problem)
+        if self._classes[0] is not agreement:
+            self._classes = (agreement, classes_of(agreement))
+        groups = [summary.group for summary in summaries[1:] if summary.group is not None]
+        if groups:
+            groups.insert(0, self._desk.write_group(one, receipts))
+        files = (
+            () if groups else tuple(f for rank in sorted(receipts) for f in receipts[rank].files)
+        )
+        self._desk.client.send(
+            Decide(save=link.number, items=items_of(summaries, agreement), files=files,
+                   groups=tuple(groups), classes=self._classes[1], ranks=self._groups.ranks)
+        )  # fmt: skip
+
+    def _await_flusher(self, one: Round, link: SaveLink) -> None:
+        """Until it has committed, or failed to, or is gone; or another rank has given the save up
+        under the name that decides, so that it never can."""
+
+        def is_over() -> bool | None:
+            return True if link.handle.committed.over() or link.lost is not None else None
+
+        def look() -> bool | None:
+            if is_over() is None and (note := self._board.look(one.key("given-up"))) is not None:
+                link.failed(Aborted(note.decode()))
+            return is_over()
+
+        with contextlib.suppress(LaststepError):
+            self._board.until(look, rest=link.rest)
+        self._board.until(is_over, rest=link.rest)
+
+    def _tell(self, one: Round, reason: str) -> None:
+        if not one.number:  # it was never led; the others give it up by themselves, or hear now
+            self._number += 1
+            one.number = self._number
+            self._post(one, problem=reason)
+        self._past.append(Past(number=one.number, step=one.step, reason=reason))
+        self._board.put(one.key("decision"), msgspec.msgpack.encode(Decision(reason=reason)))
+        self._board.remove(self._before)
+        names = ["decision", "failed", "given-up"]
+        names += [f"r/{rank}" for rank in self._groups.group_of(0)[1:]]
+        names += [f"g/{leader}" for leader in self._groups.leaders[1:]]
+        self._before = [one.key(name) for name in names]

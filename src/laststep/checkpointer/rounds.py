@@ -1,0 +1,271 @@
+"""A save of all ranks, as one rank goes through it: what is noted of it, and what a rank can do.
+
+Every rank makes its files durable and leaves a receipt. The first rank of a group of ranks
+(`plan.groups`) gathers those of its group, has its flusher write the group's manifest, and leaves
+one summary; the first rank of the job gathers the summaries (`leading`, `following`). A rank waits
+for others for one deadline in each save, however many things it waits for; its own work does not
+count. Whoever gathers waits less long than those who wait for it: they are to hear who is missing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.catalog import decision
+from laststep.checkpointer.agreeing import margin_s
+from laststep.checkpointer.receipts import Part, Receipt
+from laststep.engine.wire import Decided, Gathered
+from laststep.errors import LaststepError, StorageFailed
+from laststep.format.manifest import Commit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from laststep.checkpointer.agreeing import Agreements
+    from laststep.dist.board import Board
+    from laststep.dist.ranks import Rank
+    from laststep.engine.client import Client, SaveLink
+    from laststep.format.manifest import FileRecord, GroupRecord
+    from laststep.plan.groups import Groups
+    from laststep.plan.job import Agreement
+    from laststep.plan.save import SavePlan
+    from laststep.storage.store import Store
+
+_NAMED = 4
+
+BEGUN, SUMMARISED, GATHERED, DECIDED = 0.5, 0.6, 0.8, 1.0
+"""What is waited for in a save, in this order, and how much longer than the deadline, in parts of
+the margin: that the first rank has begun, which may have waited itself for others to describe their
+state; the receipts of a group; the summaries of all groups; the decision."""
+
+
+class Over(Exception):
+    """The save is given up, for a reason that names the rank and that everybody may read."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the first rank has begun a save."""
+
+    epoch: int
+    attempt: int
+    folder: str
+
+
+class Past(msgspec.Struct, frozen=True, kw_only=True):
+    """A save that is over; without a reason, it is committed."""
+
+    number: int
+    step: int
+    reason: str
+
+
+class Now(msgspec.Struct, frozen=True, kw_only=True):
+    """The save that the first rank leads: where, or why it does not; and the latest before it."""
+
+    number: int
+    step: int
+    place: Place | None
+    problem: str
+    past: tuple[Past, ...]
+    group_size: int
+    """How the ranks are cut. The first rank says it: nodes, and what ranks know of them, differ."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a save; without a reason, it is committed."""
+
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Round:
+    """A save of this rank, on its way to the decision of all."""
+
+    step: int
+    link: SaveLink | None
+    plan: SavePlan | None
+    agreement: Agreement | None
+    trees: dict[str, bytes] = field(default_factory=dict)
+    """The digest of each item's plain values; filled in when they are serialised."""
+    problem: str = ""
+    """Why this rank takes no part."""
+    number: int = 0
+    """The first rank's number of it, once it is known; with it the next two."""
+    place: Place | None = None
+    groups: Groups | None = None
+    began_s: float = 0.0
+    """When this rank turned to it."""
+    own_s: float = 0.0
+    """How long it has worked on it itself since."""
+
+    def key(self, name: str) -> str:
+        """The name of a note about it."""
+        return f"s/{self.number}/{name}"
+
+
+class Desk:
+    """What this rank works with, whatever its part: notes, its flusher, the run, and patience."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        board: Board,
+        client: Client,
+        agreements: Agreements,
+        store: Store,
+        *,
+        deadline_s: float,
+    ) -> None:
+        self.rank = rank
+        self.board = board
+        self.client = client
+        self.agreements = agreements
+        self.deadline_s = deadline_s
+        self._store = store
+
+    def until_s(self, one: Round, margin: float) -> float:
+        """When this rank stops to wait for others in that save; with so much of the margin."""
+        return one.began_s + one.own_s + self.deadline_s + margin * margin_s(self.deadline_s)
+
+    def by_me(self, reason: str) -> bytes:
+        """A reason for others to read, with who gives it."""
+        mine = f"rank {self.rank.number}"
+        return (reason if reason.startswith(mine) else f"{mine} gave it up: {reason}").encode()
+
+    def last_of(self, rank: int) -> str:
+        """A rank, and what is known of it."""
+        return self.agreements.last_of(rank)
+
+    def own_receipt(self, one: Round, listen: Callable[[Round], None]) -> Receipt:
+        """Once this rank's files are durable, or never will be. `listen` looks whether another rank
+        has failed, and raises `Over` then."""
+        if one.link is None or one.plan is None or one.agreement is None:
+            return Receipt(problem=one.problem)
+        began_s, durable = time.monotonic(), one.link.handle.durable
+
+        def look() -> bool | None:
+            if durable.over():
+                return True
+            self.agreements.join()
+            listen(one)
+            return None
+
+        self.board.until(look, rest=durable.over_within)
+        one.own_s += time.monotonic() - began_s
+        error = one.link.handle.error or one.link.lost
+        if error is not None:
+            return Receipt(problem=error.without_remedy())
+        names = {file.name for file in one.link.files}
+        items = {
+            item.name: Part(
+                kind=item.kind, per_rank=item.per_rank, tensors=len(item.pieces),
+                size_bytes=item.size_bytes,
+                file=file if (file := one.plan.file_of[item.name]) in names else "",
+            )
+            for item in one.plan.items
+        }  # fmt: skip
+        trees = {item.name: one.trees[item.name] for item in one.plan.items if not item.per_rank}
+        files = tuple(msgspec.structs.replace(f, rank=self.rank.number) for f in one.link.files)
+        return Receipt(agreement=one.agreement.digest, files=files, items=items, trees=trees)
+
+    def gather(
+        self,
+        one: Round,
+        names: Sequence[str],
+        until_s: float,
+        listen: Callable[[Round], None],
+        *,
+        missing: Callable[[Sequence[str]], list[str]],
+    ) -> dict[str, bytes]:
+        """What others have to leave about a save. Raises at the first problem, or, when the time is
+        up, `Over` with those who are `missing`."""
+
+        def meanwhile() -> None:
+            self.agreements.join()
+            listen(one)
+            self.check_flusher(one)
+
+        keys = {one.key(name): name for name in names}
+        notes = self.board.wait_all(keys, until_s, meanwhile=meanwhile)
+        late = [name for key, name in keys.items() if key not in notes]
+        if late:
+            listen(one)
+            who = missing(late)
+            more = f" and {len(who) - _NAMED} more" if len(who) > _NAMED else ""
+            named = ", ".join(who[:_NAMED])
+            raise Over(f"no receipt within {self.deadline_s:g} s from {named}{more}")
+        return {keys[key]: note for key, note in notes.items()}
+
+    def check_flusher(self, one: Round) -> None:
+        """Raise why the flusher is gone, or has given up, that this rank needs to go on."""
+        error = None if one.link is None else one.link.handle.error or one.link.lost
+        if error is not None:
+            raise error
+
+    def write_group(self, one: Round, receipts: Mapping[int, Receipt]) -> GroupRecord:
+        """Have the manifest of the group of this rank's made, durably."""
+        link, groups = one.link, one.groups
+        assert link is not None  # noqa: S101 (its files are durable)
+        assert groups is not None  # noqa: S101 (known with its place)
+        ranks = groups.group_of(self.rank.number)
+        files: tuple[FileRecord, ...] = tuple(f for r in ranks for f in receipts[r].files)
+        began_s = time.monotonic()
+        self.client.send(
+            Gathered(save=link.number, first=ranks.start, ranks=len(ranks), files=files)
+        )
+
+        def look() -> GroupRecord | None:
+            self.check_flusher(one)
+            return link.group
+
+        group = self.board.until(look, began_s + self.deadline_s, rest=link.rest)
+        if group is None:
+            raise Over(
+                f"rank {self.rank.number}: its flusher wrote nothing within {self.deadline_s:g} s"
+            )
+        one.own_s += time.monotonic() - began_s
+        return group
+
+    def await_flusher(self, link: SaveLink) -> None:
+        """Until it has said what became of a save that is decided, or is gone, or stands still."""
+
+        def look() -> bool | None:
+            return True if link.handle.committed.over() or link.lost is not None else None
+
+        self.board.until(look, time.monotonic() + self.deadline_s, rest=link.rest)
+
+    def settle(self, one: Round, error: LaststepError | None) -> LaststepError | None:
+        """See to it that a save of this rank's is over, and return why it failed, if it has.
+
+        Mostly its flusher has said so. Where that is gone, or stands still, the run says what was
+        decided; `error` is what else to report, None where others have told of the commit.
+        """
+        link = one.link
+        if link is None or link.handle.committed.over():
+            return None if link is None else link.handle.error
+        failure = error or link.lost
+        try:
+            committed = failure is None or self._is_committed(one)
+        except LaststepError as second:
+            committed = False
+            failure = StorageFailed(
+                f"it is not known whether step {one.step} is committed",
+                found=f"{failure}; then {second}", remedy="`laststep ls` shows it if it is",
+            )  # fmt: skip
+        if committed and one.place is not None:
+            place = one.place
+            self.client.decided(
+                Decided(save=link.number, epoch=place.epoch, attempt=place.attempt,
+                        folder=place.folder, seconds=link.handle.since_began_s())
+            )  # fmt: skip
+        else:
+            link.failed(failure or StorageFailed("a commit failed", found="no answer"))
+        return link.handle.error
+
+    def _is_committed(self, one: Round) -> bool:
+        place = one.place
+        return place is not None and isinstance(decision.read(self._store, place.folder), Commit)

@@ -1,0 +1,179 @@
+"""What every rank of a job wants of a checkpoint, without a list of it for each rank.
+
+Pure. Ranks that want the same tensors in the same layouts form a class and say so once; who wants
+what of a box follows by arithmetic, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from laststep.state.boxes import Box, whole
+from laststep.state.layouts import Layout, Mesh, Replicate, Sharded, Span, from_plain, to_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+Wish = dict[int, Layout | None]
+"""The tensors that a rank wants, by number; without a layout, it wants all of it."""
+
+
+def encode_wish(wish: Wish) -> bytes:
+    """A wish as bytes; equal wishes give equal bytes. Layouts, of which there are few, are listed
+    once."""
+    distinct: dict[Layout, int] = {}
+    table = {
+        tensor: -1 if layout is None else distinct.setdefault(layout, len(distinct))
+        for tensor, layout in wish.items()
+    }
+    return msgspec.msgpack.encode((table, [to_plain(layout) for layout in distinct]))
+
+
+def decode_wish(data: bytes) -> Wish:
+    """The wish again."""
+    table, plain = msgspec.msgpack.decode(data, strict=False)
+    layouts = [from_plain(layout) for layout in plain]
+    return {int(t): None if number < 0 else layouts[number] for t, number in table.items()}
+
+
+class Some(NamedTuple):
+    """Ranks that want something of a box: those of a span, or of them only some classes."""
+
+    span: Span
+    classes: tuple[int, ...] | None
+
+
+class _Told(NamedTuple):
+    """A layout in which a tensor is wanted, and by which classes, unless by its whole mesh."""
+
+    layout: Layout
+    classes: tuple[int, ...] | None
+
+
+class Wants:
+    """What all ranks want."""
+
+    def __init__(
+        self, wishes: Sequence[Wish], class_of: Mapping[int, int], shapes: Sequence[tuple[int, ...]]
+    ) -> None:
+        """`class_of` says whose wish each rank has."""
+        self.size = len(class_of)
+        self._wishes = wishes
+        self._class_of = class_of
+        self._shapes = shapes
+        self._meshes: dict[tuple[int, ...], Mesh] = {}
+        self._complete: dict[tuple[Mesh, tuple[int, ...]], bool] = {}
+        self._ranks: dict[frozenset[Some], tuple[int, ...]] = {}
+        self._told = functools.cache(self._work_out)
+
+    def tensors(self, rank: int) -> list[int]:
+        """The tensors of which a rank wants something."""
+        return list(self._wishes[self._class_of[rank]])
+
+    def boxes(self, rank: int, tensor: int) -> tuple[Box, ...]:
+        """What a rank wants of a tensor."""
+        wish = self._wishes[self._class_of[rank]]
+        if tensor not in wish:
+            return ()
+        layout = wish[tensor]
+        return (whole(self._shapes[tensor]),) if layout is None else layout.held(rank)
+
+    def by_all(self, tensor: int) -> bool:
+        """Whether every rank wants all of a tensor."""
+        told = self._told(tensor)
+        return (
+            len(told) == 1
+            and told[0].classes is None
+            and not told[0].layout.cutting
+            and math.prod(told[0].layout.mesh.sizes) == self.size
+        )
+
+    def whole(self, tensor: int) -> bool:
+        """Whether all who want something of a tensor want all of it."""
+        return not any(told.layout.cutting for told in self._told(tensor))
+
+    def of_box(self, tensor: int, box: Box) -> frozenset[Some]:
+        """Who wants something of a box."""
+        return frozenset(
+            Some(span, told.classes)
+            for told in self._told(tensor)
+            for span in told.layout.holders(box)
+        )
+
+    def ranks(self, some: frozenset[Some]) -> tuple[int, ...]:
+        """All ranks of these, in order."""
+        if some not in self._ranks:
+            found: set[int] = set()
+            for span, classes in some:
+                ranks = span.ranks()
+                if classes is not None:
+                    ranks = filter(lambda rank: self._class_of.get(rank) in classes, ranks)
+                found.update(ranks)
+            self._ranks[some] = tuple(sorted(found))
+        return self._ranks[some]
+
+    def alike(
+        self, tensor: int, ranks: tuple[int, ...]
+    ) -> list[tuple[tuple[Box, ...], tuple[int, ...]]]:
+        """What these ranks want of a tensor; those who want the same, together."""
+        found: dict[tuple[Box, ...], list[int]] = {}
+        for told in self._told(tensor):
+            for group in _standing_alike(told.layout.mesh, told.layout.cutting, ranks):
+                members = group
+                if told.classes is not None:
+                    members = tuple(r for r in group if self._class_of[r] in told.classes)
+                if members and (boxes := told.layout.held(members[0])):
+                    found.setdefault(boxes, []).extend(members)
+        return [(boxes, tuple(some)) for boxes, some in found.items()]
+
+    def _work_out(self, tensor: int) -> tuple[_Told, ...]:
+        tellers: dict[Layout | None, list[int]] = {}
+        for number, wish in enumerate(self._wishes):
+            if tensor in wish:
+                tellers.setdefault(wish[tensor], []).append(number)
+        found = []
+        for layout, numbers in tellers.items():
+            classes = tuple(numbers)
+            if layout is None:
+                mesh = self._mesh_of(classes)
+                found.append(_Told(Sharded(self._shapes[tensor], mesh, (Replicate(),)), None))
+            else:
+                complete = self._is_complete(layout.mesh, classes)
+                found.append(_Told(layout, None if complete else classes))
+        return tuple(found)
+
+    def _mesh_of(self, classes: tuple[int, ...]) -> Mesh:
+        """The ranks of some classes, in a row."""
+        if classes not in self._meshes:
+            ranks = sorted(rank for rank, number in self._class_of.items() if number in classes)
+            self._meshes[classes] = Mesh.of(("rank",), (len(ranks),), ranks)
+        return self._meshes[classes]
+
+    def _is_complete(self, mesh: Mesh, classes: tuple[int, ...]) -> bool:
+        case = (mesh, classes)
+        if case not in self._complete:
+            self._complete[case] = all(self._class_of.get(r) in classes for r in mesh.ranks())
+        return self._complete[case]
+
+
+@functools.lru_cache(maxsize=1024)
+def _standing_alike(
+    mesh: Mesh, cutting: tuple[int, ...], ranks: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """The ranks, by where they stand along these dimensions of a mesh."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in ranks:
+        at = mesh.coordinate(rank)
+        if at is not None:
+            found.setdefault(tuple(at[axis] for axis in cutting), []).append(rank)
+    return [tuple(some) for some in found.values()]
+
+
+def union(parts: Iterable[frozenset[Some]]) -> frozenset[Some]:
+    """Whoever wants something of any."""
+    return frozenset(itertools.chain.from_iterable(parts))

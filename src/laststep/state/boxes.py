@@ -1,0 +1,119 @@
+"""Boxes of a tensor's index space, and ranges of its elements in row-major order.
+
+Pure geometry; knows nothing of ranks, torch or files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Index = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """The indices i of a tensor with start <= i < stop in every dimension."""
+
+    start: Index
+    stop: Index
+
+    @property
+    def shape(self) -> Index:
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def volume(self) -> int:
+        """How many elements; one for a tensor without dimensions."""
+        return math.prod(self.shape)
+
+    def meet(self, other: Box) -> Box | None:
+        """What both hold; None where that is nothing."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return None if any(a >= b for a, b in zip(start, stop, strict=True)) else Box(start, stop)
+
+    def within(self, outer: Box) -> Box:
+        """The same indices, counted from where `outer`, which MUST contain them, starts."""
+        return Box(
+            tuple(a - b for a, b in zip(self.start, outer.start, strict=True)),
+            tuple(a - b for a, b in zip(self.stop, outer.start, strict=True)),
+        )
+
+
+def whole(shape: Index) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def boxes_of_range(shape: Index, first: int, last: int) -> tuple[Box, ...]:
+    """Elements [first, last) in row-major order as boxes, in that order: 2n - 1 of them at most."""
+    if first >= last:
+        return ()
+    if not shape:
+        return (Box((), ()),)
+    row = math.prod(shape[1:])
+    low, high = first // row, (last - 1) // row
+    if low == high:
+        return _in_row(low, shape, first - low * row, last - low * row)
+    parts: list[Box] = []
+    if first > low * row:
+        parts += _in_row(low, shape, first - low * row, row)
+        low += 1
+    full = last // row  # the first row that is not there whole
+    if full > low:
+        rest = whole(shape[1:])
+        parts.append(Box((low, *rest.start), (full, *rest.stop)))
+    if last > full * row:
+        parts += _in_row(full, shape, 0, last - full * row)
+    return tuple(parts)
+
+
+def _in_row(row: int, shape: Index, first: int, last: int) -> tuple[Box, ...]:
+    inner = boxes_of_range(shape[1:], first, last)
+    return tuple(Box((row, *box.start), (row + 1, *box.stop)) for box in inner)
+
+
+def runs_of(shape: Index, box: Box) -> Iterator[tuple[int, int]]:
+    """A box as ranges [first, last) of elements in row-major order."""
+    inner = len(shape)  # the dimensions from here on are there whole: one run
+    while inner and (box.start[inner - 1], box.stop[inner - 1]) == (0, shape[inner - 1]):
+        inner -= 1
+    run = math.prod(shape[inner:])
+    if not inner:
+        yield 0, run
+        return
+    lead = [range(a, b) for a, b in zip(box.start[: inner - 1], box.stop[: inner - 1], strict=True)]
+    for index in itertools.product(*lead):
+        at = 0
+        for size, one in zip(shape, (*index, box.start[inner - 1]), strict=False):
+            at = at * size + one
+        yield at * run, (at + box.stop[inner - 1] - box.start[inner - 1]) * run
+
+
+def covers_once(shape: Index, boxes: Sequence[Box]) -> bool:
+    """Whether every element of a tensor lies in exactly one of the boxes."""
+    if sum(box.volume for box in boxes) != math.prod(shape):
+        return False
+    # Equal volume and no overlap: nothing can be missing. Sorted by their first dimension, a box
+    # is only compared with those that begin before it ends.
+    if not shape or math.prod(shape) == 0:
+        return True
+    ordered = sorted((box for box in boxes if box.volume), key=lambda box: box.start)
+    for number, box in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if other.start[0] >= box.stop[0]:
+                break
+            if box.meet(other) is not None:
+                return False
+    return all(whole(shape).meet(box) == box for box in ordered)
+
+
+def counts(values: Sequence[Any]) -> Index:
+    """Numbers that count something; `ValueError` for others."""
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"no counts: {values!r}")
+    return tuple(values)

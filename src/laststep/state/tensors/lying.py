@@ -1,0 +1,99 @@
+"""Where tensors lie and in which form, looked at all at once, to be compared with the next look.
+
+Every question is asked of all tensors by one `map`, without a Python call for each: a state has
+thousands, and training waits. Holds no tensor, and so no memory, between the looks.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from itertools import repeat
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from laststep.state.tensors.laid import is_dtensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_DATA_PTR: Final = torch.Tensor.data_ptr
+_IS_CONTIGUOUS: Final = torch.Tensor.is_contiguous
+_FORM: Final = operator.attrgetter("shape", "dtype")
+_NBYTES: Final = operator.attrgetter("nbytes")
+_LOCAL: Final = operator.attrgetter("_local_tensor")
+_LAYOUT: Final = operator.attrgetter("_spec.mesh", "_spec.placements", "shape")
+"""What `laid_of` makes the layout of a DTensor from."""
+
+
+class Lying:
+    """Where plain tensors lie, and DTensors."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
+        self._kinds = list(map(type, leaves))
+        self._spread = [number for number, leaf in enumerate(leaves) if is_dtensor(leaf)]
+        self._layouts = [_LAYOUT(leaves[number]) for number in self._spread]
+        memories = self._memories(leaves)
+        self._memory_kinds = list(map(type, memories))
+        self._addresses = list(map(_DATA_PTR, memories))
+        self._forms = list(map(_FORM, memories))
+        self._contiguous = list(map(_IS_CONTIGUOUS, memories))
+        self._odd = [number for number, memory in enumerate(memories) if _is_odd(memory)]
+        self._details = [_details(memories[number]) for number in self._odd]
+
+    def again(self, leaves: Sequence[object]) -> Sequence[torch.Tensor] | None:
+        """The memory of each of these, of DTensors the local part, if all are the same bytes in the
+        same form as those before were; else None."""
+        if list(map(type, leaves)) != self._kinds:
+            return None
+        tensors: Sequence[torch.Tensor] = leaves  # type: ignore[assignment]
+        if [_LAYOUT(tensors[number]) for number in self._spread] != self._layouts:
+            return None
+        memories = self._memories(tensors)
+        same = (
+            (memories is leaves or list(map(type, memories)) == self._memory_kinds)
+            and list(map(_DATA_PTR, memories)) == self._addresses
+            and list(map(_FORM, memories)) == self._forms
+            and list(map(_IS_CONTIGUOUS, memories)) == self._contiguous
+            and [_details(memories[number]) for number in self._odd] == self._details
+        )
+        return memories if same else None
+
+    def _memories(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if not self._spread:
+            return leaves
+        memories = list(leaves)
+        for number in self._spread:
+            memories[number] = _LOCAL(memories[number])
+        return memories
+
+
+def _is_odd(memory: torch.Tensor) -> bool:
+    """Whether more than address, shape, dtype and being contiguous tells what it is."""
+    return not memory.is_contiguous() or memory.is_complex() or memory.data_ptr() == 0
+
+
+def _details(memory: torch.Tensor) -> tuple[object, ...]:
+    return memory.stride(), memory.is_conj(), memory.is_neg(), memory.device
+
+
+class Kept:
+    """Tensors to be found again without asking whose they are, if they are alive and in place."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._refs = list(map(weakref.ref, tensors))
+        self._addresses = list(map(_DATA_PTR, tensors))
+        self._sizes = list(map(_NBYTES, tensors))
+
+    def in_place(self) -> list[torch.Tensor] | None:
+        """All of them, held, if each is alive and has as many bytes where it had them."""
+        found: list[torch.Tensor | None] = list(map(operator.call, self._refs))
+        if any(map(operator.is_, found, repeat(None))):
+            return None
+        tensors: list[torch.Tensor] = found  # type: ignore[assignment]
+        same = (
+            list(map(_DATA_PTR, tensors)) == self._addresses
+            and list(map(_NBYTES, tensors)) == self._sizes
+        )
+        return tensors if same else None

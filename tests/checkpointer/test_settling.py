@@ -1,0 +1,115 @@
+"""A save whose flusher is gone, or stands still, ends with what the run says was decided."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.catalog.run import Run
+from laststep.checkpointer.rounds import Desk, Place, Round
+from laststep.dist.ranks import Rank
+from laststep.engine.handle import SaveHandle
+from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.format.manifest import Commit
+from laststep.storage.directory import DirectoryStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from laststep.engine.wire import Decided
+
+LOST = StorageFailed("the flusher ended before its work was done")
+ERROR = Aborted("rank 0 decided nothing within 5 s")
+
+
+class Link:
+    """Of a save that is durable."""
+
+    number = 3
+
+    def __init__(self, lost: LaststepError | None) -> None:
+        self.handle = SaveHandle(7)
+        self.handle.durable.reach()
+        self.lost = lost
+
+    def failed(self, error: LaststepError) -> None:
+        self.handle.fail(error)
+
+
+def settled(
+    path: Path, link: Link, error: LaststepError | None
+) -> tuple[LaststepError | None, list[Decided]]:
+    told: list[Decided] = []
+
+    def decided(message: Decided) -> None:
+        told.append(message)
+        link.handle.committed.reach()
+
+    desk = Desk(
+        Rank(1, 2), None, SimpleNamespace(decided=decided), None, DirectoryStore(path),
+        deadline_s=5.0,
+    )  # type: ignore[arg-type]  # fmt: skip
+    one = Round(7, link, None, None)  # type: ignore[arg-type]
+    one.place = Place(epoch=1, attempt=1, folder="step-00000007.1-1")
+    found = desk.settle(one, error)
+    assert link.handle.committed.over()
+    return found, told
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run.open_or_create(DirectoryStore(tmp_path))
+    run.begin(step=7, epoch=run.claim_epoch(None), attempt=1)
+    return run
+
+
+def commit(run: Run) -> None:
+    run.commit("step-00000007.1-1", Commit(
+        run=run.id, step=7, epoch=1, attempt=1, created_s=1.0, laststep="0", items=(), ranks=2,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(("lost", "error"), [(LOST, None), (LOST, ERROR), (LOST, LOST),
+                                             (None, ERROR), (None, None)])  # fmt: skip
+def test_what_is_committed_is_reported_so_whatever_else_went_wrong(
+    run: Run, tmp_path: Path, lost: LaststepError | None, error: LaststepError | None
+) -> None:
+    commit(run)
+    found, told = settled(tmp_path, Link(lost), error)
+    assert found is None
+    (message,) = told
+    assert (message.save, message.epoch, message.attempt) == (3, 1, 1)
+    assert message.folder == "step-00000007.1-1"
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+@pytest.mark.parametrize(("lost", "error", "expected"), [
+    (LOST, None, LOST), (LOST, ERROR, ERROR), (None, ERROR, ERROR),
+])  # fmt: skip
+def test_what_is_not_committed_has_failed_with_the_reason(
+    run: Run,
+    tmp_path: Path,
+    aborted: bool,
+    lost: LaststepError | None,
+    error: LaststepError | None,
+    expected: LaststepError,
+) -> None:
+    if aborted:
+        run.abort("step-00000007.1-1", "a test")
+    assert settled(tmp_path, Link(lost), error) == (expected, [])
+
+
+def test_a_run_that_cannot_be_read_leaves_it_open(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "step-00000007.1-1" / "manifest.json").write_bytes(b"nonsense")
+    found, told = settled(tmp_path, Link(LOST), None)
+    assert "it is not known whether step 7 is committed" in str(found)
+    assert told == []
+
+
+def test_what_is_over_stays_as_it_is(run: Run, tmp_path: Path) -> None:
+    link = Link(LOST)
+    link.handle.fail(ERROR)
+    commit(run)
+    assert settled(tmp_path, link, LOST) == (ERROR, [])

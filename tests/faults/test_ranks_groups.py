@@ -1,0 +1,238 @@
+"""Jobs of several groups of ranks: whoever dies or sleeps is named, whoever speaks for it or not;
+and a manifest of a group that is damaged is found.
+
+Groups are made small here: two ranks each. Large jobs have them by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+from rank_jobs import LONG_S, check, folders, wait_for_end
+
+import laststep
+from laststep.catalog.groups import files_of
+from laststep.catalog.retention import Policy
+from laststep.catalog.run import Run, plan_prune
+from laststep.storage.directory import DirectoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from rank_jobs import Job, Jobs
+
+
+@pytest.fixture(scope="module")
+def standing(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Path]]:
+    """Four ranks in two groups, with a long deadline, and their run; tests leave all alive."""
+    run = tmp_path_factory.mktemp("groups") / "run"
+    job = jobs.start(4, group=2)
+    job.open(run, deadline_s=LONG_S)
+    job.save(1)
+    job.committed = [1]
+    yield job, run
+    job.close()
+    check(run, job.committed, ranks=4)
+    job.clean_up()
+
+
+@pytest.fixture
+def hasty(start_job: Callable[..., Job], run_folder: Path) -> Job:
+    """The same with a short deadline, for one test."""
+    job = start_job(4, group=2)
+    job.open(run_folder)
+    job.warm_up()
+    return job
+
+
+def stand_at(job: Job, gate: str, step: int, number: int) -> None:
+    """All save that step, and that rank stands at the gate."""
+    job.ranks[number].do(f"shut {gate}")
+    job.tell(f"try {step}")
+    while job.ranks[number].next_words() != ["at", gate]:
+        pass
+
+
+def end_all(job: Job, *numbers: int) -> None:
+    for number in numbers:
+        job.ranks[number].do("close")
+    for rank in job.ranks:
+        for pid in rank.flushers:
+            wait_for_end(pid)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def newest(run: Path) -> Path:
+    return run / folders(run)[-1]
+
+
+def test_the_manifest_names_groups_and_these_the_files(standing: tuple[Job, Path]) -> None:
+    job, run = standing
+    step = job.committed[-1] + 1
+    job.save(step)
+    job.committed.append(step)
+    check(run, job.committed, ranks=4)
+    root = json.loads((newest(run) / "manifest.json").read_bytes())["manifest"]
+    assert "files" not in root
+    assert root["ranks"] == 4
+    names = [(one["name"], one["first"], one["ranks"]) for one in root["groups"]]
+    assert names == [("groups/r00000.json", 0, 2), ("groups/r00002.json", 2, 2)]
+    (one,) = root["classes"]
+    assert one["spans"] == [[0, 4]]
+    sizes = {path.name: path.stat().st_size for path in newest(run).glob("*.safetensors")}
+    assert sum(one["size_bytes"] for one in root["groups"]) == sum(sizes.values())
+    assert sum(one["files"] for one in root["groups"]) == len(sizes)
+    checkpoint = laststep.open(run).latest()
+    assert checkpoint.size_bytes == sum(sizes.values())
+
+
+def test_a_failing_member_is_named_at_once(standing: tuple[Job, Path]) -> None:
+    job, _ = standing
+    step = job.committed[-1] + 1
+    job.ranks[3].do("fail")
+    errors = job.fails(step)
+    assert "ZeroDivisionError as asked" in errors[3]
+    assert all("rank 3: as asked" in error for error in errors[:3])
+    job.save(step)
+    job.committed.append(step)
+
+
+def test_a_flusher_killed_before_it_writes_its_groups_manifest_fails_the_save_of_all(
+    standing: tuple[Job, Path],
+) -> None:
+    job, _ = standing
+    step = job.committed[-1] + 1
+    job.ranks[2].flusher()
+    stand_at(job, "receipt", step, 3)
+    job.ranks[2].kill_flusher()
+    errors = [job.ranks[number].failed() for number in (0, 1, 2)]
+    assert all("signal 9" in error for error in errors)
+    assert all("rank 2: " in error for error in errors[:2])
+    job.ranks[3].do("go receipt")
+    assert "rank 2: " in job.ranks[3].failed()
+    job.save(step)
+    job.committed.append(step)
+
+
+def test_a_member_that_is_killed_is_named_by_who_speaks_for_it(
+    hasty: Job, run_folder: Path
+) -> None:
+    stand_at(hasty, "receipt", 101, 3)
+    hasty.ranks[3].kill()
+    for number in (0, 1, 2):
+        assert "no receipt within 1.5 s from rank 3" in hasty.ranks[number].failed()
+    end_all(hasty, 0, 1, 2)
+    check(run_folder, hasty.committed, ranks=4)
+
+
+def test_a_rank_that_is_killed_before_it_speaks_for_its_group_is_named(
+    hasty: Job, run_folder: Path
+) -> None:
+    stand_at(hasty, "summary", 101, 2)
+    hasty.ranks[2].kill()
+    for number in (0, 1, 3):
+        error = hasty.ranks[number].failed()
+        assert "no receipt within 1.5 s from rank 2 (last seen at step 101)" in error
+        assert "speaks for ranks 2 to 3" in error
+    end_all(hasty, 0, 1, 3)
+    check(run_folder, hasty.committed, ranks=4)
+
+
+def test_a_rank_that_speaks_for_others_and_is_stopped_past_the_deadline_comes_back(
+    hasty: Job, run_folder: Path
+) -> None:
+    hasty.ranks[2].send(signal.SIGSTOP)
+    for error in hasty.fails(101, 0, 1, 3):
+        assert "no receipt within 1.5 s from rank 2 (last seen at step" in error
+    hasty.ranks[2].tell("try 101")
+    hasty.ranks[2].send(signal.SIGCONT)
+    assert "Aborted" in hasty.ranks[2].failed()
+    hasty.save(102)
+    hasty.close()
+    check(run_folder, [*hasty.committed, 102], ranks=4)
+
+
+def test_a_first_rank_that_is_killed_after_the_summaries_leaves_nothing_of_the_save(
+    hasty: Job, run_folder: Path
+) -> None:
+    stand_at(hasty, "decide", 101, 0)
+    hasty.ranks[0].kill()
+    for number in (1, 2, 3):
+        assert "rank 0 decided nothing within 1.5 s" in hasty.ranks[number].failed()
+    end_all(hasty, 1, 2, 3)
+    check(run_folder, hasty.committed, ranks=4)
+
+
+def test_files_in_folders_are_committed_listed_verified_copied_given_up_and_pruned(
+    start_job: Callable[..., Job], run_folder: Path, tmp_path: Path
+) -> None:
+    job = start_job(4, group=2, folders=True)
+    job.open(run_folder, deadline_s=LONG_S)
+    job.save(1)
+    inside = {path.name for path in newest(run_folder).iterdir()}
+    assert inside == {"groups", "r00000", "r00002", "manifest.json"}
+    job.ranks[3].do("fail")
+    job.fails(2)
+    job.save(2)
+    job.close()
+    check(run_folder, [1, 2], ranks=4)  # and nothing of the one that was given up
+    shutil.copytree(newest(run_folder), tmp_path / "copy" / newest(run_folder).name)
+    assert laststep.load(tmp_path / "copy")["state"]["n"] == 2
+    run = Run.open(DirectoryStore(run_folder))
+    for item in run.checkpoints():
+        there = [path for path in (run_folder / item.folder).rglob("*") if path.is_file()]
+        assert item.is_whole
+        assert item.stored_bytes == sum(path.stat().st_size for path in there)
+        assert item.size_bytes == sum(p.stat().st_size for p in there if p.suffix != ".json")
+    commit = run.checkpoints()[-1].commit
+    assert commit is not None
+    ranks_3 = files_of(run.store, newest(run_folder).name, commit, ranks=[3])
+    assert {file.rank for file in ranks_3} == {3}
+    assert all(file.name.startswith("r00002/") for file in ranks_3)
+    deleted = plan_prune(run, Policy(keep_last=1)).execute()
+    assert deleted == ("step-00000001.1-1",)
+    check(run_folder, [2], ranks=4)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flipped": lambda path: flip(path, 200),
+    "gone": lambda path: path.unlink(),
+    "short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "another": lambda path: shutil.copy(path.with_name("r00000.json"), path),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_manifest_of_a_group_is_found_and_passed_over(
+    how: str, standing: tuple[Job, Path], run_folder: Path
+) -> None:
+    job, run = standing
+    if len(job.committed) < 2:
+        job.save(2)
+        job.committed.append(2)
+    shutil.copytree(run, run_folder)
+    path = newest(run_folder) / "groups" / "r00002.json"
+    DAMAGE[how](path)
+    before, step = job.committed[-2:]
+    state = {"t": 0, "n": 0}
+    with laststep.Checkpointer(
+        run_folder, state=state, flush="thread", progress=False
+    ) as checkpointer:
+        restored = checkpointer.restore(only=["state"], strict=False)
+    assert restored.step == before
+    ((skipped, reason),) = [(one.step, one.reason) for one in restored.skipped]
+    assert skipped == step
+    assert "group" in reason or "groups/r00002.json" in reason
+    (damage,) = laststep.open(run_folder)[step].verify().damage
+    assert (damage.file, damage.what) == ("groups/r00002.json", "group manifest")
+    assert laststep.open(run_folder)[before].verify().damage == ()

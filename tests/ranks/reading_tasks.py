@@ -1,0 +1,97 @@
+"""What ranks do in the tests of how much a restore reads, opens and passes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from tasks import opened
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from wraps import whole
+
+from laststep.engine import read
+from laststep.engine.copy.boxes import BoxPlacer
+from laststep.events import Restored
+from laststep.plan import sources
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.engine.copy.boxes import Parcels
+    from laststep.plan.gather import Chunk
+    from laststep.plan.load import Read
+    from laststep.storage.store import Reader
+
+TENSORS, SIDE = 4, 2048
+"""Four of 16 MiB."""
+
+
+def big(cut: int | None) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    place = Replicate() if cut is None else Shard(cut)
+    found = {}
+    for number in range(TENSORS):
+        one = torch.arange(number, number + SIDE * SIDE, dtype=torch.float32).view(SIDE, SIDE)
+        found[f"w{number}"] = one if cut is None else distribute_tensor(one, mesh, [place])
+    return found
+
+
+def save_big(run: str, cut: int | None) -> None:
+    with opened(run, state=big(cut)) as c:
+        c.save(1)
+
+
+class Watch:
+    """What this rank does in a restore."""
+
+    def __init__(self) -> None:
+        self.told_bytes = 0
+        self.blocks: list[tuple[str, int]] = []
+        self.opened: set[str] = set()
+        self.most_passed_on = 0
+
+
+def load_big(run: str, cut: int | None, few: int = sources.FEW_READERS) -> Watch:
+    """Restore, see that all is there, and tell what was read, opened and passed on."""
+    expected, state = big(cut), big(cut)
+    for tensor in state.values():
+        tensor.zero_()
+    seen = Watch()
+    fill_slot, open_reader, expect = read._fill, DirectoryStore.open_reader, BoxPlacer.expect
+
+    def counting(file: read.ReadFile, one: Read, into: memoryview) -> None:
+        first, last = one.start // BLOCK_BYTES, -(-one.stop // BLOCK_BYTES)
+        seen.blocks.extend((file.where, number) for number in range(first, last))
+        fill_slot(file, one, into)
+
+    def opening(self: DirectoryStore, name: str) -> Reader:
+        seen.opened.add(name.rpartition("/")[2])
+        return open_reader(self, name)
+
+    def expecting(self: BoxPlacer, chunks: Sequence[Chunk]) -> Parcels:
+        parcels = expect(self, chunks)
+        some = [*parcels.each.values(), *([parcels.all] if parcels.all is not None else [])]
+        passed_on = sum(parcel.data.numel() for parcel in some)
+        seen.most_passed_on = max(seen.most_passed_on, passed_on)
+        return parcels
+
+    def note(event: object) -> None:
+        if isinstance(event, Restored):
+            seen.told_bytes += event.size_bytes
+
+    read._fill, DirectoryStore.open_reader, BoxPlacer.expect = counting, opening, expecting
+    few, sources.FEW_READERS = sources.FEW_READERS, few
+    try:
+        with opened(run, state=state) as c:
+            c.subscribe(note)
+            c.restore()
+    finally:
+        read._fill, DirectoryStore.open_reader = fill_slot, open_reader
+        BoxPlacer.expect, sources.FEW_READERS = expect, few
+    for name, tensor in expected.items():
+        assert torch.equal(whole(state[name]), whole(tensor)), name
+    return seen
