@@ -67,9 +67,10 @@ class Settings:
     deadline_s: float = 300.0
     """In a job of several ranks: how long a rank may lag behind the first before a save fails."""
 
-    def readers(self) -> int:
-        """Threads that read on restore."""
-        return max(2 * self.writers, min(4 * self.writers, os.cpu_count() or 1))
+    def readers(self, ranks_here: int = 1) -> int:
+        """Threads that read on restore; ranks of one machine share them."""
+        alone = max(2 * self.writers, min(4 * self.writers, os.cpu_count() or 1))
+        return max(alone // ranks_here, min(alone, self.writers))
 
     def __post_init__(self) -> None:
         for name, kind in (("capture", Capture), ("flush", FlushIn), ("on_busy", OnBusy)):

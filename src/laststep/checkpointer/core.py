@@ -33,7 +33,7 @@ from laststep.checkpointer.share import Sharing
 from laststep.checkpointer.watching import ProgressBar, log_event, somebody_watches
 from laststep.checkpointer.work import Work, launcher
 from laststep.config import Capture, FlushIn, OnBusy, Settings
-from laststep.dist.ranks import this_rank
+from laststep.dist.ranks import ranks_on_this_node, this_rank
 from laststep.engine.client import Client
 from laststep.engine.copy.capture import Capturer
 from laststep.engine.handle import SaveHandle
@@ -347,7 +347,8 @@ class Checkpointer:
         wanted = Wanted(
             step=None if step is None else arguments.plain_step(step), only=only,
             strict=arguments.true_or_false("strict", strict),
-            allow_pickle=self._settings.allow_pickle, threads=self._settings.readers(),
+            allow_pickle=self._settings.allow_pickle,
+            threads=self._settings.readers(ranks_on_this_node(self._rank)),
         )  # fmt: skip
         self.wait()
         own_pids = neighbours.wait_for_others(self._work, self.path)

@@ -45,6 +45,12 @@ def is_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def is_dtensor_class(kind: type) -> bool:
+    """The same of a type."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
+
+
 def laid_of(tensor: DTensor, where: str) -> Laid:
     """A DTensor's local part and its layout."""
     key = (id(tensor.device_mesh), tensor.placements, tensor.shape)

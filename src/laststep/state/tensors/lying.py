@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from laststep.state.tensors.laid import is_dtensor
+from laststep.state.tensors.laid import is_dtensor_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,14 +32,24 @@ class Lying:
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         self._kinds = list(map(type, leaves))
-        self._spread = [number for number, leaf in enumerate(leaves) if is_dtensor(leaf)]
+        kinds = {kind: is_dtensor_class(kind) for kind in set(self._kinds)}
+        self._spread: list[int] = []
+        if any(kinds.values()):
+            self._spread = [number for number, kind in enumerate(self._kinds) if kinds[kind]]
         self._layouts = [_LAYOUT(leaves[number]) for number in self._spread]
         memories = self._memories(leaves)
-        self._memory_kinds = list(map(type, memories))
+        self._memory_kinds = list(map(type, memories)) if self._spread else self._kinds
         self._addresses = list(map(_DATA_PTR, memories))
         self._forms = list(map(_FORM, memories))
         self._contiguous = list(map(_IS_CONTIGUOUS, memories))
-        self._odd = [number for number, memory in enumerate(memories) if _is_odd(memory)]
+        # Of these more than address, shape, dtype and being contiguous tells what they are.
+        self._odd = [
+            number
+            for number, (address, (_, dtype), contiguous) in enumerate(
+                zip(self._addresses, self._forms, self._contiguous, strict=True)
+            )
+            if not contiguous or not address or dtype.is_complex
+        ]
         self._details = [_details(memories[number]) for number in self._odd]
 
     def again(self, leaves: Sequence[object]) -> Sequence[torch.Tensor] | None:
@@ -67,11 +77,6 @@ class Lying:
         for number in self._spread:
             memories[number] = _LOCAL(memories[number])
         return memories
-
-
-def _is_odd(memory: torch.Tensor) -> bool:
-    """Whether more than address, shape, dtype and being contiguous tells what it is."""
-    return not memory.is_contiguous() or memory.is_complex() or memory.data_ptr() == 0
 
 
 def _details(memory: torch.Tensor) -> tuple[object, ...]:
