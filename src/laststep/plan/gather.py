@@ -16,7 +16,7 @@ from laststep.state.boxes import Box, boxes_of_range
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from laststep.plan.sources import Source
     from laststep.plan.wants import Wants
@@ -73,49 +73,60 @@ def chunks_of(
     for one in stored:
         for number in range(one.start // CHUNK_BYTES, -(-one.stop // CHUNK_BYTES)):
             grid.setdefault((one.file, number), []).append(one)
-    alike = functools.cache(lambda tensor: wants.alike(tensor, source.readers))
+    reach = functools.cache(lambda one: _reach(one, source.readers, wants))
     # Files have other numbers on other ranks, but come in the same order.
     order = {file: at for at, file in enumerate(dict.fromkeys(one.file for one in stored))}
     chunks = sorted(grid, key=lambda chunk: (order[chunk[0]], chunk[1]))
+    everybody = functools.cache(lambda one: _reach_of_all(one, wants))
     found = []
     read = dict.fromkeys(source.readers, 0)
     for turn, (file, number) in enumerate(chunks):
         low, high = number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES
         wanting: set[int] = set()
         for one in grid[file, number]:
-            for boxes, who in alike(one.tensor):
-                if not wanting.issuperset(who) and _touches(one, boxes, low, high):
+            for first, last, who in reach(one):
+                if first < high and low < last:
                     wanting.update(who)
         # What none of them wants is for somebody else, or for nobody. Who has read least is next.
         able = sorted(wanting) or list(source.readers)
-        first = (source.writer * len(chunks) + turn) % len(able)
-        reader = min(able[first:] + able[:first], key=read.__getitem__)
+        begin = (source.writer * len(chunks) + turn) % len(able)
+        reader = min(able[begin:] + able[:begin], key=read.__getitem__)
         read[reader] += 1
-        if reader != rank:
-            continue
-        stop = min(high, tensor_bytes[file])
-        chunk = _trimmed(Chunk(file, low, stop, tuple(grid[file, number])), wants)
-        if chunk is not None:
-            found.append(chunk)
+        if reader == rank:
+            stop = min(high, tensor_bytes[file])
+            chunk = _trimmed(Chunk(file, low, stop, tuple(grid[file, number])), everybody)
+            found += [] if chunk is None else [chunk]
     return found
 
 
-def _touches(stored: Stored, boxes: tuple[Box, ...], low: int, high: int) -> bool:
-    return any(first < high and low < last for first, last in _ranges(stored, boxes))
+def _reach(
+    stored: Stored, ranks: tuple[int, ...], wants: Wants
+) -> list[tuple[int, int, tuple[int, ...]]]:
+    """The bytes of the file that these ranks want of a stored box, from the first to the last."""
+    return [
+        (first, last, who)
+        for boxes, who in wants.alike(stored.tensor, ranks)
+        for first, last in _ranges(stored, boxes)
+    ]
 
 
-def _trimmed(chunk: Chunk, wants: Wants) -> Chunk | None:
+def _reach_of_all(stored: Stored, wants: Wants) -> list[tuple[int, int]]:
+    """The same of all ranks; those that lie within another's are left out."""
+    ranks = wants.ranks(wants.of_box(stored.tensor, stored.box))
+    found: list[tuple[int, int]] = []
+    for first, last, _ in sorted(_reach(stored, ranks, wants)):
+        if not found or last > found[-1][1]:
+            found.append((first, last))
+    return found
+
+
+def _trimmed(chunk: Chunk, reach: Callable[[Stored], list[tuple[int, int]]]) -> Chunk | None:
     """The blocks of a chunk from the first to the last of which somebody wants something."""
     start, stop = chunk.stop, chunk.start
     for one in chunk.stored:
-        ranks = wants.ranks(wants.of_box(one.tensor, one.box))
-        for boxes, _ in wants.alike(one.tensor, ranks):
-            for first, last in _ranges(one, boxes):
-                if first < chunk.stop and chunk.start < last:
-                    start, stop = (
-                        min(start, max(first, chunk.start)),
-                        max(stop, min(last, chunk.stop)),
-                    )
+        for first, last in reach(one):
+            if first < chunk.stop and chunk.start < last:
+                start, stop = min(start, max(first, chunk.start)), max(stop, min(last, chunk.stop))
     if start >= stop:
         return None
     start = start // BLOCK_BYTES * BLOCK_BYTES

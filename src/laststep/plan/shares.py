@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.state.boxes import Box
+from laststep.state.layouts import Copies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.state.layouts import Copies, Layout
+    from laststep.state.layouts import Layout
 
 MIN_SHARE_BYTES = 8 << 20
 """Ranks write no less than this of what they hold in common, unless there is no more."""
@@ -140,26 +141,37 @@ class Line:
 def lines_of(rank: int, tensors: Sequence[Spread]) -> list[Line]:
     """All that a rank holds together with others, or alone."""
     lines: dict[tuple[Copies, ...], list[Entry]] = {}
-    inside: dict[int, bool] = {}  # by the identity of a mesh, of which there are few
+    standing: dict[tuple[int, tuple[int, ...]], tuple[Copies, ...] | None] = {}
     for number, tensor in enumerate(tensors):
         writing = writing_layouts(tensor.layouts)
-        held: tuple[Box, ...] = ()
         for layout in writing:
-            mesh = layout.mesh
-            if id(mesh) not in inside:
-                inside[id(mesh)] = mesh.coordinate(rank) is not None
-            if inside[id(mesh)] and (held := layout.held(rank)):
+            # By the identity of a mesh, of which there are few; most ranks are not in most of them.
+            case = (id(layout.mesh), layout.cutting)
+            if case not in standing:
+                standing[case] = _standing(rank, layout)
+            found = standing[case]
+            held = () if found is None else layout.held(rank)
+            if held and found is not None:
+                if len(writing) > 1:
+                    found = tuple(c for one in writing if (c := one.copies(held)) is not None)
+                line = lines.setdefault(found, [])
+                line += [Entry(number, box, box.volume * tensor.itemsize) for box in held]
                 break
-        if not held:
-            continue
-        found = tuple(c for layout in writing if (c := layout.copies(held)) is not None)
-        line = lines.setdefault(found, [])
-        line += [Entry(number, box, box.volume * tensor.itemsize) for box in held]
     return [
         Line(copies, tuple(line),
              tuple(itertools.accumulate((entry.size_bytes for entry in line), initial=0)))
         for copies, line in lines.items()
     ]  # fmt: skip
+
+
+def _standing(rank: int, layout: Layout) -> tuple[Copies, ...] | None:
+    """The ranks of a layout's mesh that hold what a rank holds; None where it is not in it."""
+    at = layout.mesh.coordinate(rank)
+    if at is None:
+        return None
+    cutting = layout.cutting
+    place = tuple(one if axis in cutting else 0 for axis, one in enumerate(at))
+    return (Copies(layout.mesh, place, cutting),)
 
 
 def shares_of(rank: int, tensors: Sequence[Spread]) -> list[Share]:
