@@ -105,13 +105,18 @@ class Mismatch(LaststepError):
     """Everything that does not fit; the message lists the first fifty."""
 
     @classmethod
-    def of(cls, problems: Problems, *, where: str, remedy: str) -> Mismatch:
+    def of(
+        cls,
+        problems: Problems,
+        *,
+        where: str,
+        remedy: str,
+        what: str = "the checkpoint does not fit the live state",
+    ) -> Mismatch:
         """The error for these problems, of a checkpoint `where`."""
         count = len(problems)
         places = "1 place" if count == 1 else f"{count} places"
-        error = cls(
-            f"the checkpoint does not fit the live state in {places}", where=where, remedy=remedy
-        )
+        error = cls(f"{what} in {places}", where=where, remedy=remedy)
         error.problems = problems
         return error
 

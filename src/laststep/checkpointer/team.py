@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_REMEDY = "every rank must call save() for the same steps; the log of that rank says more"
+
 
 class Team:
     """The ranks of a job, as this one sees them."""
@@ -94,7 +96,7 @@ class Team:
             self._desk.board.put(f"last/{self.rank.number}", f"step {one.step}{out}".encode())
             self._part.take_part(one)
         except Over as over:
-            return self._give_up(one, Aborted(str(over)), str(over))
+            return self._give_up(one, Aborted(str(over), remedy=_REMEDY), str(over))
         except LaststepError as error:
             return self._give_up(one, error, f"{mine}: {error.without_remedy()}")
         except Exception as error:

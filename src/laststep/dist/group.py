@@ -26,6 +26,8 @@ T = TypeVar("T")
 Parcel = tuple[bytes, torch.Tensor]
 """What one rank passes on to another: a head, and bytes."""
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its new name, where torch has it: the old one warns there."""
 
 
 _NOTE_BYTES, _LENGTH_BYTES = 512, 8
@@ -98,7 +100,7 @@ class Group:
         """The notes of all, each filled up to `width` bytes."""
         mine = torch.frombuffer(bytearray(note.ljust(width, b"\0")), dtype=torch.uint8)
         found = torch.empty(self.size * width, dtype=torch.uint8)
-        _asked(lambda: dist.all_gather_into_tensor(found, mine, group=self._group))
+        _asked(lambda: _ALL_GATHER(found, mine, group=self._group))
         return [row.tobytes() for row in found.view(self.size, width).numpy()]
 
     def largest(self, number: int) -> int:
@@ -119,7 +121,7 @@ class Group:
         sums = [len(each), len(head), data.numel()]
         found = torch.empty(self.size * len(sums), dtype=torch.int64)
         mine = torch.tensor(sums)
-        _asked(lambda: dist.all_gather_into_tensor(found, mine, group=self._group))
+        _asked(lambda: _ALL_GATHER(found, mine, group=self._group))
         told = found.view(self.size, len(sums)).tolist()
         if any(parcels for parcels, _, _ in told):
             yield from self._pass_each(each)

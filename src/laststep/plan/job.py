@@ -154,8 +154,10 @@ def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
     if problems:
         raise Mismatch.of(
             Problems(mismatched=tuple(problems)),
-            where="the state that the ranks of this job describe",
-            remedy="every rank of a mesh must hold its part of every tensor on it",
+            what="the ranks of this job do not describe one state: they differ",
+            where="save()",
+            remedy="make them alike; what each rank has for itself goes into laststep.PerRank, and "
+            "every rank of a mesh must hold its part of what lies on it",
         )
     dtypes = {key: tellings[0][0].dtype for key, tellings in told.items()}
     return Agreement(
