@@ -357,9 +357,8 @@ class Checkpointer:
             self._group = teaming.all_ranks(self._rank, self._settings)
         with without_collection(), self._pool.at_rest(2 * wanted.threads):
             outcome = restore_into(
-                self._store, self._providers, self._pool, self._bus, wanted,
+                self._store, self._providers, self._pool, self._bus, wanted, ranks=self._group,
                 touched=functools.partial(setattr, self, "_mixed"), own_pids=own_pids,
-                ranks=self._group,
             )  # fmt: skip
         if outcome is None:
             self._taken = set()
