@@ -57,26 +57,28 @@ class BoxTransfer:
 
     def run(self, pool: Pool, threads: int) -> int:
         """Read and pass on; returns the bytes that this rank read."""
-        ranks, chunks = self._ranks, self._chunks
+        ranks = self._ranks
         placer = BoxPlacer(pool, ranks.rank, self._targets, self._dtypes, self._wants)
         files = read_files(self._content)
         read = functools.partial(_read, files=files, pool=pool, placer=placer, threads=threads)
-        turns = _turns(chunks, placer)
+        passed_on = [placer.passed_on_bytes(chunk) for chunk in self._chunks]
+        turns = _turns(self._chunks, passed_on)
         read_bytes = 0
         error: Exception | None = None
-        for turn in range(ranks.largest(len(turns))):
-            mine = turns[turn] if turn < len(turns) and error is None else []
-            parcels = placer.expect(mine)
-            try:
-                read_bytes += read(mine)
-            except Exception as raised:  # noqa: BLE001 (told when all have had their turns)
-                error = raised
-                parcels = placer.expect([])
-            try:
+        with ranks.carrying(placer.device(), sum(passed_on)) as placer.parcels_on:
+            for turn in range(ranks.largest(len(turns))):
+                mine = turns[turn] if turn < len(turns) and error is None else []
+                parcels = placer.expect(mine)
+                try:
+                    read_bytes += read(mine)
+                except Exception as raised:  # noqa: BLE001 (told when all have had their turns)
+                    error = raised
+                    parcels = placer.expect([])
                 for head, data in ranks.exchange(parcels.each, parcels.all):
-                    placer.unpack(Parcel(head, data))
-            except Exception as raised:  # noqa: BLE001 (as above: the others wait for this rank)
-                error = error or raised
+                    try:
+                        placer.unpack(Parcel(head, data))
+                    except Exception as raised:  # noqa: BLE001 (as above: the others wait)
+                        error = error or raised
         placer.finish()
         together(ranks, lambda: self._judge(error, placer))
         return read_bytes
@@ -160,12 +162,11 @@ def _chunks(
     ]
 
 
-def _turns(chunks: Sequence[Chunk], placer: BoxPlacer) -> list[list[Chunk]]:
+def _turns(chunks: Sequence[Chunk], passed_on: Sequence[int]) -> list[list[Chunk]]:
     """What is read before something is passed on: as much as gives parcels that fit into memory."""
     turns: list[list[Chunk]] = [[]]
     room = _PARCEL_BYTES
-    for chunk in chunks:
-        need = placer.passed_on_bytes(chunk)
+    for chunk, need in zip(chunks, passed_on, strict=True):
         if need > room and turns[-1]:
             turns.append([])
             room = _PARCEL_BYTES

@@ -1,26 +1,33 @@
 """What the ranks of a job do together while they restore: tell each other, and pass bytes on.
 
-A gloo group of our own, on the host, so that a failure in it leaves the groups that train alone.
+A gloo group of our own, on the host, so that a failure in it leaves the groups that train alone;
+much that is passed on between devices goes over NCCL, where the job has it (`carrying`).
 Collective: every rank makes the same calls in the same order. Called on the training thread, in
 `restore()` only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from laststep.dist.carrying import HOST, Carrier, DeviceCarrier, Under, has_nccl
 from laststep.errors import LaststepError, Mismatch, StorageFailed, from_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from laststep.dist.ranks import Rank
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Parcel = tuple[bytes, torch.Tensor]
@@ -31,6 +38,15 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 _NOTE_BYTES, _LENGTH_BYTES = 512, 8
+WORTH_BYTES = 256 << 20
+"""Where no rank passes on as much, connecting over NCCL would take longer than it saves."""
+
+
+class _Coming(NamedTuple):
+    """A parcel that is coming, while another goes."""
+
+    head: Under
+    data: Under
 
 
 class Ranks(Protocol):
@@ -48,6 +64,12 @@ class Ranks(Protocol):
 
     def largest(self, number: int) -> int:
         """The largest of all ranks' numbers."""
+
+    def carrying(
+        self, device: torch.device, most_bytes: int
+    ) -> AbstractContextManager[torch.device]:
+        """Get ready for exchanges in which this rank, whose state lies on that device, passes on so
+        many bytes; gives the device on which all parcels of this rank are to lie meanwhile."""
 
     def exchange(self, each: Mapping[int, Parcel], to_all: Parcel | None) -> Iterator[Parcel]:
         """Send parcels, some to one rank each, one to all others; get theirs, which are to be used
@@ -70,6 +92,11 @@ class Alone:
     def largest(self, number: int) -> int:
         return number
 
+    def carrying(
+        self, device: torch.device, most_bytes: int
+    ) -> AbstractContextManager[torch.device]:
+        return contextlib.nullcontext(HOST)
+
     def exchange(self, each: Mapping[int, Parcel], to_all: Parcel | None) -> Iterator[Parcel]:
         return iter(())
 
@@ -83,6 +110,7 @@ class Group:
         self._group = _asked(
             lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
         )
+        self._carrier = self._host = Carrier(self._group)
 
     def gather(self, note: bytes) -> list[bytes]:
         # Mostly there is little to tell: that fits beside its length, and one round is enough.
@@ -116,6 +144,42 @@ class Group:
         _asked(lambda: dist.broadcast(data, group_src=who, group=self._group))
         return data.numpy().tobytes()
 
+    @contextlib.contextmanager
+    def carrying(self, device: torch.device, most_bytes: int) -> Iterator[torch.device]:
+        on_device = device.type == "cuda" and has_nccl()
+        if self.largest(not on_device) or self.largest(most_bytes) < WORTH_BYTES:
+            yield HOST
+            return
+        carrier = self._on_device(device)
+        if carrier is None:
+            yield HOST
+            return
+        self._carrier = carrier
+        try:
+            with torch.cuda.device(device):
+                yield device
+        except BaseException:
+            carrier.abandon()
+            raise
+        else:
+            carrier.close()
+        finally:
+            self._carrier = self._host
+
+    def _on_device(self, device: torch.device) -> DeviceCarrier | None:
+        """NCCL, where every rank has it; None on all of them where one does not."""
+        carrier: DeviceCarrier | None = None
+        try:
+            carrier = DeviceCarrier(device)
+        except RuntimeError as error:
+            log.warning("restoring over the host: NCCL failed: %s", _first_line(error))
+        if not self.largest(carrier is None):
+            return carrier
+        if carrier is not None:
+            log.warning("restoring over the host: NCCL failed on another rank")
+            carrier.abandon()
+        return None
+
     def exchange(self, each: Mapping[int, Parcel], to_all: Parcel | None) -> Iterator[Parcel]:
         head, data = to_all or (b"", _NOTHING)
         sums = [len(each), len(head), data.numel()]
@@ -127,45 +191,61 @@ class Group:
             yield from self._pass_each(each)
         for who, (_, head_bytes, data_bytes) in enumerate(told):
             if head_bytes:
-                yield from self._pass_to_all(who, head, data, head_bytes, data_bytes)
+                own = who == self.rank.number
+                heard = self._tell(self._host, who, _tensor(head) if own else None, head_bytes)
+                came = self._tell(self._carrier, who, data if own else None, data_bytes)
+                if not own:
+                    yield heard.numpy().tobytes(), came
 
     def _pass_each(self, each: Mapping[int, Parcel]) -> Iterator[Parcel]:
-        """To every rank what is for it alone, and from every rank what is for this one."""
+        """To every rank what is for it alone, and from every rank what is for this one: first to
+        the next rank and from the one before, then over two, and so on. Two parcels at most are
+        coming at a time, however many ranks have something for this one."""
+        mine = self.rank.number
         out = [each.get(rank, (b"", _NOTHING)) for rank in range(self.size)]
         told = torch.tensor([[len(head), data.numel()] for head, data in out])
         come = torch.empty_like(told)
         _asked(lambda: dist.all_to_all_single(come, told, group=self._group))
-        lengths, volumes = come[:, 0].tolist(), come[:, 1].tolist()
-        joined = torch.frombuffer(bytearray(b"".join(h for h, _ in out) or b"0"), dtype=torch.uint8)
-        heads = self._scatter(joined[: int(told[:, 0].sum())], told[:, 0].tolist(), lengths)
-        parts = torch.cat([data for _, data in out])
-        for head, data in zip(
-            heads, self._scatter(parts, told[:, 1].tolist(), volumes), strict=True
-        ):
-            if len(head):
-                yield head.numpy().tobytes(), data
+        sizes = come.tolist()
+        coming: _Coming | None = None
+        for apart in range(1, self.size):
+            to, source = (mine + apart) % self.size, (mine - apart) % self.size
+            (head, data), (head_bytes, data_bytes) = out[to], sizes[source]
+            if not head and not head_bytes:
+                continue
+            swap = functools.partial(self._swap, to=to, source=source)
+            before, coming = (
+                coming,
+                _Coming(
+                    swap(self._host, _tensor(head), come_bytes=head_bytes, tag=0),
+                    swap(self._carrier, data, come_bytes=data_bytes, tag=1),
+                ),
+            )
+            yield from _arrived(before)
+        yield from _arrived(coming)
 
-    def _pass_to_all(
-        self, who: int, head: bytes, data: torch.Tensor, head_bytes: int, data_bytes: int
-    ) -> Iterator[Parcel]:
-        """What one rank has for all others; one after the other, so that it fits into memory."""
-        if who == self.rank.number:
-            told = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        else:
-            told = torch.empty(head_bytes, dtype=torch.uint8)
-            data = torch.empty(data_bytes, dtype=torch.uint8)
-        for some in (told, data):
-            _asked(functools.partial(dist.broadcast, some, group_src=who, group=self._group))
-        if who != self.rank.number:
-            yield told.numpy().tobytes(), data
+    @staticmethod
+    def _swap(
+        carrier: Carrier, data: torch.Tensor, *, to: int, source: int, come_bytes: int, tag: int
+    ) -> Under:
+        return _asked(lambda: carrier.swap(to, data, source, come_bytes, tag))
 
-    def _scatter(self, data: torch.Tensor, out: list[int], come: list[int]) -> list[torch.Tensor]:
-        got = torch.empty(sum(come), dtype=torch.uint8)
-        _asked(lambda: dist.all_to_all_single(got, data, come, out, group=self._group))
-        return list(got.split(come))
+    @staticmethod
+    def _tell(
+        carrier: Carrier, who: int, data: torch.Tensor | None, size_bytes: int
+    ) -> torch.Tensor:
+        return _asked(lambda: carrier.tell(who, data, size_bytes))
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        self._host.close()
+
+
+def _arrived(coming: _Coming | None) -> Iterator[Parcel]:
+    if coming is None:
+        return
+    head, data = _asked(coming.head.wait), _asked(coming.data.wait)
+    if head.numel():
+        yield head.numpy().tobytes(), data
 
 
 def _asked(call: Callable[[], T]) -> T:
@@ -174,9 +254,17 @@ def _asked(call: Callable[[], T]) -> T:
     except RuntimeError as error:
         raise StorageFailed(
             "the ranks of this job could not restore together",
-            found=str(error).partition("\n")[0],
+            found=_first_line(error),
             remedy="a rank has ended, hangs, or did not call restore(); see the logs of the others",
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
 
 
 def together(ranks: Ranks, work: Callable[[], T]) -> T:

@@ -1,7 +1,8 @@
 """Put boxes of tensors where they belong: into this rank's memory, or into parcels for others.
 
 `deliver` is called on reading threads, several at once: no two boxes overlap, and every box has its
-place in the parcels before anything is read. The slot is free again when it returns.
+place in the parcels before anything is read. The slot is free again when it returns. Parcels lie on
+the host, or on this rank's device where they are carried from device to device.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
+from laststep.engine.copy.device import CopyStreams
+from laststep.engine.copy.place import MANY
 from laststep.state.boxes import Box
-from laststep.state.tensors import TORCH_DTYPES, Held, put_box
+from laststep.state.tensors import TORCH_DTYPES, Held, box_of
 from laststep.terms import align_up
 
 if TYPE_CHECKING:
@@ -76,6 +79,16 @@ class _Place(NamedTuple):
     at: int
 
 
+class _Copy(NamedTuple):
+    """A box that lies somewhere in a slot or a parcel, and where a part of it goes."""
+
+    into: torch.Tensor
+    tensor: int
+    at: int
+    box: Box
+    taken: Box
+
+
 class BoxPlacer:
     """Delivers what this rank reads, and what others pass on to it."""
 
@@ -87,6 +100,7 @@ class BoxPlacer:
         dtypes: Sequence[str],
         wants: Wants,
     ) -> None:
+        self.parcels_on = torch.device("cpu")
         self._pool = pool
         self._rank = rank
         self._targets = targets
@@ -95,6 +109,14 @@ class BoxPlacer:
         self._places: dict[tuple[int, int], list[_Place]] = {}
         self._placed: Counter[int] = Counter()
         self._lock = threading.Lock()
+        self._streams = CopyStreams(h.memory.device for some in targets.values() for h in some)
+
+    def device(self) -> torch.device:
+        """Where all that this rank wants is to lie; the host, if not all on one device."""
+        devices = {h.memory.device for some in self._targets.values() for h in some}
+        if not devices and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
     def passed_on_bytes(self, chunk: Chunk) -> int:
         """How much of a chunk goes to others; what goes to all of them counts once."""
@@ -114,9 +136,13 @@ class BoxPlacer:
                     sent = Sent(move.tensor, move.common.start, move.common.stop)
                     heads.setdefault(move.who, []).append(sent)
         parcels = {
-            who: Parcel(msgspec.msgpack.encode(heads[who]), torch.empty(size, dtype=torch.uint8))
+            who: Parcel(
+                msgspec.msgpack.encode(heads[who]),
+                torch.empty(size, dtype=torch.uint8, device=self.parcels_on),
+            )
             for who, size in sizes.items()
         }
+        self._streams.follow()  # this memory may have been another's, which is still being copied
         at: Counter[int] = Counter()
         self._places = {}
         for chunk, some in moves:
@@ -130,30 +156,29 @@ class BoxPlacer:
 
     def deliver(self, read: Read, slot: int) -> None:
         """Take what a chunk holds to where it is wanted."""
-        memory = self._pool.tensor(slot)
+        copies: list[_Copy] = []
         for move, parcel, at in self._places[read.file, read.start]:
-            data = self._view(memory, move.at, move.tensor, move.box)
+            tensor, common = move.tensor, move.common
             if move.who in (self._rank.number, _ALL):
-                self._place(move.tensor, move.common, data, move.box)
+                copies += self._placed_in(tensor, common, move.at, move.box)
             if parcel is not None:
-                place = self._view(parcel, at, move.tensor, move.common)
-                put_box(place, move.common.within(move.common), data, move.common.within(move.box))
+                place = self._view(parcel, at, tensor, common)
+                copies.append(_Copy(place, tensor, move.at, move.box, common.within(move.box)))
+        self._copy(self._pool.tensor(slot)[: read.stop - read.start], copies)
 
     def unpack(self, parcel: Parcel) -> None:
         """Place what another rank has passed on."""
         at = 0
+        copies: list[_Copy] = []
         for sent in msgspec.msgpack.decode(parcel.head, type=list[Sent]):
             box = Box(sent.start, sent.stop)
-            self._place(sent.tensor, box, self._view(parcel.data, at, sent.tensor, box), box)
-            size = box.volume * self._dtypes[sent.tensor].itemsize
-            at += align_up(size, _ALIGN_BYTES)
+            copies += self._placed_in(sent.tensor, box, at, box)
+            at += align_up(box.volume * self._dtypes[sent.tensor].itemsize, _ALIGN_BYTES)
+        self._copy(parcel.data, copies)
 
     def finish(self) -> None:
-        """Wait for copies to devices."""
-        devices = {h.memory.device for some in self._targets.values() for h in some}
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        """Make training wait for all copies."""
+        self._streams.lead()
 
     def lacking(self) -> int | None:
         """A tensor of which not everything that this rank wants has come."""
@@ -176,12 +201,33 @@ class BoxPlacer:
         dtype = self._dtypes[tensor]
         return memory[at : at + box.volume * dtype.itemsize].view(dtype).view(box.shape)
 
-    def _place(self, tensor: int, common: Box, data: torch.Tensor, box: Box) -> None:
+    def _placed_in(self, tensor: int, common: Box, at: int, box: Box) -> Iterator[_Copy]:
+        """Where in this rank's memory a part of a box goes that lies at `at`; counts it."""
         placed = 0
         for held in self._targets.get(tensor, ()):
             here = held.box.meet(common)
             if here is not None:
-                put_box(held.memory, here.within(held.box), data, here.within(box))
+                into = box_of(held.memory, here.within(held.box))
+                yield _Copy(into, tensor, at, box, here.within(box))
                 placed += here.volume
         with self._lock:
             self._placed[tensor] += placed
+
+    def _copy(self, memory: torch.Tensor, copies: Sequence[_Copy]) -> None:
+        by_device: dict[torch.device, list[_Copy]] = {}
+        for copy in copies:
+            by_device.setdefault(copy.into.device, []).append(copy)
+        for device, some in by_device.items():
+            if memory.is_cuda:  # a parcel that came on the stream that copies it, too
+                self._scatter(memory, some)
+                continue
+            with self._streams.copying(device):
+                source = memory
+                if device.type == "cuda" and len(some) > MANY:
+                    source = memory.to(device, non_blocking=True)
+                self._scatter(source, some)
+
+    def _scatter(self, memory: torch.Tensor, copies: Sequence[_Copy]) -> None:
+        source = [box_of(self._view(memory, c.at, c.tensor, c.box), c.taken) for c in copies]
+        with torch.no_grad():
+            torch._foreach_copy_([copy.into for copy in copies], source, non_blocking=True)

@@ -5,7 +5,13 @@ Knows nothing of saves. CUDA only; every function is safe to call on a machine w
 
 from __future__ import annotations
 
+import contextlib
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 
 def spare_bytes(device: str, margin_bytes: int) -> int:
@@ -42,3 +48,36 @@ def record(
     event = torch.cuda.Event(enable_timing=timing, blocking=blocking)
     event.record(stream)
     return event
+
+
+class CopyStreams:
+    """Side streams for copies into the tensors of some devices; those of CUDA are meant, others may
+    be among them."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        streams = SideStreams()
+        cuda = [device for device in set(devices) if device.type == "cuda"]
+        self._streams = {device: streams.stream(str(device)) for device in cuda}
+        self.follow()
+
+    def follow(self) -> None:
+        """What training still has under way comes before further copies."""
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+    def lead(self) -> None:
+        """Copies come before what training does next."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    @contextlib.contextmanager
+    def copying(self, device: torch.device) -> Iterator[None]:
+        """Copies to a device, which are over at the end; several threads may be here at once."""
+        stream = self._streams.get(device)
+        if stream is None:
+            yield
+            return
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield
+            event = record(stream)
+        event.synchronize()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laststep.engine.copy.device import SideStreams, record
+from laststep.engine.copy.device import CopyStreams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from laststep.engine.pool import Pool
     from laststep.plan.load import Part, Read
 
-_MANY = 16
+MANY = 16
 """From so many small parts on, a chunk is moved to the device whole and scattered there."""
 
 
@@ -30,11 +30,7 @@ class Placer:
         self._pool = pool
         self._bytes = [_bytes_of(target) for target in targets]
         self._devices = [target.device for target in targets]
-        self._streams = SideStreams()
-        for device in set(self._devices):
-            if device.type == "cuda":
-                # Whatever training still has under way on these tensors comes first.
-                self._streams.stream(str(device)).wait_stream(torch.cuda.current_stream(device))
+        self._streams = CopyStreams(self._devices)
 
     def deliver(self, read: Read, slot: int) -> None:
         """Copy a read's parts to where they belong; the slot is free afterwards."""
@@ -43,27 +39,15 @@ class Placer:
             by_device.setdefault(self._devices[part.target], []).append(part)
         chunk = self._pool.tensor(slot)
         for device, parts in by_device.items():
-            if device.type == "cuda":
-                self._to_device(device, chunk, read.stop - read.start, parts)
-            else:
-                self._scatter(chunk, parts)
+            with self._streams.copying(device):
+                source = chunk
+                if device.type == "cuda" and len(parts) > MANY:
+                    source = chunk[: read.stop - read.start].to(device, non_blocking=True)
+                self._scatter(source, parts)
 
     def finish(self) -> None:
         """Make the streams that training uses wait for all copies."""
-        for device in set(self._devices):
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).wait_stream(self._streams.stream(str(device)))
-
-    def _to_device(
-        self, device: torch.device, chunk: torch.Tensor, size: int, parts: list[Part]
-    ) -> None:
-        stream = self._streams.stream(str(device))
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            if len(parts) > _MANY:
-                chunk = chunk[:size].to(device, non_blocking=True)
-            self._scatter(chunk, parts)
-            event = record(stream)
-        event.synchronize()
+        self._streams.lead()
 
     def _scatter(self, chunk: torch.Tensor, parts: list[Part]) -> None:
         into = [self._bytes[p.target][p.target_at : p.target_at + p.size_bytes] for p in parts]
