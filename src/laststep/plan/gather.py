@@ -77,7 +77,13 @@ def chunks_of(
     # Files have other numbers on other ranks, but come in the same order.
     order = {file: at for at, file in enumerate(dict.fromkeys(one.file for one in stored))}
     chunks = sorted(grid, key=lambda chunk: (order[chunk[0]], chunk[1]))
-    everybody = functools.cache(lambda one: _reach_of_all(one, wants))
+    readers = frozenset(source.readers)
+
+    @functools.cache
+    def everybody(one: Stored) -> list[tuple[int, int]]:
+        ranks = wants.ranks(wants.of_box(one.tensor, one.box))
+        return _outer(reach(one) if readers.issuperset(ranks) else _reach(one, ranks, wants))
+
     found = []
     read = dict.fromkeys(source.readers, 0)
     for turn, (file, number) in enumerate(chunks):
@@ -110,11 +116,10 @@ def _reach(
     ]
 
 
-def _reach_of_all(stored: Stored, wants: Wants) -> list[tuple[int, int]]:
-    """The same of all ranks; those that lie within another's are left out."""
-    ranks = wants.ranks(wants.of_box(stored.tensor, stored.box))
+def _outer(reach: list[tuple[int, int, tuple[int, ...]]]) -> list[tuple[int, int]]:
+    """What is reached by any; those that lie within another's are left out."""
     found: list[tuple[int, int]] = []
-    for first, last, _ in sorted(_reach(stored, ranks, wants)):
+    for first, last, _ in sorted(reach):
         if not found or last > found[-1][1]:
             found.append((first, last))
     return found
@@ -139,7 +144,9 @@ def _ranges(stored: Stored, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]
     """The bytes of the file from the first to the last element that is wanted of a stored box."""
     for box in boxes:
         common = stored.box.meet(box)
-        if common is not None:
+        if common == stored.box:
+            yield stored.start, stored.stop
+        elif common is not None:
             inner = common.within(stored.box)
             first = _offset(stored.box.shape, inner.start)
             last = _offset(stored.box.shape, tuple(stop - 1 for stop in inner.stop)) + 1

@@ -143,10 +143,10 @@ def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
     _drop_unseen_ties(told, classes)
     spreads: list[Spread] = []
     empty: dict[int, int] = {}
-    meshes: dict[tuple[int, ...], Mesh] = {}
+    wholes: dict[tuple[tuple[int, ...], Shape], Layout] = {}
     for key, tellings in told.items():
         problems += _tensor_problems(key, tellings, classes)
-        layouts = _layouts(tellings, classes, meshes)
+        layouts = _layouts(tellings, classes, wholes)
         if 0 in tellings[0][0].shape:
             empty[len(spreads)] = classes[tellings[0][1]].ranks[0]
         spreads.append(Spread(DTYPES[tellings[0][0].dtype].size_bytes, layouts))
@@ -213,20 +213,22 @@ def _tensor_problems(
 def _layouts(
     tellings: list[tuple[Tensor, int]],
     classes: Sequence[RankClass],
-    meshes: dict[tuple[int, ...], Mesh],
+    wholes: dict[tuple[tuple[int, ...], Shape], Layout],
 ) -> tuple[Layout, ...]:
     """The layouts of a tensor, one for each way in which it lies; all who hold it whole are one,
-    and `meshes` keeps who that is for the next tensor."""
+    and `wholes` keeps who that is for the next tensor of that shape."""
     found: dict[Layout, None] = {}
     holders = tuple(number for tensor, number in tellings if tensor.layout is None)
     for tensor, _ in tellings:
         if tensor.layout is not None:
             found[tensor.layout] = None
     if holders:
-        if holders not in meshes:
+        case = (holders, tellings[0][0].shape)
+        if case not in wholes:
             ranks = sorted(rank for number in holders for rank in classes[number].ranks)
-            meshes[holders] = Mesh.of(("rank",), (len(ranks),), ranks)
-        found[Sharded(tellings[0][0].shape, meshes[holders], (Replicate(),))] = None
+            mesh = Mesh.of(("rank",), (len(ranks),), ranks)
+            wholes[case] = Sharded(tellings[0][0].shape, mesh, (Replicate(),))
+        found[wholes[case]] = None
     return tuple(found)
 
 

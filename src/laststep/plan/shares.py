@@ -55,7 +55,10 @@ class Entry(NamedTuple):
     @property
     def dim(self) -> int | None:
         """The dimension along which it may be cut: the first that has more than one index."""
-        return next((dim for dim, size in enumerate(self.held.shape) if size > 1), None)
+        for dim, (start, stop) in enumerate(zip(*self.held, strict=True)):
+            if stop - start > 1:
+                return dim
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +141,34 @@ class Line:
         return ((byte + 1) * self.pieces - 1) // max(self.size_bytes, 1)
 
 
+class _Part(NamedTuple):
+    """What a rank holds under a layout: the ranks that hold the same, its boxes, their elements."""
+
+    copies: tuple[Copies, ...]
+    held: tuple[Box, ...]
+    volumes: tuple[int, ...]
+
+
 def lines_of(rank: int, tensors: Sequence[Spread]) -> list[Line]:
     """All that a rank holds together with others, or alone."""
     lines: dict[tuple[Copies, ...], list[Entry]] = {}
-    standing: dict[tuple[int, tuple[int, ...]], tuple[Copies, ...] | None] = {}
-    for number, tensor in enumerate(tensors):
-        writing = writing_layouts(tensor.layouts)
+    parts: dict[int, _Part] = {}
+    for number, (itemsize, layouts) in enumerate(tensors):
+        writing = writing_layouts(layouts)
         for layout in writing:
-            # By the identity of a mesh, of which there are few; most ranks are not in most of them.
-            case = (id(layout.mesh), layout.cutting)
-            if case not in standing:
-                standing[case] = _standing(rank, layout)
-            found = standing[case]
-            held = () if found is None else layout.held(rank)
-            if held and found is not None:
+            # By identity: many tensors share a layout.
+            part = parts.get(id(layout))
+            if part is None:
+                part = parts[id(layout)] = _part(rank, layout)
+            held = part.held
+            if held:
+                copies = part.copies
                 if len(writing) > 1:
-                    found = tuple(c for one in writing if (c := one.copies(held)) is not None)
-                line = lines.setdefault(found, [])
-                line += [Entry(number, box, box.volume * tensor.itemsize) for box in held]
+                    copies = tuple(c for one in writing if (c := one.copies(held)) is not None)
+                lines.setdefault(copies, []).extend(
+                    Entry(number, box, volume * itemsize)
+                    for box, volume in zip(held, part.volumes, strict=True)
+                )
                 break
     return [
         Line(copies, tuple(line),
@@ -164,14 +177,14 @@ def lines_of(rank: int, tensors: Sequence[Spread]) -> list[Line]:
     ]  # fmt: skip
 
 
-def _standing(rank: int, layout: Layout) -> tuple[Copies, ...] | None:
-    """The ranks of a layout's mesh that hold what a rank holds; None where it is not in it."""
+def _part(rank: int, layout: Layout) -> _Part:
     at = layout.mesh.coordinate(rank)
     if at is None:
-        return None
-    cutting = layout.cutting
+        return _Part((), (), ())
+    cutting, held = layout.cutting, layout.held(rank)
     place = tuple(one if axis in cutting else 0 for axis, one in enumerate(at))
-    return (Copies(layout.mesh, place, cutting),)
+    copies = (Copies(layout.mesh, place, cutting),)
+    return _Part(copies, held, tuple(box.volume for box in held))
 
 
 def shares_of(rank: int, tensors: Sequence[Spread]) -> list[Share]:
@@ -195,6 +208,8 @@ def writing_layouts(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
 
 def _rows(entry: Entry, low: int, high: int) -> Box | None:
     """The whole rows that begin at bytes [low, high) of a held box."""
+    if low <= 0 < entry.size_bytes <= high:
+        return entry.held
     shape, dim = entry.held.shape, entry.dim
     if dim is None:
         return entry.held if low <= 0 < high else None

@@ -66,10 +66,9 @@ class Ledger:
         for spread in spreads:
             for layout in writing_layouts(spread.layouts):
                 self._cuts[layout.mesh, layout.cutting] = None
-        self._places: dict[int, tuple[object, ...]] = {}
-        self._lines: dict[tuple[object, ...], list[Line]] = {}
+        self._standing: dict[int, _Standing] = {}
+        self._alike: dict[tuple[object, ...], _Standing] = {}
         self._known: dict[tuple[object, ...], Line] = {}
-        self._index: dict[tuple[object, ...], dict[int, list[tuple[Line, int]]]] = {}
         self._common: dict[int, frozenset[Some] | None] = {}
 
     def sources(self, rank: int) -> Iterator[Source]:
@@ -97,7 +96,7 @@ class Ledger:
         for wanted in self._wants.boxes(rank, tensor):
             for span in layout.holders(wanted):
                 for holder in span.ranks(layout.cutting):
-                    for line, number in self._entries(holder, tensor):
+                    for line, number in self._of(holder).with_tensor(tensor):
                         common = line.entries[number].held.meet(wanted)
                         if common is not None:
                             yield line, line.pieces_with(number, common)
@@ -139,7 +138,7 @@ class Ledger:
     def _leading(self, writer: int) -> Line | None:
         """Of the lines of which a rank wrote a piece that is wanted, the one with the largest."""
         best: tuple[int, Line] | None = None
-        for line in self._lines_of(writer):
+        for line in self._of(writer).lines:
             piece = line.piece_of(writer)
             if piece is None:
                 continue
@@ -148,34 +147,41 @@ class Ledger:
                 best = size, line
         return None if best is None else best[1]
 
-    def _entries(self, rank: int, tensor: int) -> list[tuple[Line, int]]:
-        where = self._where(rank)
-        if where not in self._index:
-            index: dict[int, list[tuple[Line, int]]] = {}
-            for line in self._lines_of(rank):
-                for number, entry in enumerate(line.entries):
-                    index.setdefault(entry.tensor, []).append((line, number))
-            self._index[where] = index
-        return self._index[where].get(tensor, [])
-
-    def _lines_of(self, rank: int) -> list[Line]:
-        where = self._where(rank)
-        if where not in self._lines:
-            lines = lines_of(rank, self._spreads)
-            # Others hold some of these too, and not all: one object each, whoever asks.
-            self._lines[where] = [self._known.setdefault(line.copies, line) for line in lines]
-        return self._lines[where]
-
-    def _where(self, rank: int) -> tuple[object, ...]:
-        """Where a rank stands in every way in which tensors are cut: who stands alike holds the
-        same."""
-        if rank not in self._places:
-            self._places[rank] = tuple(
+    def _of(self, rank: int) -> _Standing:
+        """What a rank holds; who stands alike in every way in which tensors are cut holds that
+        too."""
+        found = self._standing.get(rank)
+        if found is None:
+            where = tuple(
                 at and tuple(at[axis] for axis in cutting)
                 for mesh, cutting in self._cuts
                 for at in (mesh.coordinate(rank),)
             )
-        return self._places[rank]
+            found = self._alike.get(where)
+            if found is None:
+                lines = lines_of(rank, self._spreads)
+                # Others hold some of these too, and not all: one object each, whoever asks.
+                found = _Standing([self._known.setdefault(line.copies, line) for line in lines])
+                self._alike[where] = found
+            self._standing[rank] = found
+        return found
+
+
+class _Standing:
+    """The lines that ranks hold which stand alike."""
+
+    def __init__(self, lines: list[Line]) -> None:
+        self.lines = lines
+        self._index: dict[int, list[tuple[Line, int]]] | None = None
+
+    def with_tensor(self, tensor: int) -> list[tuple[Line, int]]:
+        """The lines that hold something of a tensor, and which of their entries."""
+        if self._index is None:
+            self._index = {}
+            for line in self.lines:
+                for number, entry in enumerate(line.entries):
+                    self._index.setdefault(entry.tensor, []).append((line, number))
+        return self._index.get(tensor, [])
 
 
 def _own_turns(place: tuple[int, int], size_bytes: int, pieces: range) -> Iterator[int]:

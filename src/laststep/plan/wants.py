@@ -66,10 +66,13 @@ class Wants:
         self._wishes = wishes
         self._class_of = class_of
         self._shapes = shapes
-        self._meshes: dict[tuple[int, ...], Mesh] = {}
+        self._wholes: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
         self._complete: dict[tuple[Mesh, tuple[int, ...]], bool] = {}
         self._ranks: dict[frozenset[Some], tuple[int, ...]] = {}
         self._told = functools.cache(self._work_out)
+        # By the identity of layouts, which many tensors share, and which live as long as this.
+        self._spans: dict[tuple[int, Box], tuple[Span, ...]] = {}
+        self._held: dict[tuple[int, int], tuple[Box, ...]] = {}
 
     def tensors(self, rank: int) -> list[int]:
         """The tensors of which a rank wants something."""
@@ -81,7 +84,7 @@ class Wants:
         if tensor not in wish:
             return ()
         layout = wish[tensor]
-        return (whole(self._shapes[tensor]),) if layout is None else layout.held(rank)
+        return (whole(self._shapes[tensor]),) if layout is None else self._held_by(layout, rank)
 
     def by_all(self, tensor: int) -> bool:
         """Whether every rank wants all of a tensor."""
@@ -102,7 +105,7 @@ class Wants:
         return frozenset(
             Some(span, told.classes)
             for told in self._told(tensor)
-            for span in told.layout.holders(box)
+            for span in self._holders(told.layout, box)
         )
 
     def ranks(self, some: frozenset[Some]) -> tuple[int, ...]:
@@ -127,9 +130,21 @@ class Wants:
                 members = group
                 if told.classes is not None:
                     members = tuple(r for r in group if self._class_of[r] in told.classes)
-                if members and (boxes := told.layout.held(members[0])):
+                if members and (boxes := self._held_by(told.layout, members[0])):
                     found.setdefault(boxes, []).extend(members)
         return [(boxes, tuple(some)) for boxes, some in found.items()]
+
+    def _held_by(self, layout: Layout, rank: int) -> tuple[Box, ...]:
+        case = (id(layout), rank)
+        if case not in self._held:
+            self._held[case] = layout.held(rank)
+        return self._held[case]
+
+    def _holders(self, layout: Layout, box: Box) -> tuple[Span, ...]:
+        case = (id(layout), box)
+        if case not in self._spans:
+            self._spans[case] = layout.holders(box)
+        return self._spans[case]
 
     def _work_out(self, tensor: int) -> tuple[_Told, ...]:
         tellers: dict[Layout | None, list[int]] = {}
@@ -140,19 +155,20 @@ class Wants:
         for layout, numbers in tellers.items():
             classes = tuple(numbers)
             if layout is None:
-                mesh = self._mesh_of(classes)
-                found.append(_Told(Sharded(self._shapes[tensor], mesh, (Replicate(),)), None))
+                found.append(_Told(self._whole_on(classes, self._shapes[tensor]), None))
             else:
                 complete = self._is_complete(layout.mesh, classes)
                 found.append(_Told(layout, None if complete else classes))
         return tuple(found)
 
-    def _mesh_of(self, classes: tuple[int, ...]) -> Mesh:
-        """The ranks of some classes, in a row."""
-        if classes not in self._meshes:
+    def _whole_on(self, classes: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
+        """A tensor that all ranks of some classes hold."""
+        case = (classes, shape)
+        if case not in self._wholes:
             ranks = sorted(rank for rank, number in self._class_of.items() if number in classes)
-            self._meshes[classes] = Mesh.of(("rank",), (len(ranks),), ranks)
-        return self._meshes[classes]
+            mesh = Mesh.of(("rank",), (len(ranks),), ranks)
+            self._wholes[case] = Sharded(shape, mesh, (Replicate(),))
+        return self._wholes[case]
 
     def _is_complete(self, mesh: Mesh, classes: tuple[int, ...]) -> bool:
         case = (mesh, classes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -23,24 +24,24 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> Index:
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def volume(self) -> int:
         """How many elements; one for a tensor without dimensions."""
-        return math.prod(self.shape)
+        return math.prod(map(operator.sub, self.stop, self.start))
 
     def meet(self, other: Box) -> Box | None:
         """What both hold; None where that is nothing."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        return None if any(a >= b for a, b in zip(start, stop, strict=True)) else Box(start, stop)
+        return Box(start, stop) if all(map(operator.lt, start, stop)) else None
 
     def within(self, outer: Box) -> Box:
         """The same indices, counted from where `outer`, which MUST contain them, starts."""
         return Box(
-            tuple(a - b for a, b in zip(self.start, outer.start, strict=True)),
-            tuple(a - b for a, b in zip(self.stop, outer.start, strict=True)),
+            tuple(map(operator.sub, self.start, outer.start)),
+            tuple(map(operator.sub, self.stop, outer.start)),
         )
 
 
