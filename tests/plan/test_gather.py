@@ -259,3 +259,23 @@ def test_ranks_that_want_the_same_are_looked_at_once(monkeypatch: pytest.MonkeyP
     wants = whole_tensor(ranks, (rows, 1024), None)
     read_by(5, stored, [10 * size] * ranks, wants)
     assert looked <= 4 * len(stored)
+
+
+@pytest.mark.parametrize("ranks", [40, 64, 100])
+@pytest.mark.parametrize("writers", [16, 64, 256])
+def test_of_many_files_that_all_want_each_rank_reads_about_two(ranks: int, writers: int) -> None:
+    """Every rank held all and holds all: the files, one for each rank, are of gigabytes."""
+    shape = (writers * 16, 8 << 20)
+    mesh = Mesh.of(("rank",), (writers,), range(writers))
+    spread = shares.Spread(4, (Sharded(shape, mesh, (Replicate(),)),))
+    wants = wants_of([{0: None}] * ranks, [shape])
+    ledger = Ledger([spread], wants)
+    sources_of = [list(ledger.sources(rank)) for rank in range(ranks)]
+    found = Counter(source.writer for some in sources_of for source in some)
+    assert set(found) == set(range(writers))
+    assert all(rank in one.readers for rank, some in enumerate(sources_of) for one in some)
+    by_writer = {one.writer: one.readers for some in sources_of for one in some}
+    assert found == {writer: len(readers) for writer, readers in by_writer.items()}
+    most = max(len(some) for some in sources_of)
+    assert most <= 2 * -(-writers // ranks) + 1
+    assert most - min(len(some) for some in sources_of) <= 1

@@ -3,8 +3,9 @@
 Pure. The checkpoint says how its ranks held the state, the job how its ranks want it. From the one
 follows who wrote what (`plan.shares`), from the other who wants it (`plan.wants`). The files of one
 writer are read by ranks that want something of the most that it wrote: by all of these where they
-are few, else by as many as there are chunks, in turns. Everybody comes to the same answer, and a
-rank looks only at the lines that hold something for itself.
+are few, else by as many as there are chunks, or as give everyone about two files, in turns.
+Everybody comes to the same answer, and a rank looks only at the lines that hold something for
+itself.
 """
 
 from __future__ import annotations
@@ -33,18 +34,24 @@ class Source(NamedTuple):
     readers: tuple[int, ...]
 
 
-def readers_of(ranks: tuple[int, ...], number: int, size_bytes: int) -> tuple[int, ...]:
-    """Which of the ranks that want something of `size_bytes` read; they take turns by `number`."""
-    count = _turns(len(ranks), size_bytes)
+def readers_of(
+    ranks: tuple[int, ...], number: int, size_bytes: int, pieces: int = 1
+) -> tuple[int, ...]:
+    """Which of the ranks that want something of `size_bytes` read; they take turns by `number`,
+    where they want all of so many such pieces."""
+    count = _turns(len(ranks), size_bytes, pieces)
     if count == len(ranks):
         return ranks
     first = number * count
     return tuple(sorted(ranks[(first + n) % len(ranks)] for n in range(count)))
 
 
-def _turns(ranks: int, size_bytes: int) -> int:
+def _turns(ranks: int, size_bytes: int, pieces: int) -> int:
+    if ranks <= FEW_READERS:
+        return ranks
     chunks = size_bytes // CHUNK_BYTES + 2  # where a file begins and ends does not matter
-    return ranks if ranks <= FEW_READERS else min(ranks, chunks)
+    # Of many pieces it is enough that each rank reads about two: they come to the same for all.
+    return min(ranks, chunks, max(2, -(-2 * ranks // pieces)))
 
 
 def known_sources(stored: Mapping[int, Sequence[Stored]], wants: Wants) -> Iterator[Source]:
@@ -106,10 +113,13 @@ class Ledger:
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
         """The pieces for which a rank reads, each with all who do."""
         common, size = self._wanted_alike(line), line.size_bytes // line.pieces
+        alike = 1 if common is None else line.pieces
         for some in pieces:
-            turns = some if common is None else _own_turns(self._place(rank, common), size, some)
+            turns: Iterable[int] = some
+            if common is not None:
+                turns = _own_turns(self._place(rank, common), size, some, alike)
             for piece in turns:
-                readers = readers_of(self._ranks(line, piece), piece, size)
+                readers = readers_of(self._ranks(line, piece), piece, size, alike)
                 if rank in readers:
                     yield piece, readers
 
@@ -184,11 +194,11 @@ class _Standing:
         return self._index.get(tensor, [])
 
 
-def _own_turns(place: tuple[int, int], size_bytes: int, pieces: range) -> Iterator[int]:
+def _own_turns(place: tuple[int, int], size_bytes: int, pieces: range, alike: int) -> Iterator[int]:
     """Of pieces that the same ranks want, those which one of these reads, without a look at the
     others: of a state that all hold, there are as many as ranks."""
     number, ranks = place
-    count = _turns(ranks, size_bytes)
+    count = _turns(ranks, size_bytes, alike)
     if count == ranks:
         return iter(pieces)
     return (piece for piece in pieces if (number - piece * count) % ranks < count)
