@@ -2,103 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import sys
 from collections import Counter, OrderedDict, deque
-from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from dcp_rounds import ALONE, failing, load, same, save, steps, trained, untrained
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    _EmptyStateDictLoadPlanner,
-)
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import laststep
 from laststep import cli
 from laststep.adapters.dcp import Reader, Writer
-from laststep.errors import Exists, LaststepError, NotFound, Usage
+from laststep.errors import Exists, NotFound, Usage
 from laststep.terms import DTYPES
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-ROOT = Path(__file__).resolve().parents[2]
-
-pytestmark = [
-    # Of torch.distributed.checkpoint itself, in a process that is no rank.
-    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-]
-
-
-def save(state: dict[str, Any], run: Path, step: int = 0, **options: Any) -> None:
-    planner = options.pop("planner", None)
-    dcp.save(state, storage_writer=Writer(run, step=step, **options), planner=planner)
-
-
-def load(state: dict[str, Any], run: Path, step: int | None = None, **options: Any) -> None:
-    planner = options.pop("planner", None)
-    dcp.load(state, storage_reader=Reader(run, step, **options), planner=planner)
-
-
-@contextlib.contextmanager
-def failing(kind: type[LaststepError], match: str) -> Iterator[None]:
-    """What DCP raises names the errors of all ranks."""
-    with pytest.raises(CheckpointException) as caught:
-        yield
-    [(error, _)] = caught.value.failures.values()
-    assert isinstance(error, kind), repr(error)
-    assert match in str(error)
-
-
-def steps(run: Path) -> list[int]:
-    return laststep.open(run).steps()
-
-
-def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30))
-    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.randn(16, 40)).square().sum().backward()
-        optimizer.step()
-    return model, optimizer
-
-
-def untrained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30))
-    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.3}]
-    return model, torch.optim.AdamW(groups, lr=0.1)
-
-
-def same(a: object, b: object) -> bool:
-    if isinstance(a, torch.Tensor):
-        if not isinstance(b, torch.Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
-            return False
-        flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-        return torch.equal(*flat)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
-    return type(a) is type(b) and a == b
+pytestmark = [*ALONE, pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")]
 
 
 # --- round trips
@@ -351,6 +275,40 @@ def test_the_id_of_a_checkpoint_is_its_step(tmp_path: Path) -> None:
         dcp.save({"w": torch.ones(1)}, storage_writer=writer, checkpoint_id="runs/gpt")
 
 
+def test_a_load_tells_which_step_and_which_save_it_reads(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    told = dcp.save({"w": torch.ones(1)}, storage_writer=writer, checkpoint_id="3")
+    dcp.save({"w": torch.ones(1)}, storage_writer=Writer(tmp_path, step=4))
+    for step, reader in (("3", Reader(tmp_path, 3)), ("4", Reader(tmp_path))):
+        assert reader.checkpoint_id in ("", step)
+        found = reader.read_metadata().storage_meta
+        assert found is not None
+        assert found.checkpoint_id == reader.checkpoint_id == step
+        assert (found.save_id == told.storage_meta.save_id) == (step == "3")
+        assert found.load_id != Reader(tmp_path).read_metadata().storage_meta.load_id
+
+
+def test_what_no_dcp_saved_has_a_step_and_no_id_of_a_save(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1)}
+    with laststep.Checkpointer(tmp_path, state=state, flush="thread", progress=False) as ckpt:
+        ckpt.save(5).wait()
+    found = Reader(tmp_path).read_metadata().storage_meta
+    assert found is not None
+    assert (found.checkpoint_id, found.save_id) == ("5", None)
+
+
+def test_a_reader_reads_the_checkpoint_that_the_metadata_are_of(tmp_path: Path) -> None:
+    save({"w": torch.tensor([1])}, tmp_path, 1)
+    metadata = Reader(tmp_path).read_metadata()
+    save({"w": torch.tensor([2])}, tmp_path, 2)
+    other = Reader(tmp_path)
+    other.set_up_storage_reader(metadata, is_coordinator=True)
+    planner, into = DefaultLoadPlanner(), {"w": torch.tensor([0])}
+    planner.set_up_planner(into, metadata, is_coordinator=True)
+    other.read_data(other.prepare_local_plan(planner.create_local_plan()), planner).wait()
+    assert into["w"].item() == 1
+
+
 def test_a_save_needs_a_step(tmp_path: Path) -> None:
     with failing(Usage, "without a step"):
         dcp.save({"w": torch.ones(1)}, storage_writer=Writer(tmp_path))
@@ -361,7 +319,9 @@ def test_a_save_needs_a_step(tmp_path: Path) -> None:
 
 def test_a_step_that_is_there_is_refused(tmp_path: Path) -> None:
     save({"w": torch.zeros(1)}, tmp_path, 1)
-    with failing(Exists, "step 1 has been saved already"):
+    with failing(Exists, "Checkpoint already exists: step 1 has been saved already"):  # as DCP says
+        save({"w": torch.ones(1)}, tmp_path, 1)
+    with failing(Exists, "pass overwrite=True to the Writer"):
         save({"w": torch.ones(1)}, tmp_path, 1)
     into = {"w": torch.full((1,), 5.0)}
     load(into, tmp_path)
@@ -375,237 +335,3 @@ def test_a_step_is_overwritten_if_that_is_asked_for(tmp_path: Path) -> None:
     load(into, tmp_path, 1)
     assert into["w"].item() == 1
     assert len(list(tmp_path.glob("step-*"))) == 1
-
-
-# --- metadata and planners
-
-
-def test_the_metadata_are_those_of_torchs_own_storage(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optim": moments, "list": [torch.ones(2), {"a": 1}], "n": 3}
-    dcp.save(state, checkpoint_id=tmp_path / "theirs")
-    told = dcp.save(state, storage_writer=Writer(tmp_path / "ours", step=0))
-    theirs = dcp.FileSystemReader(tmp_path / "theirs").read_metadata()
-    ours = Reader(tmp_path / "ours").read_metadata()
-    assert ours.planner_data == theirs.planner_data
-    assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
-    for fqn, content in theirs.state_dict_metadata.items():
-        mine = ours.state_dict_metadata[fqn]
-        assert type(mine) is type(content)
-        if not isinstance(content, BytesStorageMetadata):
-            assert (mine.size, mine.chunks) == (content.size, content.chunks)
-            assert mine.properties.dtype == content.properties.dtype
-    assert ours.storage_data.keys() == theirs.storage_data.keys() == told.storage_data.keys()
-    assert ours.version == theirs.version == told.version
-    assert told.storage_meta is not None
-    assert told.storage_meta.save_id
-
-
-def test_a_part_of_the_state_is_loaded(tmp_path: Path) -> None:
-    save({"model": {"a": torch.ones(2), "b": torch.ones(3)}, "n": 3}, tmp_path)
-    into: dict[str, Any] = {"model": {"b": torch.zeros(3)}}
-    load(into, tmp_path)
-    assert into["model"]["b"].tolist() == [1, 1, 1]
-    into = {"model": {"b": torch.zeros(3), "new": torch.zeros(1)}}
-    with pytest.raises(CheckpointException, match=r"Missing key .*model\.new"):
-        load(into, tmp_path)
-    load(into, tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
-    assert same(into, {"model": {"b": torch.ones(3), "new": torch.zeros(1)}})
-
-
-@pytest.mark.parametrize(
-    ("keys", "parts"),
-    [(None, ["model", "list", "n"]), ({"model.a"}, ["model"]), ({"n", "list"}, ["list", "n"])],
-)
-def test_a_state_is_made_of_the_metadata(
-    tmp_path: Path, keys: set[str] | None, parts: list[str]
-) -> None:
-    state = {"model": {"a": torch.randn(2, 3)}, "list": [torch.ones(1), 4], "n": 3}
-    save(state, tmp_path)
-    made: dict[str, Any] = {}
-    planner = _EmptyStateDictLoadPlanner(keys=keys)
-    # Not dcp.load, which hands back only what it was given keys for.
-    _load_state_dict(made, storage_reader=Reader(tmp_path), planner=planner, no_dist=True)
-    assert same(made, {part: state[part] for part in parts})
-
-
-def test_a_planner_that_flattens_nothing_is_served(tmp_path: Path) -> None:
-    state = {"t": torch.randn(3), "nested": {"w": torch.ones(2), "n": [1, "x"]}}
-    save(state, tmp_path, planner=DefaultSavePlanner(flatten_state_dict=False))
-    into: dict[str, Any] = {"t": torch.zeros(3), "nested": None}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    load(into, tmp_path, planner=planner)
-    assert same(into, state)
-    assert same(laststep.load(tmp_path), {"model": state})
-    assert Reader(tmp_path).read_metadata().planner_data is None
-
-
-class Halving(DefaultSavePlanner):
-    """Saves at half precision, as torch's documentation shows."""
-
-    tells = True
-
-    def create_local_plan(self) -> Any:
-        plan = super().create_local_plan()
-        for item in plan.items:
-            if item.tensor_data is not None and self.tells:
-                item.tensor_data.properties.dtype = torch.float16
-        return plan
-
-    def resolve_data(self, write_item: Any) -> Any:
-        given = super().resolve_data(write_item)
-        return given.to(torch.float16) if isinstance(given, torch.Tensor) else given
-
-
-class Renaming(DefaultLoadPlanner):
-    """Loads what has another name now."""
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
-    ) -> None:
-        renamed = {f"old_{key}": value for key, value in state_dict.items()}
-        super().set_up_planner(renamed, metadata, is_coordinator)
-
-
-def test_a_planner_may_change_dtypes_and_names(tmp_path: Path) -> None:
-    save({"old_model": {"w": torch.full((3,), 1.5)}}, tmp_path, planner=Halving())
-    assert laststep.open(tmp_path).latest().tensor("old_model/w").dtype == "float16"
-    into = {"model": {"w": torch.zeros(3)}}
-    load(into, tmp_path, planner=Renaming())
-    assert same(into["model"]["w"], torch.full((3,), 1.5))
-
-
-def test_a_planner_that_gives_something_else_than_it_planned_is_refused(tmp_path: Path) -> None:
-    planner = Halving()
-    planner.tells = False
-    with failing(Usage, "something else than it had planned"):
-        save({"w": torch.ones(3)}, tmp_path, planner=planner)
-    assert steps(tmp_path) == []
-
-
-class Telling(DefaultSavePlanner):
-    """Has data of its own in the metadata."""
-
-    data: object = None
-
-    def create_global_plan(self, all_plans: Any) -> Any:
-        plans, metadata = super().create_global_plan(all_plans)
-        return plans, dataclasses.replace(metadata, planner_data=self.data)
-
-
-def test_the_data_of_a_planner_come_back(tmp_path: Path) -> None:
-    planner = Telling()
-    planner.data = {"any": (1, "thing")}
-    save({"model": {"w": torch.ones(3)}}, tmp_path, planner=planner)
-    assert Reader(tmp_path).read_metadata().planner_data == {"any": (1, "thing")}
-
-
-def test_the_data_of_a_planner_are_pickled_only_if_that_is_allowed(tmp_path: Path) -> None:
-    planner = Telling()
-    planner.data = Fraction(1, 3)
-    with failing(Usage, "data of the planner"):
-        save({"w": torch.ones(3)}, tmp_path, planner=planner)
-    save({"w": torch.ones(3)}, tmp_path, planner=planner, allow_pickle=True)
-    with pytest.raises(Usage, match="allow_pickle=True"):
-        Reader(tmp_path).read_metadata()
-    assert Reader(tmp_path, allow_pickle=True).read_metadata().planner_data == Fraction(1, 3)
-
-
-def test_a_planner_may_keep_its_plans(tmp_path: Path) -> None:
-    for step in range(4):
-        width = 3 if step < 3 else 4  # the last plan is another
-        state = {"model": {"w": torch.full((width,), float(step))}, "n": step}
-        planner = DefaultSavePlanner(enable_plan_caching=True)
-        planner._cached_plans_key = str(tmp_path)
-        save(state, tmp_path, step, planner=planner)
-    for step in range(4):
-        into: dict[str, Any] = {"model": {"w": torch.zeros(3 if step < 3 else 4)}, "n": None}
-        load(into, tmp_path, step)
-        assert set(into["model"]["w"].tolist()) == {step}
-        assert into["n"] == step
-
-
-# --- pickles
-
-
-def test_an_object_is_pickled_only_if_that_is_allowed(tmp_path: Path) -> None:
-    state = {"model": {"w": torch.ones(2)}, "own": Fraction(1, 3)}
-    with failing(Usage, "cannot save own: it is a pickled object"):
-        save(state, tmp_path)
-    assert steps(tmp_path) == []
-    save(state, tmp_path, allow_pickle=True)
-    into: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "own": None}
-    with failing(Usage, "cannot load own: it is a pickled object"):
-        load(into, tmp_path)
-    load(into, tmp_path, allow_pickle=True)
-    assert same(into, state)
-
-
-def test_loading_runs_nothing_that_was_stored(tmp_path: Path) -> None:
-    class Harm:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return Path.touch, (tmp_path / "harmed",)
-
-    save({"own": Harm()}, tmp_path / "run", allow_pickle=True)
-    with failing(Usage, "pickled object"):
-        load({"own": None}, tmp_path / "run")
-    assert not (tmp_path / "harmed").exists()
-
-
-def test_what_a_tree_cannot_express_keeps_torchs_bytes(tmp_path: Path) -> None:
-    own = (torch.nn.Parameter(torch.ones(2)), torch.ones(1, requires_grad=True))
-    save({"own": own}, tmp_path)
-    into: dict[str, Any] = {"own": None}
-    load(into, tmp_path)
-    assert isinstance(into["own"][0], torch.nn.Parameter)
-    assert into["own"][1].requires_grad
-    assert same(into["own"][0].data, torch.ones(2))
-    got: Any = laststep.load(tmp_path)
-    assert isinstance(got["model"]["own"], bytes)
-
-
-class Wrapping(DefaultSavePlanner):
-    """Saves tensors as values."""
-
-    def create_local_plan(self) -> Any:
-        plan = super().create_local_plan()
-        items = [
-            WriteItem(index=MetadataIndex(item.index.fqn), type=WriteItemType.BYTE_IO)
-            for item in plan.items
-        ]
-        return dataclasses.replace(plan, items=items)
-
-
-def test_a_tensor_may_be_a_value(tmp_path: Path) -> None:
-    save({"model": {"w": torch.arange(3)}}, tmp_path, planner=Wrapping())
-    into: dict[str, Any] = {"model": {"w": None}}
-    load(into, tmp_path)
-    assert same(into, {"model": {"w": torch.arange(3)}})
-    assert same(laststep.load(tmp_path), into)
-
-
-class Scribbling(DefaultSavePlanner):
-    """Gives bytes that torch.save did not write."""
-
-    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002
-        given = super().transform_object(write_item, object)
-        if not isinstance(given, torch.Tensor):
-            given.seek(0)
-            given.truncate()
-            given.write(b"scribble")
-        return given
-
-
-class Deciphering(DefaultLoadPlanner):
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        self.original_state_dict[read_item.dest_index.fqn] = value.read()
-
-
-def test_bytes_of_a_planners_own_are_kept_as_they_are(tmp_path: Path) -> None:
-    with failing(Usage, "pickled object"):
-        save({"own": 1}, tmp_path, planner=Scribbling())
-    save({"own": 1}, tmp_path, planner=Scribbling(), allow_pickle=True)
-    into: dict[str, Any] = {"own": None}
-    load(into, tmp_path, planner=Deciphering(), allow_pickle=True)
-    assert into == {"own": b"scribble"}

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import logging
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from dcp_rounds import ALONE, failing, load, save, steps
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
@@ -24,44 +26,13 @@ import laststep
 from laststep.adapters.dcp import Reader, Writer
 from laststep.catalog.epochs import this_writer
 from laststep.catalog.run import Run
-from laststep.errors import Aborted, Corrupt, LaststepError, StorageFailed
+from laststep.errors import Aborted, Corrupt, StorageFailed
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import FileReader, FileWriter
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [
-    # Of torch.distributed.checkpoint itself, in a process that is no rank.
-    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
-]
-
-
-def save(state: dict[str, Any], run: Path, step: int = 0, **options: Any) -> None:
-    planner = options.pop("planner", None)
-    dcp.save(state, storage_writer=Writer(run, step=step, **options), planner=planner)
-
-
-def load(state: dict[str, Any], run: Path, step: int | None = None, **options: Any) -> None:
-    planner = options.pop("planner", None)
-    dcp.load(state, storage_reader=Reader(run, step, **options), planner=planner)
-
-
-@contextlib.contextmanager
-def failing(kind: type[LaststepError], match: str) -> Iterator[None]:
-    """What DCP raises names the errors of all ranks."""
-    with pytest.raises(CheckpointException) as caught:
-        yield
-    [(error, _)] = caught.value.failures.values()
-    assert isinstance(error, kind), repr(error)
-    assert match in str(error)
-
-
-def steps(run: Path) -> list[int]:
-    return laststep.open(run).steps()
+pytestmark = ALONE
 
 
 # --- failures
@@ -113,6 +84,30 @@ def test_a_failed_commit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
         with failing(StorageFailed, "no space left"):
             save({"a": torch.ones(2)}, tmp_path)
     assert list(tmp_path.glob("step-*")) == []
+
+
+@pytest.mark.parametrize("what", ["run/step-*", "run"])
+@pytest.mark.parametrize("when", ["write_data", "finish"])
+def test_a_save_whose_folder_is_deleted_says_so_and_nothing_else(
+    what: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    run = tmp_path / "run"
+    act = getattr(Writer, when)
+
+    def overtaken(self: Writer, *arguments: Any, **more: Any) -> Any:
+        for folder in tmp_path.glob(what):
+            shutil.rmtree(folder)
+        return act(self, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, when, overtaken)
+        with failing(Aborted, "the folder of the save is gone"):
+            save({"w": torch.ones(3)}, run, 1)
+    assert [record for record in caplog.records if record.name.startswith("laststep")
+            and record.levelno > logging.INFO] == []  # fmt: skip
+    save({"w": torch.ones(3)}, run, 1)
+    assert steps(run) == [1]
 
 
 def test_a_save_that_is_dropped_in_the_middle_is_given_up(tmp_path: Path) -> None:

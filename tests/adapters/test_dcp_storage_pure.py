@@ -105,9 +105,12 @@ def test_entries_of_all_ranks_count_once() -> None:
         )
     ),
     st.none() | st.dictionaries(st.text(), PATHS),
+    st.none() | st.text(),
 )
-def test_a_record_comes_back(entries: list[dcp_record.Entry], planner_data: object) -> None:
-    record = dcp_record.Record(entries=tuple(entries), planner_data=planner_data)
+def test_a_record_comes_back(
+    entries: list[dcp_record.Entry], planner_data: object, save_id: str | None
+) -> None:
+    record = dcp_record.Record(entries=tuple(entries), planner_data=planner_data, save_id=save_id)
     data = dcp_record.encode(record, allow_pickle=False)
     assert dcp_record.decode(data, where="here", allow_pickle=False) == record
 
@@ -118,6 +121,8 @@ def test_a_record_comes_back(entries: list[dcp_record.Entry], planner_data: obje
         None, [], {}, {"version": 1}, {"version": 0, "planner_data": None, "entries": []},
         {"version": 1, "planner_data": None, "entries": {}},
         {"version": 1, "planner_data": None, "entries": [], "more": 1},
+        {"version": 1, "planner_data": None, "entries": [], "save_id": 1},
+        {"version": 1, "planner_data": None, "entries": [], "save_id": "a", "more": 1},
         *(
             {"version": 1, "planner_data": None, "entries": [entry]}
             for entry in (
@@ -132,6 +137,12 @@ def test_a_record_comes_back(entries: list[dcp_record.Entry], planner_data: obje
 def test_a_malformed_record_is_corrupt(told: object) -> None:
     with pytest.raises(Corrupt, match="DCP state"):
         dcp_record.decode(objects.encode(told), where="here", allow_pickle=False)
+
+
+def test_a_record_without_the_id_of_its_save_is_read() -> None:
+    data = objects.encode({"version": 1, "planner_data": None, "entries": []})
+    found = dcp_record.decode(data, where="here", allow_pickle=False)
+    assert found == dcp_record.Record(entries=(), planner_data=None, save_id=None)
 
 
 def test_a_record_of_a_later_version_asks_for_an_upgrade() -> None:

@@ -16,26 +16,22 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tasks  # of tests/ranks, as `wraps`
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (everybody calls it so)
+import wraps
+from round_trips import Way, save_and_load
 from torch import nn
+from wraps import WAYS, Tensors, Trainer, adam, batch, loss_of
 
 import laststep
 from laststep.adapters import deepspeed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-HERE = Path(__file__).parent
-RANKS = HERE.parent / "ranks"
-if str(RANKS) not in sys.path:
-    sys.path.append(str(RANKS))
-
-import tasks  # noqa: E402 (of tests/ranks)
-import wraps  # noqa: E402
-from wraps import WAYS, Tensors, Trainer, adam, batch, loss_of  # noqa: E402
-
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
 )
@@ -161,29 +157,6 @@ def load_only(way: str, run: str) -> None:
     tasks.equal(trainer.full(), torch.load(f"{run}.pt")["then"])
 
 
-@pytest.fixture
-def crew() -> Iterator[Callable[..., list[Any]]]:
-    """The crew of tests/ranks, whose processes also know the functions here; for each task new
-    ones, since DeepSpeed keeps process groups for as long as a process lives."""
-    spec = importlib.util.spec_from_file_location("crew_of_deepspeed", RANKS / "crew.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.SOURCE = os.pathsep.join((str(module.SOURCE), str(HERE)))
-    module.SIZE = 0
-
-    def run(task: str, ranks: int, **arguments: Any) -> list[Any]:
-        with_all = module.Crew()
-        try:
-            return with_all(f"test_deepspeed:{task}", ranks, timeout_s=240, **arguments)
-        finally:
-            with_all.close()
-
-    return run
-
-
-Way = tuple[str, int]
-
-
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -205,25 +178,21 @@ Way = tuple[str, int]
     ids=lambda way: f"{way[0]}{way[1]}",
 )
 def test_zero_loads_into_any_layout_and_any_layout_into_zero(
-    crew: Callable[..., list[Any]], tmp_path: Path, source: Way, target: Way
+    fresh: Callable[..., list[Any]], tmp_path: Path, source: Way, target: Way
 ) -> None:
-    run = str(tmp_path / "run")
-    crew("save_as", source[1], way=source[0], run=run)
-    for trained in (False, True):
-        exactly = source == target
-        crew("load_as", target[1], way=target[0], run=run, trained=trained, exactly=exactly)
+    save_and_load(fresh, "test_deepspeed", tmp_path / "run", source, target)
 
 
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["two-half", "three-half"])
 def test_the_fp32_weights_of_bf16_load_into_a_plain_model_and_back(
-    crew: Callable[..., list[Any]], tmp_path: Path, way: str
+    fresh: Callable[..., list[Any]], tmp_path: Path, way: str
 ) -> None:
     for source, target in (((way, 2), ("plain", 1)), (("plain", 1), (way, 2))):
         run = str(tmp_path / source[0])
-        crew("save_as", source[1], way=source[0], run=run)
-        crew("load_only", target[1], way=target[0], run=run)
+        fresh("test_deepspeed:save_as", source[1], way=source[0], run=run)
+        fresh("test_deepspeed:load_only", target[1], way=target[0], run=run)
 
 
 def count(run: str) -> None:
@@ -240,8 +209,8 @@ def count(run: str) -> None:
 
 @needs_deepspeed
 @pytest.mark.slow
-def test_the_counts_of_an_engine_come_back(crew: Callable[..., list[Any]], tmp_path: Path) -> None:
-    crew("count", 2, run=str(tmp_path / "run"))
+def test_the_counts_of_an_engine_come_back(fresh: Callable[..., list[Any]], tmp_path: Path) -> None:
+    fresh("test_deepspeed:count", 2, run=str(tmp_path / "run"))
 
 
 def engine_with(**zero: Any) -> SimpleNamespace:
@@ -282,7 +251,7 @@ def test_importing_laststep_imports_no_adapter() -> None:
     code = "import laststep, sys; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONPATH": str(HERE.parent.parent / "src")},
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
     )  # fmt: skip
     assert "laststep" in done.stdout.split()
     assert not [name for name in done.stdout.split() if name.startswith("laststep.adapters")]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from dcp_rounds import ALONE, same, trained, untrained
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -23,11 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = [
-    # Of torch.distributed.checkpoint itself, in a process that is no rank.
-    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
-]
+pytestmark = ALONE
 
 
 @pytest.fixture
@@ -54,29 +51,6 @@ def save(run: Path, *, allow_pickle: bool = False, **items: object) -> None:
         ckpt.save(0).wait()
 
 
-def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30))
-    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]
-    optimizer = torch.optim.AdamW(groups, lr=0.25)
-    for _ in range(2):
-        model(torch.randn(8, 40)).square().sum().backward()
-        optimizer.step()
-    return model, optimizer
-
-
-def equal(a: object, b: object) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
-    if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
-    return type(a) is type(b) and a == b
-
-
 PLAIN = {"epoch": 3, "name": "gpt", "seen": [1, 2, 3], "nested": {"lr": 0.1, "none": None}}
 
 
@@ -99,22 +73,19 @@ def test_a_module_and_its_optimizer_go_on_in_dcp(
 
     expected = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     expected = {**expected, "rest": PLAIN}
-    torch.manual_seed(1)
-    fresh = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30))
-    groups = [{"params": fresh[0].parameters()}, {"params": fresh[1].parameters()}]
-    other = torch.optim.AdamW(groups)
+    fresh, other = untrained()
     state = dict(zip(("model", "optimizer"), get_state_dict(fresh, other), strict=True))
     state["rest"] = {"epoch": 0, "name": "", "seen": [], "nested": {"lr": 0.0, "none": 1}}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert equal(state, expected)
+    assert same(state, expected)
     set_state_dict(
         fresh, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    assert equal(dict(fresh.state_dict()), dict(model.state_dict()))
-    assert equal(other.state_dict(), optimizer.state_dict())
+    assert same(dict(fresh.state_dict()), dict(model.state_dict()))
+    assert same(other.state_dict(), optimizer.state_dict())
 
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
-    assert equal(torch.load(tmp_path / "whole.pt", weights_only=False), expected)
+    assert same(torch.load(tmp_path / "whole.pt", weights_only=False), expected)
 
 
 def test_what_dcp_itself_would_make_of_a_state(
@@ -153,7 +124,7 @@ def test_what_dcp_itself_would_make_of_a_state(
     for name in ("ours", "theirs"):
         dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
         loaded.append(torch.load(tmp_path / f"{name}.pt", weights_only=False))
-    assert equal(*loaded)
+    assert same(*loaded)
     metadata = [dcp.FileSystemReader(tmp_path / n).read_metadata() for n in ("ours", "theirs")]
     assert metadata[0].state_dict_metadata == metadata[1].state_dict_metadata
     assert metadata[0].planner_data == metadata[1].planner_data
@@ -169,7 +140,7 @@ def test_tied_tensors_are_stored_once(export: Callable, run_folder: Path, tmp_pa
     assert (tmp_path / "dcp" / "__0_0.distcp").stat().st_size < 1.1 * weight.nbytes
     state = {"model": {"a": torch.zeros(1000, 100), "b": torch.zeros(1000, 100)}}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert equal(state, {"model": {"a": weight, "b": weight}})
+    assert same(state, {"model": {"a": weight, "b": weight}})
 
 
 def test_one_item_may_be_chosen(export: Callable, run_folder: Path, tmp_path: Path) -> None:

@@ -6,17 +6,15 @@ functions without `test_` are run by the ranks.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tasks  # of tests/ranks, as `wraps`
 import torch
 import torch.distributed as dist
+from round_trips import Way, save_and_load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -25,20 +23,14 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
+from wraps import WAYS, Net, Tensors, Trainer, batch
 
 import laststep
 from laststep.adapters import fsdp1
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-HERE = Path(__file__).parent
-RANKS = HERE.parent / "ranks"
-if str(RANKS) not in sys.path:
-    sys.path.append(str(RANKS))
-
-import tasks  # noqa: E402 (of tests/ranks)
-from wraps import WAYS, Net, Tensors, Trainer, batch  # noqa: E402
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 class Fsdp1(Trainer):
@@ -139,22 +131,6 @@ WAYS |= {"rms": Rms, "rms-flat": type("RmsFlat", (Rms,), {"options": {"use_orig_
 save_as, load_as, load_by_itself = tasks.save_as, tasks.load_as, tasks.load_by_itself
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Callable[..., list[Any]]]:
-    """The crew of tests/ranks, whose processes also know the functions here."""
-    spec = importlib.util.spec_from_file_location("crew_of_fsdp1", RANKS / "crew.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.SOURCE = os.pathsep.join((str(module.SOURCE), str(HERE)))
-    module.SIZE = 2
-    with_all = module.Crew()
-    yield with_all
-    with_all.close()
-
-
-Way = tuple[str, int]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"),
@@ -194,13 +170,7 @@ Way = tuple[str, int]
 def test_fsdp1_loads_into_any_layout_and_any_layout_into_fsdp1(
     crew: Callable[..., list[Any]], tmp_path: Path, source: Way, target: Way
 ) -> None:
-    run = str(tmp_path / "run")
-    crew("test_fsdp1:save_as", source[1], way=source[0], run=run)
-    for trained in (False, True):
-        crew(
-            "test_fsdp1:load_as", target[1], way=target[0], run=run, trained=trained,
-            exactly=source == target,
-        )  # fmt: skip
+    save_and_load(crew, "test_fsdp1", tmp_path / "run", source, target)
 
 
 def test_the_weights_of_mixed_precision_are_stored_in_full_precision(
@@ -279,7 +249,7 @@ def test_an_unknown_version_is_named_with_the_attribute_that_it_lacks(missing: s
         fsdp1.model(unit).describe()
 
 
-def test_what_flat_statetened_in_the_order_of_its_memory_is_refused() -> None:
+def test_what_is_flattened_in_the_order_of_its_memory_is_refused() -> None:
     with pytest.raises(laststep.Usage, match="contiguous"):
         fsdp1._refuse_unusual(
             SimpleNamespace(_contiguities=[False], _param_extensions=[None]), ["weight"]

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
+from laststep.catalog import groups
 from laststep.catalog.run import Run
+from laststep.format.group import GroupManifest
 from laststep.format.manifest import Commit, FileRecord, ItemRecord, Metric
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.stores import write_file
@@ -17,6 +20,19 @@ if TYPE_CHECKING:
 
 Save = Callable[..., str]
 Saved = Callable[..., list[str]]
+Written = tuple[str, Commit]
+
+SIZE = 5000
+"""Of the file of each rank."""
+
+
+def make_file(rank: int, *, deep: bool) -> FileRecord:
+    """The file of a rank, in a folder of four ranks or beside the manifest."""
+    folder = f"r{rank - rank % 4:05d}/" if deep else ""
+    return FileRecord(
+        name=f"{folder}m-r{rank:05d}.safetensors", size_bytes=SIZE, header_bytes=4096,
+        header_digest="xxh3-128:" + "0" * 32, rank=rank,
+    )  # fmt: skip
 
 
 def make_commit(
@@ -94,5 +110,40 @@ def saved(run: Run, save: Save) -> Saved:
     def act(*steps: int, metrics: dict[str, Metric] | None = None) -> list[str]:
         epoch = run.claim_epoch(None)
         return [save(run, step, epoch, at, metrics) for at, step in enumerate(steps, 1)]
+
+    return act
+
+
+@pytest.fixture
+def file_of() -> Callable[..., FileRecord]:
+    return make_file
+
+
+@pytest.fixture
+def write(run: Run) -> Callable[..., Written]:
+    """Write and commit a checkpoint of eight ranks in four groups; its folder, and its commit."""
+    epoch = run.claim_epoch(None)
+
+    def act(step: int = 1, *, deep: bool = False, commit: bool = True) -> Written:
+        folder = run.begin(step=step, epoch=epoch, attempt=step)
+        for place in ("r00000", "r00004") if deep else ():
+            run.store.make_folder(f"{folder}/{place}", parents=False)
+        records = []
+        for first in range(0, 8, 2):
+            files = (make_file(first, deep=deep), make_file(first + 1, deep=deep))
+            for one in files:
+                write_file(run.store, f"{folder}/{one.name}", bytes(SIZE))
+            manifest = GroupManifest(
+                step=step, epoch=epoch, attempt=step, first=first, ranks=2, files=files
+            )
+            records.append(groups.write(run.store, folder, manifest))
+        decided = make_commit(step=step, epoch=epoch, attempt=step)
+        item = msgspec.structs.replace(decided.items[0], file=make_file(0, deep=deep).name)
+        decided = msgspec.structs.replace(
+            decided, files=(), groups=tuple(records), ranks=8, items=(item,)
+        )
+        if commit:
+            run.commit(folder, decided)
+        return folder, decided
 
     return act

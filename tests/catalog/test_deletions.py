@@ -12,7 +12,8 @@ from laststep.catalog.content import Content
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import Run, plan_prune
 from laststep.catalog.verify import verify_checkpoint
-from laststep.errors import Corrupt, NotFound
+from laststep.errors import Corrupt, NotFound, Usage
+from laststep.format.manifest import Abort
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import MANIFEST_NAME
 
@@ -127,3 +128,14 @@ def test_beside_a_pruner_nothing_is_ever_shown_as_damaged(
     stop.set()
     thread.join()
     assert wrong == []
+
+
+def test_a_writer_need_not_delete_what_somebody_else_has_deleted(run: Run) -> None:
+    epoch = run.claim_epoch(None)
+    folder = run.begin(step=1, epoch=epoch, attempt=1)
+    run.store.delete_folder(folder)
+    assert isinstance(run.abort(folder, "it failed"), Abort)
+    run.discard(folder)
+    again = run.begin(step=1, epoch=epoch, attempt=2)
+    with pytest.raises(Usage, match="not given up"):
+        run.discard(again)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import laststep
+from laststep.storage.files import FileReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,3 +98,19 @@ def saved(opened: Callable[..., laststep.Checkpointer], run_folder: Path) -> Cal
         return run_folder
 
     return make
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many bytes were read of each data file so far, by its name."""
+    found: dict[str, int] = {}
+    read_into = FileReader.read_into
+
+    def counted(reader: FileReader, offset: int, into: memoryview) -> int:
+        got = read_into(reader, offset, into)
+        name = str(reader._path).rsplit("/", 1)[-1]
+        found[name] = found.get(name, 0) + len(into)
+        return got
+
+    monkeypatch.setattr(FileReader, "read_into", counted)
+    return found

@@ -1,4 +1,5 @@
-"""A save whose flusher is gone, or stands still, ends with what the run says was decided."""
+"""A save whose flusher is gone, or stands still, is given up in the run, or ends with what the run
+says was decided."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from laststep.engine.wire import Decided
 
 LOST = StorageFailed("the flusher ended before its work was done")
-ERROR = Aborted("rank 0 decided nothing within 5 s")
+ERROR = Aborted("rank 0 did not commit step 7 within 5 s", remedy="see its log")
 
 
 class Link:
@@ -84,21 +85,38 @@ def test_what_is_committed_is_reported_so_whatever_else_went_wrong(
     assert message.folder == "step-00000007.1-1"
 
 
-@pytest.mark.parametrize("aborted", [False, True])
 @pytest.mark.parametrize(("lost", "error", "expected"), [
     (LOST, None, LOST), (LOST, ERROR, ERROR), (None, ERROR, ERROR),
 ])  # fmt: skip
-def test_what_is_not_committed_has_failed_with_the_reason(
+def test_what_is_not_decided_is_given_up_in_the_run_and_nobody_can_commit_it_later(
     run: Run,
     tmp_path: Path,
-    aborted: bool,
     lost: LaststepError | None,
     error: LaststepError | None,
     expected: LaststepError,
 ) -> None:
-    if aborted:
-        run.abort("step-00000007.1-1", "a test")
     assert settled(tmp_path, Link(lost), error) == (expected, [])
+    with pytest.raises(Aborted, match="the save was given up") as raised:
+        commit(run)
+    assert str(expected) in str(raised.value)
+
+
+def test_what_another_rank_gave_up_has_failed_with_its_reason(run: Run, tmp_path: Path) -> None:
+    run.abort("step-00000007.1-1", "a test")
+    found, told = settled(tmp_path, Link(None), ERROR)
+    assert isinstance(found, Aborted)
+    assert (str(found), told) == ("a test", [])
+
+
+def test_what_befell_this_rank_itself_stays_its_error(run: Run, tmp_path: Path) -> None:
+    run.abort("step-00000007.1-1", "a test")
+    assert settled(tmp_path, Link(LOST), None) == (LOST, [])
+
+
+def test_a_folder_that_is_gone_is_given_up(run: Run, tmp_path: Path) -> None:
+    run.abort("step-00000007.1-1", "a test")
+    run.discard("step-00000007.1-1")
+    assert settled(tmp_path, Link(None), ERROR) == (ERROR, [])
 
 
 def test_a_run_that_cannot_be_read_leaves_it_open(run: Run, tmp_path: Path) -> None:

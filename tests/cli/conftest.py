@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import random
+import struct
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,11 +20,13 @@ from laststep.codecs.digests import block_digests, digest, digest_text
 from laststep.format.header import (
     Header,
     ObjectEntry,
+    PartEntry,
     TensorEntry,
     encode_header,
     reserve_bytes,
 )
 from laststep.format.manifest import Commit, FileRecord, ItemRecord
+from laststep.plan.save import tree_name
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WEIGHT_BYTES = 3_000_000
+WEIGHT_SHAPE = (750, 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,64 +75,106 @@ class RunMaker:
         self._attempt += 1
         folder = self.run.begin(step=step, epoch=self._epoch, attempt=self._attempt)
         noise = random.Random(step).randbytes(WEIGHT_BYTES)
-        model = self._file(folder, "model", {"weight": noise}, {})
+        model = self._file(folder, "model", [_row("weight", noise)])
         tree = objects.encode({"lr": 0.1, "step": step})
-        trees = {"model/~4tree": objects.encode({}), "optimizer/~4tree": tree}
-        shared = self._file(folder, None, {"optimizer/momentum": noise[:4000]}, trees)
+        trees = {tree_name("model"): objects.encode({}), tree_name("optimizer"): tree}
+        shared = self._file(folder, None, [_row("optimizer/momentum", noise[:4000])], trees)
+        items = (
+            ItemRecord(
+                name="model", kind="module", file=model.name, tensors=1, size_bytes=WEIGHT_BYTES
+            ),
+            ItemRecord(
+                name="optimizer", kind="optimizer", file=shared.name, tensors=1, size_bytes=4000
+            ),
+        )
         if commit:
-            self.run.commit(
-                folder,
-                Commit(
-                    run=self.run.id,
-                    step=step,
-                    epoch=self._epoch,
-                    attempt=self._attempt,
-                    created_s=1_700_000_000.0 + step,
-                    laststep="0.1.0",
-                    items=(
-                        ItemRecord(
-                            name="model",
-                            kind="module",
-                            file=model.name,
-                            tensors=1,
-                            size_bytes=WEIGHT_BYTES,
-                        ),
-                        ItemRecord(
-                            name="optimizer",
-                            kind="optimizer",
-                            file=shared.name,
-                            tensors=1,
-                            size_bytes=4000,
-                        ),
-                    ),
-                    files=(model, shared),
-                    metrics=dict(metrics or {}),
-                    metadata={"note": "made for a test"},
-                ),
-            )
+            self._commit(folder, step, items, (model, shared), metrics or {})
         return self.path / folder
 
+    def save_by_ranks(self, step: int, ranks: int = 2) -> Path:
+        """One checkpoint of several ranks, as they would write it; its folder.
+
+        `model/weight`, of `WEIGHT_SHAPE`, is cut into rows. Of `place` each rank has its own: its
+        position, `seen`, which is as long as the rank's number and one more, and `alike`.
+        """
+        if not self._epoch:
+            self.start()
+        self._attempt += 1
+        folder = self.run.begin(step=step, epoch=self._epoch, attempt=self._attempt)
+        files = []
+        for rank in range(ranks):
+            weight = _rows_of_weight(rank, ranks)
+            trees = {tree_name("place"): _tree({"position": 10 + rank}, "seen", "alike")}
+            if rank == 0:
+                trees[tree_name("model")] = _tree({}, "weight")
+            place = [_row("place/seen", _floats(rank, rank + 1)), _row("place/alike", bytes(40))]
+            files.append(self._file(folder, "model", [weight], rank=rank))
+            files.append(self._file(folder, None, place, trees, rank=rank))
+        sizes = [4 * (rank + 1) + 40 for rank in range(ranks)]
+        items = (
+            ItemRecord(
+                name="model", kind="module", file=files[0].name, tensors=1, size_bytes=WEIGHT_BYTES
+            ),
+            ItemRecord(
+                name="place", kind="value", file=files[1].name, tensors=2 * ranks,
+                size_bytes=sum(sizes), per_rank=True,
+            ),
+        )  # fmt: skip
+        self._commit(folder, step, items, tuple(files), {}, ranks=ranks)
+        return self.path / folder
+
+    def _commit(
+        self,
+        folder: str,
+        step: int,
+        items: tuple[ItemRecord, ...],
+        files: tuple[FileRecord, ...],
+        metrics: dict[str, float],
+        ranks: int = 1,
+    ) -> None:
+        commit = Commit(
+            run=self.run.id,
+            step=step,
+            epoch=self._epoch,
+            attempt=self._attempt,
+            created_s=1_700_000_000.0 + step,
+            laststep="0.1.0",
+            items=items,
+            files=files,
+            metrics=dict(metrics),
+            metadata={"note": "made for a test"},
+            ranks=ranks,
+        )
+        self.run.commit(folder, commit)
+
     def _file(
-        self, folder: str, item: str | None, tensors: dict[str, bytes], trees: dict[str, bytes]
+        self,
+        folder: str,
+        item: str | None,
+        tensors: list[Written],
+        trees: dict[str, bytes] | None = None,
+        *,
+        rank: int | None = None,
     ) -> FileRecord:
         """A data file of float32 tensors and objects."""
+        trees = trees or {}
         at = 0
         entries, stored = [], []
-        for name, data in tensors.items():
-            shape = (len(data) // 4,)
-            stop = at + len(data)
+        for one in tensors:
+            stop = at + len(one.data)
             entries.append(
-                TensorEntry(name=name, dtype="float32", shape=shape, start=at, stop=stop)
+                TensorEntry(name=one.name, dtype="float32", shape=one.shape, start=at, stop=stop)
             )
             at = stop
+        parts = {one.name: one.part for one in tensors if one.part is not None}
         tensor_bytes = at
         for name, data in trees.items():
             stop = at + len(data)
             stored.append(ObjectEntry(name=name, start=at, stop=stop, digest=digest(data)))
             at = stop
-        area = b"".join(tensors.values())
+        area = b"".join(one.data for one in tensors)
         region_bytes = reserve_bytes(
-            item=item, tensors=entries, object_names=trees, tensor_bytes=tensor_bytes
+            item=item, tensors=entries, object_names=trees, tensor_bytes=tensor_bytes, parts=parts
         )
         header = Header(
             item=item,
@@ -136,9 +182,10 @@ class RunMaker:
             objects=tuple(stored),
             tensor_bytes=tensor_bytes,
             blocks=block_digests(memoryview(area)),
+            parts=parts,
         )
         region = encode_header(header, region_bytes=region_bytes)
-        name = f"{item or 'shared'}.safetensors"
+        name = f"{item or 'shared'}{'' if rank is None else f'-r{rank:05d}'}.safetensors"
         whole = region + area + b"".join(trees.values())
         writer = self.run.store.open_writer(f"{folder}/{name}", expected_bytes=len(whole))
         writer.write_at(0, memoryview(whole))
@@ -148,7 +195,42 @@ class RunMaker:
             size_bytes=len(whole),
             header_bytes=region_bytes,
             header_digest=digest_text(region),
+            rank=rank or 0,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A tensor as it is written to a file, or a part of one."""
+
+    name: str
+    data: bytes
+    shape: tuple[int, ...]
+    part: PartEntry | None = None
+
+
+def _row(name: str, data: bytes) -> Written:
+    return Written(name=name, data=data, shape=(len(data) // 4,))
+
+
+def _floats(first: int, count: int) -> bytes:
+    return struct.pack(f"<{count}f", *range(first, first + count))
+
+
+def _rows_of_weight(rank: int, ranks: int) -> Written:
+    rows, columns = WEIGHT_SHAPE
+    first, last = rows * rank // ranks, rows * (rank + 1) // ranks
+    return Written(
+        name=f"weight~6at{first},0",
+        data=_floats(first * columns, (last - first) * columns),
+        shape=(last - first, columns),
+        part=PartEntry("weight", WEIGHT_SHAPE, (first, 0)),
+    )
+
+
+def _tree(values: dict[str, object], *tensors: str) -> bytes:
+    tree = {**values, **{name: objects.TensorRef(name) for name in tensors}}
+    return objects.encode({"tree": tree, "ties": {}, "views": {}})
 
 
 @pytest.fixture

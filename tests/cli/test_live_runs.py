@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.cli import places, showing, verifying
+from laststep.cli import holdings, places, verifying
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_one_that_was_named_and_went_was_not_verified(
 def test_show_of_what_was_deleted_meanwhile_says_so(
     three, laststep: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolve, read_file = places.resolve, showing._file
+    resolve, read_file = places.resolve, holdings._file
 
     def gone_after(path: str, step: int | None) -> places.Place:
         place = resolve(path, step)
@@ -94,7 +94,7 @@ def test_show_of_what_was_deleted_meanwhile_says_so(
         return read_file(store, folder, record)
 
     monkeypatch.setattr(places, "resolve", resolve)
-    monkeypatch.setattr(showing, "_file", gone_before)
+    monkeypatch.setattr(holdings, "_file", gone_before)
     ended = laststep("show", three.path, "--step", 200)
     assert (ended.status, ended.out) == (1, "")
     assert "the checkpoint was deleted meanwhile" in ended.err

@@ -205,29 +205,58 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
     maker.save(100, {"loss": 2.5})
     document = laststep("show", maker.path, "--json").json()
     assert document.keys() == {
-        "step", "epoch", "attempt", "folder", "run", "created_s", "size_bytes", "format",
+        "step", "epoch", "attempt", "folder", "run", "ranks", "created_s", "size_bytes", "format",
         "laststep", "metrics", "metadata", "lineage", "pinned", "continues", "references",
         "self_contained", "items", "files", "tensors", "objects",
     }  # fmt: skip
     assert document["metadata"] == {"note": "made for a test"}
-    assert document["items"][0]["tensors"] == 1
+    assert document["ranks"] == 1
+    assert document["items"][0] == {
+        "name": "model",
+        "kind": "module",
+        "per_rank": False,
+        "tensors": 1,
+        "size_bytes": 3_000_000,
+        "files": ["model.safetensors", "shared.safetensors"],
+    }
+    assert document["files"][0].keys() == {
+        "name", "rank", "size_bytes", "header_bytes", "header_digest", "error",
+    }  # fmt: skip
     assert document["tensors"] == [
         {
             "name": "model/weight",
+            "rank": None,
             "dtype": "float32",
             "shape": [750_000],
             "size_bytes": 3_000_000,
-            "file": "model.safetensors",
+            "missing_bytes": 0,
+            "parts": [
+                {
+                    "start": [0],
+                    "shape": [750_000],
+                    "size_bytes": 3_000_000,
+                    "file": "model.safetensors",
+                }
+            ],
         },
         {
             "name": "optimizer/momentum",
+            "rank": None,
             "dtype": "float32",
             "shape": [1000],
             "size_bytes": 4000,
-            "file": "shared.safetensors",
+            "missing_bytes": 0,
+            "parts": [
+                {
+                    "start": [0],
+                    "shape": [1000],
+                    "size_bytes": 4000,
+                    "file": "shared.safetensors",
+                }
+            ],
         },
     ]
-    assert [entry["name"] for entry in document["objects"]] == ["model/~4tree", "optimizer/~4tree"]
+    assert [entry["name"] for entry in document["objects"]] == ["model/~6tree", "optimizer/~6tree"]
 
 
 def test_show_says_which_header_is_damaged_and_shows_the_rest(maker, laststep: Callable) -> None:

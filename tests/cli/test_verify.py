@@ -60,14 +60,14 @@ def test_a_flipped_bit_in_the_data_is_placed_to_its_block(maker, laststep: Calla
         header_bytes + BLOCK_BYTES,
         header_bytes + 2 * BLOCK_BYTES,
     )
-    assert first["touches"] == ["weight"]
+    assert first["touches"] == ["model/weight"]
     assert first["expected"] != first["found"]
     assert second["what"] == "block 2"
     assert second["stop"] == (folder / "model.safetensors").stat().st_size
     people = laststep("verify", maker.path)
     assert people.status == 3
     assert "DAMAGED in 2 places" in people.out
-    assert "block 1, bytes 1052672 to 2101248 (holds weight): expected " in people.out
+    assert "block 1, bytes 1052672 to 2101248 (holds model/weight): expected " in people.out
 
 
 def test_a_flipped_bit_in_a_header_is_found_and_its_data_are_unchecked(maker) -> None:
@@ -86,7 +86,8 @@ def test_a_flipped_bit_in_an_object_names_the_object(maker) -> None:
     file = folder / "shared.safetensors"
     flip(file, file.stat().st_size - 1)
     [damage] = verify_checkpoint(maker.run.store, folder.name).damage
-    assert damage.what == "object optimizer/~4tree"
+    assert damage.what == "object optimizer/~6tree"
+    assert damage.touches == ("the tree of optimizer",)
     assert damage.stop == file.stat().st_size
 
 
@@ -113,7 +114,7 @@ def test_missing_short_and_long_files_are_damage(maker) -> None:
         return [(one.what, one.start, one.stop, one.found, one.touches) for one in report.damage]
 
     extra = 0
-    assert damage(missing) == [("file", 0, 0, "no such file", ())]
+    assert damage(missing) == [("missing file", 0, 0, "no such file", ())]
     end = 4096 + BLOCK_BYTES + 10
     assert damage(short) == [
         (
@@ -121,9 +122,9 @@ def test_missing_short_and_long_files_are_damage(maker) -> None:
             4096 + BLOCK_BYTES,
             end,
             "only 10 of 1048576 bytes: the file is too short",
-            ("weight",),
+            ("model/weight",),
         ),
-        ("size", end, end, "1052682 bytes: the file is too short", ("weight",)),
+        ("size", end, end, "1052682 bytes: the file is too short", ("model/weight",)),
     ]
     extra = 4
     assert damage(long) == [

@@ -206,3 +206,30 @@ def start_job(jobs: Jobs) -> Iterator[Callable[..., Job]]:
     yield go
     for job in started:
         job.clean_up()
+
+
+@pytest.fixture
+def hasty_job(start_job: Callable[..., Job], run_folder: Path) -> Callable[..., Job]:
+    """`hasty_job(ranks, **how)`: a job of the test's own on its run, with a short deadline; it has
+    saved something."""
+
+    def go(ranks: int, **how: object) -> Job:
+        job = start_job(ranks, **how)
+        job.open(run_folder)
+        job.warm_up()
+        return job
+
+    return go
+
+
+@pytest.fixture
+def patient_job(start_job: Callable[..., Job], run_folder: Path) -> Callable[..., Job]:
+    """`patient_job(ranks, **how)`: the same with a long deadline; nothing is saved yet."""
+    from rank_jobs import LONG_S
+
+    def go(ranks: int, **how: object) -> Job:
+        job = start_job(ranks, **how)
+        job.open(run_folder, deadline_s=LONG_S)
+        return job
+
+    return go

@@ -160,7 +160,7 @@ class Process:
 
 class Job:
     """So many ranks, started, in groups of so many, their files in folders for two ranks each;
-    `ranks[n]` to talk to."""
+    `ranks[n]` to talk to. Starts with the same `notes` see those of each other."""
 
     def __init__(
         self,
@@ -171,6 +171,7 @@ class Job:
         first_hosts: bool = False,
         store: Process | None = None,
         start: str = "start1",
+        notes: str | None = None,
         group: int | None = None,
         folders: bool = False,
         networks: tuple[str | None, ...] = (),
@@ -195,7 +196,7 @@ class Job:
             request = {
                 "what": "rank", "rank": number, "ranks": ranks, "address": address,
                 "port": self.port, "start": start, "hosts": first_hosts and number == 0,
-                "network": networks[number], "group": group, "folders": folders,
+                "network": networks[number], "group": group, "folders": folders, "notes": notes,
                 "environment": {"GLOO_SOCKET_IFNAME": interface},
             }  # fmt: skip
             self.ranks.append(Process(zygote, request, folder / f"{start}.rank{number}.log"))
@@ -239,6 +240,14 @@ class Job:
         for process in self.ranks:
             process.hear("committed", str(step))
 
+    def stand_at(self, gate: str, step: int, number: int = 0) -> None:
+        """All save that step, and that rank stands at the gate."""
+        rank = self.ranks[number]
+        rank.do(f"shut {gate}")
+        self.tell(f"try {step}")
+        expected = {f"at {gate}"} | ({f"committed {step}"} if gate == "tell" else set())
+        assert {" ".join(rank.next_words()) for _ in expected} == expected
+
     def warm_up(self) -> list[int]:
         """Save until it has worked: new flushers may take longer than a short deadline."""
         step = 0
@@ -256,6 +265,18 @@ class Job:
             process.hear("done", "close")
         for process in self.ranks:
             for pid in process.flushers:
+                wait_for_end(pid)
+
+    def end_all(self, *numbers: int) -> None:
+        """These ranks can close, and end as they should; no flusher is left of any."""
+        for number in numbers:
+            self.ranks[number].do("close")
+            self.ranks[number].hang_up()
+        for number in numbers:
+            self.ranks[number].hear("ends")
+            assert self.ranks[number].end() == 0
+        for rank in self.ranks:
+            for pid in rank.flushers:
                 wait_for_end(pid)
 
     def clean_up(self) -> None:
@@ -324,6 +345,18 @@ class Standing:
         """All save, and it is committed."""
         step = self.step() if step is None else step
         self.job.save(step)
+        self.committed.append(step)
+
+    def stand_at(self, gate: str, number: int = 0) -> int:
+        """All save, and that rank stands at the gate; returns the step."""
+        step = self.step()
+        self.job.stand_at(gate, step, number)
+        return step
+
+    def is_committed(self, step: int, *ranks: int) -> None:
+        """All ranks hear that it is, or those who have not said so before."""
+        for number in ranks or range(len(self.ranks)):
+            self.ranks[number].hear("committed", str(step))
         self.committed.append(step)
 
     def works(self) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import laststep
 from laststep.checkpointer import teaming
@@ -241,6 +242,9 @@ def rank(request: dict[str, Any]) -> None:
         world_size=request["ranks"],
     )  # fmt: skip
     say("ready")
+    if request["notes"]:
+        notes = dist.PrefixStore(request["notes"], store)
+        distributed_c10d._get_default_store = lambda: notes
     put_gates()
     pretend(request["group"], folders=request["folders"])
     Worker().work()

@@ -33,15 +33,10 @@ def others_than(number: int) -> list[int]:
 
 
 def test_a_rank_that_is_slow_but_in_time_holds_nothing_up(patient: Standing) -> None:
-    step = patient.step()
-    patient.ranks[1].do("shut receipt")
-    patient.job.tell(f"try {step}")
-    patient.ranks[1].hear("at", "receipt")
+    step = patient.stand_at("receipt", 1)
     assert laststep.open(patient.run).steps() == patient.committed
     patient.ranks[1].do("go receipt")
-    for rank in patient.ranks:
-        rank.hear("committed", str(step))
-    patient.committed.append(step)
+    patient.is_committed(step)
     patient.works()
 
 
@@ -84,16 +79,11 @@ def test_a_flusher_that_is_killed_fails_the_save_of_all_ranks(
 def test_a_rank_whose_flusher_is_killed_after_its_receipt_reports_what_the_others_decide(
     patient: Standing,
 ) -> None:
-    step = patient.step()
     patient.ranks[1].flusher()
-    patient.ranks[0].do("shut decide")
-    patient.job.tell(f"try {step}")
-    patient.ranks[0].hear("at", "decide")
+    step = patient.stand_at("decide")
     patient.ranks[1].kill_flusher()
     patient.ranks[0].do("go decide")
-    for rank in patient.ranks:
-        rank.hear("committed", str(step))
-    patient.committed.append(step)
+    patient.is_committed(step)
     patient.works()
 
 
@@ -102,17 +92,11 @@ def test_a_rank_whose_flusher_is_killed_after_its_receipt_finds_the_commit_in_th
 ) -> None:
     """Though nobody tells it any more."""
     first, second, _ = hasty.ranks
-    step = hasty.step()
     second.flusher()
-    first.do("shut tell")
-    hasty.job.tell(f"try {step}")
-    heard = {" ".join(first.next_words()), " ".join(first.next_words())}
-    assert heard == {"at tell", f"committed {step}"}
+    step = hasty.stand_at("tell")
     second.kill_flusher()
-    for rank in hasty.ranks[1:]:
-        rank.hear("committed", str(step))
+    hasty.is_committed(step, 1, 2)
     first.do("go tell")
-    hasty.committed.append(step)
     hasty.works()
 
 
@@ -121,9 +105,7 @@ def test_a_first_ranks_flusher_that_is_killed_between_the_phases_commits_nothing
 ) -> None:
     patient.works()
     patient.ranks[0].flusher()
-    patient.ranks[0].do("shut decide")
-    patient.job.tell(f"try {patient.step()}")
-    patient.ranks[0].hear("at", "decide")
+    patient.stand_at("decide")
     patient.ranks[0].kill_flusher()
     patient.ranks[0].do("go decide")
     errors = [rank.failed() for rank in patient.ranks]
@@ -140,9 +122,7 @@ def test_a_rank_at_a_later_step_is_named_at_once(patient: Standing) -> None:
         error = patient.ranks[number].failed()
         assert f"rank 1 saves step {higher} and not {lower}" in error
     patient.job.tell(f"try {higher}", [0, 2])  # they have caught up
-    for rank in patient.ranks:
-        rank.hear("committed", str(higher))
-    patient.committed.append(higher)
+    patient.is_committed(higher)
     patient.works()
 
 
@@ -152,9 +132,7 @@ def test_a_rank_at_an_earlier_step_hears_it_at_once(patient: Standing) -> None:
     patient.job.tell(f"try {lower}", [1])
     assert f"rank 0 saves step {higher} and not {lower}" in patient.ranks[1].failed()
     patient.job.tell(f"try {higher}", [1])
-    for rank in patient.ranks:
-        rank.hear("committed", str(higher))
-    patient.committed.append(higher)
+    patient.is_committed(higher)
     patient.works()
 
 
@@ -232,11 +210,8 @@ def test_a_rank_that_skips_a_save_makes_all_give_it_up(
 
 def test_a_rank_that_is_too_slow_is_named_and_hears_it_itself(hasty: Standing) -> None:
     hasty.works()
-    step = hasty.step()
-    hasty.ranks[1].do("shut receipt")
-    hasty.job.tell(f"try {step}")
-    hasty.ranks[1].hear("at", "receipt")
-    cause = f"no receipt within 1.5 s from rank 1 (last seen at step {step})"
+    step = hasty.stand_at("receipt", 1)
+    cause = f"rank 1 (last seen at step {step}) did not save step {step} within 1.5 s"
     for number in (0, 2):
         assert cause in hasty.ranks[number].failed()
     hasty.ranks[1].do("go receipt")
@@ -262,8 +237,10 @@ def test_a_rank_that_was_stopped_past_the_deadline_is_named_and_comes_back(
 
 
 def test_a_rank_that_does_not_save_at_all_is_named(hasty: Standing) -> None:
-    for error in hasty.job.fails(hasty.step(), 0, 2):
-        assert "no receipt within 1.5 s from rank 1 (last seen at step" in error
+    step = hasty.step()
+    last = hasty.committed[-1]
+    for error in hasty.job.fails(step, 0, 2):
+        assert f"rank 1 (last seen at step {last}) did not save step {step} within 1.5 s" in error
     hasty.works()
 
 
@@ -275,7 +252,7 @@ def test_a_rank_that_misses_the_first_save_is_named_and_the_next_works(
     job = start_job(2)
     job.open(run_folder)
     (error,) = job.fails(1, 1 - number)
-    assert f"nothing from rank {number} within 1.5 s" in error
+    assert f"nothing from rank {number} (not seen before) within 1.5 s" in error
     job.ranks[number].do("fail")
     errors = job.fails(2)
     assert "as asked" in errors[number]
@@ -291,32 +268,24 @@ def test_a_first_rank_stopped_between_the_phases_comes_back_late_and_cannot_comm
 ) -> None:
     first, *others = hasty.ranks
     hasty.works()
-    first.do("shut decide")
-    hasty.job.tell(f"try {hasty.step()}")
-    first.hear("at", "decide")
+    step = hasty.stand_at("decide")
     first.send(signal.SIGSTOP)
+    said = f"gave it up: rank 0 did not commit step {step} within 1.5 s"
     for rank in others:
-        assert "rank 0 decided nothing within 1.5 s" in rank.failed()
+        assert said in rank.failed()
     first.send(signal.SIGCONT)
     first.do("go decide")
-    error = first.failed()
-    assert "gave it up: rank 0 decided nothing within 1.5 s" in error
+    assert said in first.failed()
     hasty.works()
 
 
 def test_a_first_rank_stopped_before_it_tells_of_a_commit_changes_nothing(hasty: Standing) -> None:
-    first, *others = hasty.ranks
-    step = hasty.step()
-    first.do("shut tell")
-    hasty.job.tell(f"try {step}")
-    heard = {" ".join(first.next_words()), " ".join(first.next_words())}
-    assert heard == {"at tell", f"committed {step}"}
+    first = hasty.ranks[0]
+    step = hasty.stand_at("tell")
     first.send(signal.SIGSTOP)
-    for rank in others:
-        rank.hear("committed", str(step))
+    hasty.is_committed(step, 1, 2)
     first.send(signal.SIGCONT)
     first.do("go tell")
-    hasty.committed.append(step)
     hasty.works()
 
 
@@ -325,13 +294,11 @@ def test_a_first_ranks_flusher_that_stands_still_between_the_phases_commits_noth
 ) -> None:
     hasty.works()
     flusher = hasty.ranks[0].flusher()
-    hasty.ranks[0].do("shut decide")
-    hasty.job.tell(f"try {hasty.step()}")
-    hasty.ranks[0].hear("at", "decide")
+    step = hasty.stand_at("decide")
     os.kill(flusher, signal.SIGSTOP)
     hasty.ranks[0].do("go decide")
     for rank in hasty.ranks:
-        assert "rank 0 decided nothing within 1.5 s" in rank.failed()
+        assert f"rank 0 did not commit step {step} within 1.5 s" in rank.failed()
     assert laststep.open(hasty.run).steps() == hasty.committed
     os.kill(flusher, signal.SIGCONT)
     hasty.works()

@@ -12,7 +12,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
-from rank_jobs import LONG_S, check, folders, wait_for_end
+from rank_jobs import LONG_S, check, folders
 
 import laststep
 from laststep.catalog.groups import files_of
@@ -42,28 +42,9 @@ def standing(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 
 
 @pytest.fixture
-def hasty(start_job: Callable[..., Job], run_folder: Path) -> Job:
+def hasty(hasty_job: Callable[..., Job]) -> Job:
     """The same with a short deadline, for one test."""
-    job = start_job(4, group=2)
-    job.open(run_folder)
-    job.warm_up()
-    return job
-
-
-def stand_at(job: Job, gate: str, step: int, number: int) -> None:
-    """All save that step, and that rank stands at the gate."""
-    job.ranks[number].do(f"shut {gate}")
-    job.tell(f"try {step}")
-    while job.ranks[number].next_words() != ["at", gate]:
-        pass
-
-
-def end_all(job: Job, *numbers: int) -> None:
-    for number in numbers:
-        job.ranks[number].do("close")
-    for rank in job.ranks:
-        for pid in rank.flushers:
-            wait_for_end(pid)
+    return hasty_job(4, group=2)
 
 
 def flip(path: Path, at: int) -> None:
@@ -113,7 +94,7 @@ def test_a_flusher_killed_before_it_writes_its_groups_manifest_fails_the_save_of
     job, _ = standing
     step = job.committed[-1] + 1
     job.ranks[2].flusher()
-    stand_at(job, "receipt", step, 3)
+    job.stand_at("receipt", step, 3)
     job.ranks[2].kill_flusher()
     errors = [job.ranks[number].failed() for number in (0, 1, 2)]
     assert all("signal 9" in error for error in errors)
@@ -127,24 +108,24 @@ def test_a_flusher_killed_before_it_writes_its_groups_manifest_fails_the_save_of
 def test_a_member_that_is_killed_is_named_by_who_speaks_for_it(
     hasty: Job, run_folder: Path
 ) -> None:
-    stand_at(hasty, "receipt", 101, 3)
+    hasty.stand_at("receipt", 101, 3)
     hasty.ranks[3].kill()
     for number in (0, 1, 2):
-        assert "no receipt within 1.5 s from rank 3" in hasty.ranks[number].failed()
-    end_all(hasty, 0, 1, 2)
+        error = hasty.ranks[number].failed()
+        assert "rank 3 (last seen at step 101) did not save step 101 within 1.5 s" in error
+    hasty.end_all(0, 1, 2)
     check(run_folder, hasty.committed, ranks=4)
 
 
 def test_a_rank_that_is_killed_before_it_speaks_for_its_group_is_named(
     hasty: Job, run_folder: Path
 ) -> None:
-    stand_at(hasty, "summary", 101, 2)
+    hasty.stand_at("summary", 101, 2)
     hasty.ranks[2].kill()
     for number in (0, 1, 3):
         error = hasty.ranks[number].failed()
-        assert "no receipt within 1.5 s from rank 2 (last seen at step 101)" in error
-        assert "speaks for ranks 2 to 3" in error
-    end_all(hasty, 0, 1, 3)
+        assert "rank 2 (last seen at step 101), which speaks for ranks 2 to 3, did not" in error
+    hasty.end_all(0, 1, 3)
     check(run_folder, hasty.committed, ranks=4)
 
 
@@ -153,7 +134,8 @@ def test_a_rank_that_speaks_for_others_and_is_stopped_past_the_deadline_comes_ba
 ) -> None:
     hasty.ranks[2].send(signal.SIGSTOP)
     for error in hasty.fails(101, 0, 1, 3):
-        assert "no receipt within 1.5 s from rank 2 (last seen at step" in error
+        assert "rank 2 (last seen at step " in error
+        assert " did not save step 101 within 1.5 s" in error
     hasty.ranks[2].tell("try 101")
     hasty.ranks[2].send(signal.SIGCONT)
     assert "Aborted" in hasty.ranks[2].failed()
@@ -165,19 +147,18 @@ def test_a_rank_that_speaks_for_others_and_is_stopped_past_the_deadline_comes_ba
 def test_a_first_rank_that_is_killed_after_the_summaries_leaves_nothing_of_the_save(
     hasty: Job, run_folder: Path
 ) -> None:
-    stand_at(hasty, "decide", 101, 0)
+    hasty.stand_at("decide", 101, 0)
     hasty.ranks[0].kill()
     for number in (1, 2, 3):
-        assert "rank 0 decided nothing within 1.5 s" in hasty.ranks[number].failed()
-    end_all(hasty, 1, 2, 3)
+        assert "rank 0 did not commit step 101 within 1.5 s" in hasty.ranks[number].failed()
+    hasty.end_all(1, 2, 3)
     check(run_folder, hasty.committed, ranks=4)
 
 
 def test_files_in_folders_are_committed_listed_verified_copied_given_up_and_pruned(
-    start_job: Callable[..., Job], run_folder: Path, tmp_path: Path
+    patient_job: Callable[..., Job], run_folder: Path, tmp_path: Path
 ) -> None:
-    job = start_job(4, group=2, folders=True)
-    job.open(run_folder, deadline_s=LONG_S)
+    job = patient_job(4, group=2, folders=True)
     job.save(1)
     inside = {path.name for path in newest(run_folder).iterdir()}
     assert inside == {"groups", "r00000", "r00002", "manifest.json"}

@@ -3,11 +3,12 @@ who live hear why, and no process stays."""
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import TYPE_CHECKING
 
 import pytest
-from rank_jobs import LONG_S, check, folders, wait_for_end
+from rank_jobs import check, folders
 
 import laststep
 
@@ -18,70 +19,48 @@ if TYPE_CHECKING:
     from rank_jobs import Job
 
 
-def end_all(job: Job, *numbers: int) -> None:
-    """These ranks can close, and end as they should; no flusher is left of any."""
-    for number in numbers:
-        job.ranks[number].do("close")
-        job.ranks[number].hang_up()
-    for number in numbers:
-        job.ranks[number].hear("ends")
-        assert job.ranks[number].end() == 0
-    for rank in job.ranks:
-        for pid in rank.flushers:
-            wait_for_end(pid)
-
-
-def stand_at(job: Job, gate: str, step: int, number: int = 0) -> None:
-    """All save that step, and that rank stands at the gate."""
-    job.ranks[number].do(f"shut {gate}")
-    job.tell(f"try {step}")
-    while job.ranks[number].next_words() != ["at", gate]:
-        pass
-
-
 def test_a_member_that_is_killed_is_named_and_the_others_live_on(
-    start_job: Callable[..., Job], run_folder: Path
+    hasty_job: Callable[..., Job], run_folder: Path
 ) -> None:
-    job = start_job(3)
-    job.open(run_folder)
-    job.warm_up()
-    stand_at(job, "receipt", 101, number=2)
+    job = hasty_job(3)
+    job.stand_at("receipt", 101, number=2)
     job.ranks[2].kill()
+    said = (
+        "rank 2 (last seen at step 101) did not save step 101 within 1.5 s; every rank must call "
+    )
     for number in (0, 1):
-        assert "no receipt within 1.5 s from rank 2" in job.ranks[number].failed()
-    end_all(job, 0, 1)
+        error = job.ranks[number].failed()
+        assert (
+            said + "save() for the same steps; one that does may be stopped, slow or dead" in error
+        )
+    job.end_all(0, 1)
     check(run_folder, job.committed, ranks=3)
 
 
 def test_a_first_rank_that_is_killed_between_the_phases_leaves_nothing_of_the_save(
-    start_job: Callable[..., Job], run_folder: Path
+    hasty_job: Callable[..., Job], run_folder: Path
 ) -> None:
-    job = start_job(2)
-    job.open(run_folder)
-    job.warm_up()
-    stand_at(job, "decide", 101)
+    job = hasty_job(2)
+    job.stand_at("decide", 101)
     job.ranks[0].kill()
-    assert "rank 0 decided nothing within 1.5 s" in job.ranks[1].failed()
-    end_all(job, 1)
+    assert "rank 0 did not commit step 101 within 1.5 s" in job.ranks[1].failed()
+    job.end_all(1)
     check(run_folder, job.committed)  # its flusher gave the save up and removed it
 
 
 def test_a_first_rank_that_is_killed_with_its_flusher_between_the_phases_commits_nothing(
-    start_job: Callable[..., Job], run_folder: Path
+    hasty_job: Callable[..., Job], patient_job: Callable[..., Job], run_folder: Path
 ) -> None:
-    job = start_job(2)
-    job.open(run_folder)
-    job.warm_up()
-    stand_at(job, "decide", 101)
+    job = hasty_job(2)
+    job.stand_at("decide", 101)
     job.ranks[0].kill_flusher()
     job.ranks[0].kill()
-    assert "rank 0 decided nothing within 1.5 s" in job.ranks[1].failed()
-    end_all(job, 1)
+    assert "rank 0 did not commit step 101 within 1.5 s" in job.ranks[1].failed()
+    job.end_all(1)
     check(run_folder, job.committed, tidy=False)
     assert len(folders(run_folder)) == len(job.committed) + 1
     # What is left goes with the next start of the job, which meets in the same store.
-    again = start_job(2, store=job.store, start="start2")
-    again.open(run_folder, deadline_s=LONG_S)
+    again = patient_job(2, store=job.store, start="start2")
     newest = str(job.committed[-1])
     assert again.restore() == [newest, newest]
     again.save(101)
@@ -89,71 +68,80 @@ def test_a_first_rank_that_is_killed_with_its_flusher_between_the_phases_commits
     check(run_folder, [*job.committed, 101])
 
 
-def test_a_first_rank_that_is_killed_before_it_tells_of_a_commit_leaves_it_whole(
-    start_job: Callable[..., Job], run_folder: Path
+def test_a_first_ranks_flusher_that_stands_still_is_an_error_in_time_though_all_others_are_dead(
+    hasty_job: Callable[..., Job], run_folder: Path
 ) -> None:
-    job = start_job(2)
-    job.open(run_folder)
-    job.warm_up()
-    stand_at(job, "tell", 101)
+    """Nobody else gives the save up; and what wakes up later cannot commit it any more."""
+    job = hasty_job(2)
+    flusher = job.ranks[0].flusher()
+    job.stand_at("decide", 101)
+    os.kill(flusher, signal.SIGSTOP)
+    job.ranks[1].kill_flusher()
+    job.ranks[1].kill()
+    job.ranks[0].do("go decide")
+    error = job.ranks[0].failed()
+    assert "the flusher of rank 0 did not commit step 101 within 1.5 s" in error
+    os.kill(flusher, signal.SIGCONT)
+    job.end_all(0)
+    check(run_folder, job.committed)
+
+
+def test_a_first_rank_that_is_killed_before_it_tells_of_a_commit_leaves_it_whole(
+    hasty_job: Callable[..., Job], run_folder: Path
+) -> None:
+    job = hasty_job(2)
+    job.stand_at("tell", 101)
     job.ranks[0].kill()
     job.ranks[1].hear("committed", "101")
-    end_all(job, 1)
+    job.end_all(1)
     check(run_folder, [*job.committed, 101])
 
 
 def test_a_first_rank_that_hosts_the_store_is_killed_with_it(
-    start_job: Callable[..., Job], run_folder: Path
+    patient_job: Callable[..., Job], run_folder: Path
 ) -> None:
-    job = start_job(2, first_hosts=True)
-    job.open(run_folder, deadline_s=LONG_S)
+    job = patient_job(2, first_hosts=True)
     job.save(1)
-    stand_at(job, "decide", 2)
+    job.stand_at("decide", 2)
     job.ranks[0].kill()
     error = job.ranks[1].failed()
     assert "the store that the ranks of this job meet in does not answer" in error
     (error,) = job.fails(3, 1)
     assert "does not answer" in error
-    end_all(job, 1)
+    job.end_all(1)
     check(run_folder, [1])
 
 
 def test_a_store_that_is_gone_is_an_error_on_all_ranks_and_nobody_hangs(
-    start_job: Callable[..., Job], run_folder: Path
+    patient_job: Callable[..., Job], run_folder: Path
 ) -> None:
-    job = start_job(2)
-    job.open(run_folder, deadline_s=LONG_S)
+    job = patient_job(2)
     job.save(1)
-    stand_at(job, "receipt", 2, number=1)
+    job.stand_at("receipt", 2, number=1)
     job.store.kill()
     job.ranks[1].do("go receipt")
     for rank in job.ranks:
         assert "the store that the ranks of this job meet in does not answer" in rank.failed()
-    end_all(job, 0, 1)
+    job.end_all(0, 1)
     check(run_folder, [1])
 
 
 def test_a_store_that_is_gone_after_the_commit_leaves_it_whole(
-    start_job: Callable[..., Job], run_folder: Path
+    patient_job: Callable[..., Job], run_folder: Path
 ) -> None:
-    job = start_job(2)
-    job.open(run_folder, deadline_s=LONG_S)
-    stand_at(job, "tell", 1)
+    job = patient_job(2)
+    job.stand_at("tell", 1)
     job.store.kill()
     job.ranks[1].hear("committed", "1")
-    job.ranks[0].tell("go tell")
-    while job.ranks[0].next_words() != ["done", "go"]:
-        pass  # it says before or after that it has committed
-    end_all(job, 0, 1)
+    job.ranks[0].do("go tell")
+    job.end_all(0, 1)
     check(run_folder, [1])
 
 
 def test_close_ends_while_a_round_waits_and_so_does_a_program_without_close(
-    start_job: Callable[..., Job], run_folder: Path
+    hasty_job: Callable[..., Job], run_folder: Path
 ) -> None:
-    job = start_job(3)
-    job.open(run_folder)
-    job.warm_up()
+    job = hasty_job(3)
     job.ranks[2].send(signal.SIGSTOP)
     for number in (0, 1):
         job.ranks[number].do("save 101")
@@ -164,25 +152,23 @@ def test_close_ends_while_a_round_waits_and_so_does_a_program_without_close(
     assert job.ranks[1].end() == 0
     assert "a save failed and nobody was there to see it: " in job.ranks[1].log.read_text()
     job.ranks[2].kill()
-    end_all(job, 0)
+    job.end_all(0)
     check(run_folder, job.committed, ranks=3)
 
 
 @pytest.mark.parametrize("gate", ["decide", "tell"])
 def test_a_job_that_is_killed_whole_goes_on_from_the_newest_that_was_committed(
-    gate: str, start_job: Callable[..., Job], run_folder: Path
+    gate: str, patient_job: Callable[..., Job], run_folder: Path
 ) -> None:
-    job = start_job(2)
-    job.open(run_folder, deadline_s=LONG_S)
+    job = patient_job(2)
     job.save(1)
-    stand_at(job, gate, 2)
+    job.stand_at(gate, 2)
     for rank in job.ranks:
         rank.kill_flusher()
         rank.kill()
     steps = [1, 2] if gate == "tell" else [1]
     check(run_folder, steps, tidy=False)
-    again = start_job(2, store=job.store, start="start2")
-    again.open(run_folder, deadline_s=LONG_S)
+    again = patient_job(2, store=job.store, start="start2")
     assert again.restore() == [str(steps[-1])] * 2
     again.save(3)
     again.close()
@@ -190,17 +176,68 @@ def test_a_job_that_is_killed_whole_goes_on_from_the_newest_that_was_committed(
     assert folders(run_folder)[-1] == "step-00000003.2-1"
 
 
-def test_a_zombie_of_an_earlier_start_cannot_commit_and_is_not_cleaned_up_while_it_lives(
-    start_job: Callable[..., Job], run_folder: Path
+@pytest.mark.parametrize("gate", ["receipt", "decide", "tell"])
+def test_a_start_that_finds_the_notes_of_an_earlier_one_does_not_take_them_for_its_own(
+    gate: str, patient_job: Callable[..., Job], run_folder: Path
 ) -> None:
-    zombie = start_job(2)
-    zombie.open(run_folder, deadline_s=LONG_S)
+    """A launcher that starts ranks again may leave them the store that the dead ones met in."""
+    job = patient_job(2, notes="kept")
+    job.save(1)
+    job.stand_at(gate, 2, number=gate == "receipt")
+    for rank in job.ranks:
+        rank.kill_flusher()
+        rank.kill()
+    steps = [1, 2] if gate == "tell" else [1]
+    again = patient_job(2, store=job.store, start="start2", notes="kept")
+    assert again.restore() == [str(steps[-1])] * 2
+    again.ranks[0].do("shut agree")  # so that the other one finds the old notes first
+    again.tell("try 3" if gate == "tell" else "try 2")
+    again.ranks[0].hear("at", "agree")
+    again.ranks[0].do("go agree")
+    steps.append(steps[-1] + 1)
+    for rank in again.ranks:
+        rank.hear("committed", str(steps[-1]))
+    for _ in range(2):
+        steps.append(steps[-1] + 1)
+        again.save(steps[-1])
+    again.close()
+    check(run_folder, steps)
+
+
+@pytest.mark.parametrize("gate", ["receipt", "decide", "tell"])
+def test_a_start_that_restores_nothing_commits_nothing_of_an_earlier_one(
+    gate: str, start_job: Callable[..., Job], run_folder: Path
+) -> None:
+    """As above, but the ranks have not met in a restore: a save may fail, and the next works."""
+    job = start_job(2, notes="kept")
+    job.open(run_folder, deadline_s=4.0)
+    job.save(1)
+    job.stand_at(gate, 2, number=gate == "receipt")
+    for rank in job.ranks:
+        rank.kill_flusher()
+        rank.kill()
+    again = start_job(2, store=job.store, start="start2", notes="kept")
+    again.open(run_folder, deadline_s=4.0)
+    again.ranks[0].do("shut agree")
+    again.tell("try 3")
+    again.ranks[0].hear("at", "agree")
+    again.ranks[0].do("go agree")
+    outcomes = {rank.next_words()[0] for rank in again.ranks}
+    again.save(4)
+    again.save(5)
+    again.close()
+    check(run_folder, [*([3] if outcomes == {"committed"} else []), 4, 5], tidy=False)
+
+
+def test_a_zombie_of_an_earlier_start_cannot_commit_and_is_not_cleaned_up_while_it_lives(
+    patient_job: Callable[..., Job], run_folder: Path
+) -> None:
+    zombie = patient_job(2)
     zombie.save(1)
-    stand_at(zombie, "decide", 2)
+    zombie.stand_at("decide", 2)
     zombie.ranks[0].send(signal.SIGSTOP)
     zombie.ranks[1].kill()  # so that nobody gives the save up
-    again = start_job(2, store=zombie.store, start="start2")
-    again.open(run_folder, deadline_s=LONG_S)
+    again = patient_job(2, store=zombie.store, start="start2")
     again.save(5)
     assert "step-00000002.1-2" in folders(run_folder)
     zombie.ranks[0].send(signal.SIGCONT)
@@ -210,7 +247,7 @@ def test_a_zombie_of_an_earlier_start_cannot_commit_and_is_not_cleaned_up_while_
     assert f"process {again.ranks[0].pid}" in error
     again.save(6)
     again.close()
-    end_all(zombie, 0)
+    zombie.end_all(0)
     assert laststep.open(run_folder).steps() == [5, 6]
     assert folders(run_folder) == ["step-00000001.1-1", "step-00000005.2-1", "step-00000006.2-2"]
     assert (run_folder / "step-00000001.1-1" / "manifest.json").exists()

@@ -8,7 +8,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from rank_jobs import LONG_S, check, wait_for_end
+from rank_jobs import check, wait_for_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
 
 def test_a_disk_that_is_full_for_all_ranks_is_an_error_on_all_and_room_makes_it_work_again(
-    start_job: Callable[..., Job], run_folder: Path, mount: Callable[..., None]
+    patient_job: Callable[..., Job], run_folder: Path, mount: Callable[..., None]
 ) -> None:
     place = run_folder.parent
     mount(place, "-t", "tmpfs", "-o", "size=32m", "laststep-test")
-    job = start_job(2)
-    job.open(run_folder, deadline_s=LONG_S)
+    job = patient_job(2)
     job.save(1)
     ballast = place / "ballast"
     free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
@@ -95,17 +94,14 @@ def wire() -> Iterator[Wire]:
 
 
 def test_a_network_that_is_cut_in_mid_save_is_an_error_on_both_sides_and_nobody_hangs(
-    wire: Wire, start_job: Callable[..., Job], run_folder: Path
+    wire: Wire, hasty_job: Callable[..., Job], run_folder: Path
 ) -> None:
-    job = start_job(2, networks=wire.paths, address=wire.address, interfaces=wire.interfaces)
-    job.open(run_folder)
-    job.warm_up()
-    job.ranks[1].do("shut receipt")
-    job.tell("try 101")
-    job.ranks[1].hear("at", "receipt")
+    job = hasty_job(2, networks=wire.paths, address=wire.address, interfaces=wire.interfaces)
+    job.stand_at("receipt", 101, number=1)
     wire.cut()
     job.ranks[1].do("go receipt")
-    assert "no receipt within 1.5 s from rank 1" in job.ranks[0].failed()
+    error = job.ranks[0].failed()
+    assert "rank 1 (last seen at step 101) did not save step 101 within 1.5 s" in error
     assert "does not answer: found no answer within 1.5 s" in job.ranks[1].failed()
     check(run_folder, job.committed)
     wire.mend()

@@ -34,12 +34,12 @@ class Failed(AssertionError):
 class _Member:
     """One process."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: tuple[Path, ...]) -> None:
         ours, theirs = multiprocessing.Pipe()
         self.pipe = ours
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
         environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join((str(SOURCE), str(HERE))),
+            **os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)),
             "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
         self.process = subprocess.Popen(
@@ -63,15 +63,18 @@ class _Member:
 
 
 class Crew:
-    """The processes; made when they are first needed."""
+    """The processes; made when they are first needed, at least `size` of them. They can also import
+    what is in the folders of `also`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, size: int = SIZE, also: tuple[Path, ...] = ()) -> None:
+        self._size = size
+        self._path = (SOURCE, *also, HERE)
         self._members: list[_Member] = []
 
     def __call__(self, task: str, ranks: int, timeout_s: float = 90.0, **arguments: Any) -> list:
         """Run `module:function` on so many ranks; the results, by rank."""
-        while len(self._members) < max(ranks, SIZE):
-            self._members.append(_Member())
+        while len(self._members) < max(ranks, self._size):
+            self._members.append(_Member(self._path))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

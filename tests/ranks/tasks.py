@@ -19,7 +19,10 @@ from torch.distributed.tensor import distribute_tensor
 from wraps import WAYS, Trainer
 
 import laststep
+from laststep.checkpointer import teaming
 from laststep.engine import client
+from laststep.plan.groups import Groups
+from laststep.state.items import providers_for
 from laststep.state.layouts import Mesh, Shard, Sharded
 from laststep.state.tensors import Laid
 
@@ -95,10 +98,10 @@ def load_by_itself(run: str) -> None:
 
 
 class Heard(logging.Handler):
-    """What the library logs as a warning meanwhile."""
+    """What the library logs as a warning meanwhile, or at another level."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+    def __init__(self, level: int = logging.WARNING) -> None:
+        super().__init__(level)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -106,9 +109,11 @@ class Heard(logging.Handler):
 
     def __enter__(self) -> list[str]:
         logging.getLogger("laststep").addHandler(self)
+        logging.getLogger("laststep").setLevel(self.level)
         return self.texts
 
     def __exit__(self, *_: object) -> None:
+        logging.getLogger("laststep").setLevel(logging.NOTSET)
         logging.getLogger("laststep").removeHandler(self)
 
 
@@ -231,6 +236,23 @@ def save_differing(run: str, how: str) -> tuple[str, str, list[int]]:
     return *error, steps_of(run)
 
 
+def save_stages(run: str, size: int, stages: list[int]) -> tuple[str, list[int]]:
+    """Stages of a pipeline, one for each rank, in groups of `size` ranks; the last rank has another
+    learning rate for once."""
+    rank, cut = dist.get_rank(), teaming.cut
+    schedule = {"at": {"lr": 0.3 if rank == 3 else 0.1}, "n": 1}
+    teaming.cut = lambda ranks, per_node: Groups(ranks, size)
+    try:
+        with opened(run, model={f"stage{stages[rank]}": torch.ones(3)}, schedule=schedule) as c:
+            _, message = kinds(lambda: c.save(1).wait())
+            dist.barrier()
+            schedule["at"]["lr"] = 0.1
+            c.save(2).wait()
+    finally:
+        teaming.cut = cut
+    return message, steps_of(run)
+
+
 def steps_of(run: str) -> list[int]:
     return laststep.open(run).steps() if Path(run).exists() else []
 
@@ -332,11 +354,32 @@ def same(one: object, other: object) -> bool:
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else one == other
 
 
-def save_bag(run: str) -> None:
-    """On the first rank also an item that nobody else has."""
+def of_some_ranks(texts: list[str]) -> list[str]:
+    return [text for text in texts if text.startswith("item ")]
+
+
+def save_bag(run: str) -> list[str]:
+    """On the first rank also an item that nobody else has; returns what is told of that."""
     extra = {"extra": {"w": torch.arange(4.0)}} if dist.get_rank() == 0 else {}
-    with opened(run, state=bag(3), **extra) as c:
+    with Heard(logging.INFO) as texts, opened(run, state=bag(3), **extra) as c:
         c.save(1)
+    return of_some_ranks(texts)
+
+
+def save_some_items(run: str) -> list[str]:
+    """Stages with tensors of their own, an item on two ranks, and later one more on the last;
+    returns what is told of that."""
+    rank = dist.get_rank()
+    stage, later = {f"w{rank}": torch.ones(3)}, {"w": torch.ones(3)}
+    items = {"model": stage} | ({"ema": {"w": torch.ones(3)}} if rank else {})
+    with Heard(logging.INFO) as texts, opened(run, **items) as c:
+        for step in (1, 2, 3, 4):
+            c.save(step).wait()
+            stage[f"more{step}"] = torch.ones(step)
+            dist.barrier()
+            if step == 2 and rank == 2:
+                c._providers |= providers_for({"later": later})
+    return of_some_ranks(texts)
 
 
 def load_bag(run: str, who: int) -> None:

@@ -31,9 +31,23 @@ def test_a_tensor_that_ranks_describe_differently_is_named(
 def test_plain_values_that_differ_are_named_and_not_committed(crew: Crew, run_folder: Path) -> None:
     for kind, message, steps in crew("tasks:save_differing", 3, run=str(run_folder), how="values"):
         assert kind == "Aborted"
-        assert "item 'state'" in message
-        assert "rank 0 and rank 2" in message
+        assert "state/number is 6 on rank 0 and 7 on rank 2; " in message
+        assert "laststep.PerRank" in message
         assert steps == [1, 2]
+
+
+@pytest.mark.parametrize(("size", "stages"), [(4, [0, 1, 0, 1]), (2, [0, 1, 0, 1]),
+                                              (2, [0, 0, 1, 1])])  # fmt: skip
+def test_plain_values_are_named_that_differ_on_ranks_other_than_the_first(
+    crew: Crew, run_folder: Path, size: int, stages: list[int]
+) -> None:
+    """Whether these two ranks are in the first group of ranks, in two, or in another."""
+    first = stages.index(1)
+    for message, steps in crew(
+        "tasks:save_stages", 4, run=str(run_folder), size=size, stages=stages
+    ):
+        assert f"schedule/at/lr is 0.1 on rank {first} and 0.3 on rank 3; " in message
+        assert steps == [2]
 
 
 def test_parts_that_lie_over_each_other_in_memory_are_refused(crew: Crew, run_folder: Path) -> None:

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 RANKS = {
     "plain": (1, 2), "ddp": (1, 2, 3, 4), "fsdp2": (1, 2, 3, 4), "hsdp": (2, 4), "tp": (2, 3, 4),
-    "fsdp2tp": (4,), "pipeline": (2, 4), "zero1": (1, 2, 3, 4), "zero3": (1, 2, 3, 4),
-    "fsdp1": (2, 3, 4),
+    "fsdp2tp": (4,), "pipeline": (2, 4), "pipeline_two_names": (2, 4), "zero1": (1, 2, 3, 4),
+    "zero3": (1, 2, 3, 4), "fsdp1": (2, 3, 4),
 }  # fmt: skip
 """The ways in wraps.py, and on how many ranks each works."""
 Case = tuple[str, int]
 EVERY: list[Case] = [(way, ranks) for way, several in RANKS.items() for ranks in several]
 SOME: list[Case] = [
     ("plain", 1), ("fsdp2", 3), ("pipeline", 4), ("zero1", 2), ("tp", 4), ("ddp", 2), ("fsdp1", 4),
-    ("hsdp", 4), ("zero3", 3), ("fsdp2", 4), ("pipeline", 2), ("fsdp2tp", 4), ("tp", 3),
+    ("pipeline_two_names", 4), ("hsdp", 4), ("zero3", 3), ("fsdp2", 4), ("pipeline", 2),
+    ("fsdp2tp", 4), ("tp", 3),
 ]  # fmt: skip
 STEPS = (3, 0, 8)
 """Into another layout; in the long run also into the same one and a third."""

@@ -213,11 +213,27 @@ class Pipeline(Trainer):
             loss = loss_of(self.net.last(inner.requires_grad_()), words)
             loss.backward()
             dist.send(inner.grad, self.other)
-        dist.all_reduce(self.net.embed.weight.grad, group=self.both)
+        dist.all_reduce((self.net.embed or self.net.head).weight.grad, group=self.both)
         self.optimizer.step()
         self.optimizer.zero_grad()
         dist.all_reduce(loss := loss.detach(), group=self.both)
         return loss.item()
+
+
+class PipelineTwoNames(Pipeline):
+    """The same, but to the last stage the tied weight is the head's alone: each stage has a name
+    and an optimizer's state of its own for it."""
+
+    def wrap(self, net: Net) -> nn.Module:
+        super().wrap(net)
+        if self.stage:
+            net.embed = None
+        return net
+
+    def held(self) -> Tensors:
+        """The moments under one name, as in other layouts: those of both stages are the same."""
+        moments = "head.weight:", "embed.weight:"
+        return {name.replace(*moments): tensor for name, tensor in super().held().items()}
 
 
 class Range:
@@ -452,5 +468,6 @@ class Fsdp1(Trainer):
 
 WAYS: dict[str, type[Trainer]] = {
     "plain": Plain, "ddp": Ddp, "fsdp2": Fsdp2, "hsdp": Hsdp, "tp": Tp, "fsdp2tp": Fsdp2Tp,
-    "pipeline": Pipeline, "zero1": Zero1, "zero3": Zero3, "fsdp1": Fsdp1,
+    "pipeline": Pipeline, "pipeline_two_names": PipelineTwoNames, "zero1": Zero1, "zero3": Zero3,
+    "fsdp1": Fsdp1,
 }  # fmt: skip

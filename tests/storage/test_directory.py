@@ -262,6 +262,31 @@ def test_a_folder_that_lost_its_name_takes_no_new_files(tmp_path: Path) -> None:
         store.create("a/manifest", b"1")
 
 
+def test_links_are_told_from_what_they_point_to(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.make_folder("folder")
+    store.create("file", b"12345")
+    for name in ("folder", "file"):
+        (tmp_path / f"to {name}").symlink_to(tmp_path / name)
+    (tmp_path / "to itself").symlink_to(tmp_path / "to itself")
+    (tmp_path / "through a file").symlink_to(tmp_path / "file" / "x")
+    found = [(entry.name, entry.is_folder, entry.is_link) for entry in store.list("")]
+    assert found == [
+        ("file", False, False), ("folder", True, False),
+        ("to file", False, True), ("to folder", True, True),
+    ]  # fmt: skip
+    assert store.list("")[2].size_bytes == 5
+    assert sorted(store.file_names("")) == ["file", "to file"]
+
+
+def test_a_folder_that_cannot_be_listed_is_a_failure(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.create("file", b"")
+    for look in (store.list, store.file_names):
+        with pytest.raises(StorageFailed, match="cannot list"):
+            look("file")
+
+
 def test_a_broken_symlink_is_not_an_entry_and_blocks_its_name(tmp_path: Path) -> None:
     (tmp_path / "x").symlink_to(tmp_path / "nowhere")
     store = DirectoryStore(tmp_path)

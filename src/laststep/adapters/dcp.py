@@ -9,9 +9,9 @@ each writes files of its own; the coordinator commits. All ranks MUST see the sa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-import os
 import time
 import uuid
 import weakref
@@ -31,6 +31,7 @@ from laststep.adapters.dcp_layout import entries_of, locate
 from laststep.adapters.dcp_writing import write_items
 from laststep.catalog import decision
 from laststep.catalog.epochs import this_writer
+from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
 from laststep.checkpointer.arguments import plain_step
 from laststep.checkpointer.opening import Catalog
@@ -39,6 +40,9 @@ from laststep.format.manifest import Commit
 from laststep.storage.directory import DirectoryStore, absolute
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import (
         LoadPlan,
@@ -66,6 +70,13 @@ class _Assignment:
     locations: dict[str, Path]
     spent: bool = False
     """A planner with a cache hands out the plan of an earlier save again, this with it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found(StorageMeta):
+    """What DCP is told of a checkpoint, and for other Readers the folder that was opened."""
+
+    folder: str
 
 
 class Writer(StorageWriter):
@@ -161,10 +172,11 @@ class Writer(StorageWriter):
         folder = self._folder(assigned)
         assigned.spent = True
         try:
-            results = write_items(
-                plan.items, planner, assigned.locations, store=store, folder=folder,
-                rank=assigned.rank, ranks=assigned.ranks, allow_pickle=self._allow_pickle,
-            )  # fmt: skip
+            with _folder_there(f"{self._path}/{folder}"):
+                results = write_items(
+                    plan.items, planner, assigned.locations, store=store, folder=folder,
+                    rank=assigned.rank, ranks=assigned.ranks, allow_pickle=self._allow_pickle,
+                )  # fmt: skip
         except BaseException as error:
             self._give_up(store, folder, f"rank {assigned.rank} failed: {error!r}")
             raise
@@ -178,7 +190,11 @@ class Writer(StorageWriter):
         if attempt is None or self._giving_up is None:
             raise Usage("cannot finish a save that was not begun", where=self._path)
         try:
-            commit = make_commit(attempt, metadata, results, allow_pickle=self._allow_pickle)
+            with _folder_there(f"{self._path}/{attempt.folder}"):
+                commit = make_commit(
+                    attempt, metadata, results, save_id=self._save_id,
+                    allow_pickle=self._allow_pickle,
+                )  # fmt: skip
             attempt.commit(commit)
         except BaseException as error:
             attempt.give_up(f"the coordinator failed: {error!r}")
@@ -277,10 +293,12 @@ class Reader(StorageReader):
         catalog = Catalog(Run.open(DirectoryStore(self._path)))
         chosen = catalog.latest() if self._step is None else catalog[self._step]
         self._folder = chosen.folder
-        metadata = self._opened().metadata()
-        metadata.storage_meta = StorageMeta(
-            checkpoint_id=f"{self._path}/{self._folder}", load_id=self._load_id
-        )
+        content = self._opened()
+        metadata = content.metadata()
+        metadata.storage_meta = _Found(
+            checkpoint_id=self.checkpoint_id, save_id=content.save_id, load_id=self._load_id,
+            folder=self._folder,
+        )  # fmt: skip
         return metadata
 
     def set_up_storage_reader(
@@ -291,8 +309,8 @@ class Reader(StorageReader):
         **kwargs: Any,
     ) -> None:
         self._stored = metadata.storage_data
-        if self._folder is None and metadata.storage_meta is not None:
-            self._folder = os.path.basename(metadata.storage_meta.checkpoint_id or "")  # noqa: PTH119
+        if self._folder is None and isinstance(metadata.storage_meta, _Found):
+            self._folder = metadata.storage_meta.folder
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=self._folder)
@@ -322,8 +340,10 @@ class Reader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The folder of the checkpoint once it is known, until then that of the run."""
-        return self._path if self._folder is None else f"{self._path}/{self._folder}"
+        """The step, as text; "" before one is known."""
+        name = None if self._folder is None else parse_folder(self._folder)
+        step = self._step if name is None else name.step
+        return "" if step is None else str(step)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -350,6 +370,18 @@ class Reader(StorageReader):
         if self._content is not None:
             self._content.close()
             self._content = None
+
+
+@contextlib.contextmanager
+def _folder_there(where: str) -> Iterator[None]:
+    try:
+        yield
+    except NotFound as error:
+        raise Aborted(
+            "the folder of the save is gone", where=where,
+            found="it was deleted before the save ended, by hand or by a job that has taken over",
+            remedy="save again; only one job at a time may save to a run",
+        ) from error  # fmt: skip
 
 
 def _step_of(checkpoint_id: object) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from laststep.catalog.epochs import Epochs
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import Run, plan_prune
-from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.errors import Aborted, Exists, LaststepError, StorageFailed
 from laststep.format.manifest import Abort
 from laststep.storage.directory import DirectoryStore
 
@@ -112,7 +112,7 @@ class Tenure:
             if self._epoch is not None:
                 run.check_newest(self._epoch)
             if not overwrite:
-                run.check_step_free(step)
+                _check_step_free(run, step)
             epoch = self._enter(run) if self._epoch is None else self._epoch
             if self._lock is None:
                 self._lock = run.lock_epoch(epoch)
@@ -165,6 +165,17 @@ class Tenure:
                 found=f"epoch {newest} after epoch {epoch}",
                 remedy="wait for the saves of one process before those of another begin",
             )  # fmt: skip
+
+
+def _check_step_free(run: Run, step: int) -> None:
+    """`Exists`, in the words that DCP has for it, where that step is taken."""
+    try:
+        run.check_step_free(step)
+    except Exists as error:
+        raise Exists(
+            f"Checkpoint already exists: {error.what}", where=error.where,
+            remedy="pass overwrite=True to the Writer to replace it, or save another step",
+        ) from error  # fmt: skip
 
 
 def _same(record: EpochRecord, trainer: Writer) -> bool:

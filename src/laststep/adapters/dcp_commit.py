@@ -65,6 +65,7 @@ def make_commit(
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
     *,
+    save_id: str,
     allow_pickle: bool,
 ) -> Commit:
     """Write what is left to write into the attempt's folder; returns the commit."""
@@ -75,7 +76,7 @@ def make_commit(
     unknown = sorted(told.written.keys() - metadata.state_dict_metadata.keys())
     if unknown:
         raise Usage("the planner's metadata lacks what was written", found=", ".join(unknown[:4]))
-    record = Record(entries=tuple(entries), planner_data=metadata.planner_data)
+    record = Record(entries=tuple(entries), planner_data=metadata.planner_data, save_id=save_id)
     trees = nest(((entry.location, _node(entry, told)) for entry in entries), where=attempt.folder)
     stored = [(tree_name(item), _tree_object(tree)) for item, tree in trees.items()]
     stored.append((dcp_record.OBJECT_NAME, dcp_record.encode(record, allow_pickle=allow_pickle)))

@@ -78,6 +78,8 @@ class DcpContent:
         self._content = Content(store, folder, commit, rank=rank)
         self._closing = weakref.finalize(self, _close_files, self._content.files)
         self._planner_data: object = None
+        self.save_id: str | None = None
+        """DCP's, where DCP saved it."""
         self._leaves = {leaf.fqn: leaf for leaf in self._find_leaves()}
 
     def close(self) -> None:
@@ -126,7 +128,7 @@ class DcpContent:
         if found is None:
             yield from self._leaves_of_items()
             return
-        self._planner_data = found.planner_data
+        self._planner_data, self.save_id = found.planner_data, found.save_id
         for entry in found.entries:
             item = str(entry.location[0])
             node = _node_at(self._content.item(item).tree, entry.location[1:], self._where)

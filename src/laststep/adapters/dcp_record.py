@@ -2,7 +2,8 @@
 
 It lies in `shared.safetensors`, as typed JSON: of every entry its name in DCP's flat state, where
 it lies among the items, and whether it is a tensor, a value, or bytes that were kept as they are;
-and what the planner wanted to be kept. Sizes, dtypes and chunks are not in it: headers have them.
+what the planner wanted to be kept; and DCP's id of the save. Sizes, dtypes and chunks are not in
+it: headers have them.
 Knows nothing of stores.
 """
 
@@ -37,10 +38,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """All entries, in order, and the planner's own data."""
+    """All entries, in order, the planner's own data, and the id of the save."""
 
     entries: tuple[Entry, ...]
     planner_data: object
+    save_id: str | None = None
 
 
 def encode(record: Record, *, allow_pickle: bool) -> bytes:
@@ -50,18 +52,21 @@ def encode(record: Record, *, allow_pickle: bool) -> bytes:
     ]
     planner = record.planner_data
     try:
-        return _encoded(entries, planner)
+        return _encoded(entries, planner, record.save_id)
     except Usage as error:
         if not allow_pickle:
             raise Usage(
                 "cannot save the data of the planner, which is not plain", found=error.found,
                 remedy="pass allow_pickle=True to both Writer and Reader",
             ) from error  # fmt: skip
-    return _encoded(entries, Tagged("pickle", pickle.dumps(planner, protocol=4)))
+    pickled = Tagged("pickle", pickle.dumps(planner, protocol=4))
+    return _encoded(entries, pickled, record.save_id)
 
 
-def _encoded(entries: list[object], planner: object) -> bytes:
-    return objects.encode({"version": _VERSION, "planner_data": planner, "entries": entries})
+def _encoded(entries: list[object], planner: object, save_id: str | None) -> bytes:
+    return objects.encode(
+        {"version": _VERSION, "planner_data": planner, "save_id": save_id, "entries": entries}
+    )
 
 
 def decode(data: bytes, *, where: str, allow_pickle: bool) -> Record:
@@ -74,13 +79,18 @@ def decode(data: bytes, *, where: str, allow_pickle: bool) -> Record:
                 expected=f"version {_VERSION}", found=f"version {version}",
                 remedy="upgrade laststep",
             )  # fmt: skip
-        case {"version": 1, "planner_data": planner, "entries": list(listed), **rest} if not rest:
+        case {"version": 1, "planner_data": planner, "entries": list(listed), **rest} if (
+            rest.keys() <= {"save_id"}
+        ):
             entries = tuple(_entry(told, where) for told in listed)
         case _:
             raise _corrupt(where, "no version, planner_data and entries")
+    save_id = rest.get("save_id")
+    if save_id is not None and type(save_id) is not str:
+        raise _corrupt(where, f"a save_id that is a {type(save_id).__name__}")
     if type(planner) is Tagged:
         planner = revive(planner, where=where, allow_pickle=allow_pickle)
-    return Record(entries=entries, planner_data=planner)
+    return Record(entries=entries, planner_data=planner, save_id=save_id)
 
 
 def _entry(told: object, where: str) -> Entry:

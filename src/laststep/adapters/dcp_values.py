@@ -2,7 +2,8 @@
 
 What a tree can express is stored like any other state: plain values, containers, arrays, tensors.
 Whatever else a value is, its bytes are kept as they are. What torch.load takes only with
-`weights_only=False` is stored and loaded only where `allow_pickle` was passed, to both sides.
+`weights_only=False`, but for an io.BytesIO, is stored and loaded only where `allow_pickle` was
+passed, to both sides.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import io
 import pickle
 import re
+import threading
 import types
 import warnings
 from dataclasses import dataclass
@@ -27,11 +29,12 @@ from laststep.state.tensors import collect
 from laststep.state.tree import rebuild
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from laststep.adapters.nesting import Path
 
 _REFUSED = re.compile(r"([\w.]+) was not an allowed global")
+_ADMITTING = threading.Lock()
 REMEDY = "leave it out of the state, or pass allow_pickle=True to both Writer and Reader"
 
 
@@ -144,9 +147,21 @@ def _saved(value: object) -> io.BytesIO:
     return buffer
 
 
+@contextlib.contextmanager
+def _admitting_bytes_io() -> Iterator[None]:
+    """Let torch.load make an io.BytesIO, which holds bytes and runs nothing. Torch knows only what
+    the whole process admits: one at a time, and what the user has admitted stays so."""
+    with _ADMITTING:
+        if io.BytesIO in torch.serialization.get_safe_globals():
+            yield
+            return
+        with torch.serialization.safe_globals([io.BytesIO]):
+            yield
+
+
 def _loaded_safely(data: bytes, *, what: str) -> object:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _admitting_bytes_io():
             warnings.simplefilter("ignore")  # of pickles that torch.save did not write
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except MemoryError:

@@ -1,9 +1,9 @@
 """What crashes leave behind in a run, and its removal.
 
 Only what no live writer can still want: attempts that were given up or whose writer is dead, and
-temporary names older than an hour. Committed checkpoints are never touched. A free lock proves
-death only under the same kernel; the attempt of another machine must also have been quiet for an
-hour.
+temporary names older than an hour. Committed checkpoints are never touched, and nothing that lies
+behind a link is. A free lock proves death only under the same kernel; the attempt of another
+machine must also have been quiet for an hour.
 """
 
 from __future__ import annotations
@@ -54,10 +54,13 @@ class Orphan:
 def orphans(
     store: Store, epochs: Epochs, found: tuple[Found, ...], *, now_s: float
 ) -> tuple[Orphan, ...]:
-    """All that may be removed now; removes nothing."""
+    """All that may be removed now; removes nothing. What was `found` MUST have been looked through,
+    but for checkpoints: data files never have temporary names."""
     dead: dict[int, _Liveness] = {}
     result = []
     for item in found:
+        if item.is_link:
+            continue
         if item.is_committed:
             result += _debris(item.entries, item.name.folder, now_s)
             continue
@@ -116,9 +119,9 @@ def _debris(entries: Iterable[Entry], folder: str, now_s: float) -> list[Orphan]
         Orphan(
             name=f"{folder}/{entry.name}" if folder else entry.name,
             why=Why.DEBRIS,
-            is_folder=entry.is_folder,
+            is_folder=entry.is_folder and not entry.is_link,
             size_bytes=entry.size_bytes,
         )
         for entry in entries
-        if _TEMPORARY in entry.name and now_s - entry.modified_s > QUIET_S
+        if _TEMPORARY in entry.name.rpartition("/")[2] and now_s - entry.modified_s > QUIET_S
     ]

@@ -11,15 +11,15 @@ those ranks described their state, say what there is and who wrote what of it.
 from __future__ import annotations
 
 import contextlib
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from laststep.catalog import decision
+from laststep.catalog.entries import Stored, stored_in
 from laststep.catalog.groups import files_of
 from laststep.codecs.digests import digest, digest_text
 from laststep.errors import Corrupt, Mismatch, NotFound, Usage
-from laststep.format.header import Header, PartEntry, TensorEntry, decode_header
+from laststep.format.header import Header, decode_header
 from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.plan.job import Agreement, Table, agree, decode_table
 from laststep.plan.save import SHARED_FILE, TABLE_NAME, tree_name
@@ -106,6 +106,10 @@ class Content:
     def close(self) -> None:
         for file in self.files:
             file.reader.close()
+
+    def of_rank(self, rank: int) -> Content:
+        """The same checkpoint in the view of another rank, which is to be closed too."""
+        return Content(self._store, self.folder, self.commit, rank=rank, by_rank=True)
 
     def item(self, name: str) -> StoredItem:
         try:
@@ -213,34 +217,26 @@ class Content:
         for number in numbers:
             file = self.files[number]
             for entry in file.header.tensors:
-                if file.header.item is not None:
-                    item, name = file.header.item, entry.name
-                else:
-                    item, _, name = entry.name.partition("/")
-                if item not in names:
+                stored = stored_in(file.header, entry)
+                if stored.item not in names:
                     raise Corrupt(
                         "a tensor of an unknown item", where=file.where, found=repr(entry.name)
                     )
-                if item not in self.per_rank or file.record.rank == self._rank:
-                    part = file.header.parts.get(entry.name)
-                    yield self._place(number, item, name, entry, part)
+                if stored.item not in self.per_rank or file.record.rank == self._rank:
+                    self._check_spec(stored, file.where)
+                    place = Place(number, entry.start, entry.stop, stored.box)
+                    yield (stored.item, stored.tensor), place
 
-    def _place(
-        self, file: int, item: str, name: str, entry: TensorEntry, part: PartEntry | None
-    ) -> tuple[Key, Place]:
-        spec, box = TensorSpec(entry.dtype, entry.shape), whole(entry.shape)
-        if part is not None:
-            name, spec = part.tensor, TensorSpec(entry.dtype, part.shape)
-            stop = tuple(map(operator.add, part.start, entry.shape))
-            box = Box(part.start, stop)
-        known = self._specs.setdefault((item, name), spec)
+    def _check_spec(self, stored: Stored, where: str) -> None:
+        """Note what a tensor is, and see that all its parts say the same of it."""
+        spec = stored.spec
+        known = self._specs.setdefault((stored.item, stored.tensor), spec)
         if known != spec:
             raise Corrupt(
-                "the parts of a tensor differ", where=self.files[file].where,
-                expected=f"{known.dtype}{list(known.shape)} for {item}/{name}",
+                "the parts of a tensor differ", where=where,
+                expected=f"{known.dtype}{list(known.shape)} for {stored.name}",
                 found=f"{spec.dtype}{list(spec.shape)}", remedy=DAMAGE_REMEDY,
             )  # fmt: skip
-        return (item, name), Place(file, entry.start, entry.stop, box)
 
     def _item(self, name: str, kind: str) -> StoredItem:
         tensors = {tensor: spec for (item, tensor), spec in self._specs.items() if item == name}

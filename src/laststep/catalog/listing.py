@@ -2,13 +2,18 @@
 
 Reads names, sizes and manifests, never data files. A manifest never changes while it exists, so one
 that was read is remembered; whether it still exists is looked up each time. What somebody deletes
-while it is looked at is left out. Of a checkpoint of very many ranks the folders with their files
-are not looked through: that would be hundreds of thousands of files at every save. What is missing
-there, `verify` and a restore find. Any thread may call.
+while it is looked at is left out. Any thread may call.
+
+In a job of many ranks the files lie in folders within that of the checkpoint. Every rank looks at
+the run when it restores, so the folders of very many files, and of attempts, are passed over unless
+a look is to go `Through` them. Of a checkpoint of very many files it then counts names, since the
+manifest knows their bytes: only where some are missing, all sizes are asked for. A linked folder is
+not looked into: what is in there is not in the run.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,8 +31,18 @@ if TYPE_CHECKING:
     from laststep.storage.store import Entry, Store
 
 _NEAREST = 6
-_LOOKED_THROUGH = 4096
-"""Of a checkpoint of more files, those in folders are not looked at."""
+_VERY_MANY = 4096
+"""Of a checkpoint of more files, each look leaves the folders of ranks out."""
+_DATA_FILE = ".safetensors"
+
+
+class Through(enum.Enum):
+    """What a look goes through, folders of very many files and all."""
+
+    NOTHING = enum.auto()
+    ATTEMPTS = enum.auto()
+    """All that is not committed: what is to be removed is to be known."""
+    ALL = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +67,13 @@ class Listed:
     """Of its data files, as the manifest counts them; all that is there where it cannot be read."""
 
     stored_bytes: int
-    """Of all files in its folder as they are: what deleting it gives back. Of very many, as the
-    manifest counts them."""
+    """Of all files in its folder as they are: what deleting it gives back. Of very many that are
+    all there, or were not looked through, as the manifest counts them."""
 
     created_s: float
     incomplete: str | None = None
+    is_link: bool = False
+    """Whether its folder lies elsewhere."""
 
     @property
     def is_whole(self) -> bool:
@@ -66,7 +83,8 @@ class Listed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """An undecided attempt, and whether its writer is alive."""
+    """An undecided attempt, and whether its writer is alive. Its bytes are those that were seen: in
+    a job of many ranks most lie in folders, for a look that goes through them."""
 
     folder: str
     step: int
@@ -74,7 +92,6 @@ class Attempt:
     attempt: int
     alive: bool
     size_bytes: int
-    changed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +107,22 @@ class Found:
     a `/`."""
 
     decided: Commit | Abort | LaststepError | None
+    passed_over: tuple[str, ...] = ()
+    """The folders within it that were not."""
+
+    is_link: bool = False
+    """Whether the folder lies elsewhere."""
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all its files."""
-        here = sum(entry.size_bytes for entry in self.entries if not entry.is_folder)
-        commit = self.decided if isinstance(self.decided, Commit) else None
-        return here + (0 if commit is None or not _is_deep(commit) else commit.size_bytes)
+        """The bytes of all its files: as they are, and as the manifest says of those that were
+        passed over."""
+        here = [entry for entry in self.entries if not entry.is_folder]
+        if isinstance(self.decided, Commit) and self.passed_over:
+            # A data file may lie beside the folders: it is among those that the manifest counts.
+            here = [entry for entry in here if not entry.name.endswith(_DATA_FILE)]
+            return sum(entry.size_bytes for entry in here) + self.decided.size_bytes
+        return sum(entry.size_bytes for entry in here)
 
     @property
     def changed_s(self) -> float:
@@ -114,18 +140,17 @@ class Found:
         if not isinstance(self.decided, Commit):
             return None
         sizes = {entry.name: entry.size_bytes for entry in self.entries if not entry.is_folder}
-        return _incomplete(self.decided, sizes)
+        return _incomplete(self.decided, sizes, is_part=bool(self.passed_over))
 
 
 def _is_deep(commit: Commit) -> bool:
-    """Whether its data files lie in folders that are not looked through."""
-    many = commit.file_count > _LOOKED_THROUGH
-    return many and any("/" in item.file for item in commit.items)
+    """Whether it has very many data files, in folders."""
+    return commit.file_count > _VERY_MANY and any("/" in item.file for item in commit.items)
 
 
-def _incomplete(commit: Commit, sizes: dict[str, int]) -> str | None:
+def _incomplete(commit: Commit, sizes: dict[str, int], *, is_part: bool) -> str | None:
     wrong = [group.name for group in commit.groups if group.name not in sizes]
-    if not _is_deep(commit):
+    if not is_part:
         wrong += [file.name for file in commit.files if sizes.get(file.name) != file.size_bytes]
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -134,10 +159,10 @@ def _incomplete(commit: Commit, sizes: dict[str, int]) -> str | None:
             return f"{wrong[0]} is missing{more}"
         wanted = next(file.size_bytes for file in commit.files if file.name == wrong[0])
         return f"{wrong[0]} has {found} bytes instead of {wanted}{more}"
-    if _is_deep(commit) or not commit.groups:
+    if is_part or not commit.groups:
         return None
     # The root knows how many files there are, and their bytes; which is which, the groups know.
-    there = [size for name, size in sizes.items() if name.endswith(".safetensors")]
+    there = [size for name, size in sizes.items() if name.endswith(_DATA_FILE)]
     if len(there) >= commit.file_count and sum(there) >= commit.size_bytes:
         return None
     return (
@@ -157,9 +182,9 @@ class Scanner:
         """All attempts that have a folder, decided or not."""
         return tuple(name for name, _ in self._folders())
 
-    def scan(self) -> tuple[Found, ...]:
+    def scan(self, through: Through = Through.NOTHING) -> tuple[Found, ...]:
         """Every attempt and what was decided about it."""
-        found = tuple(self._look(name, touched_s) for name, touched_s in self._folders())
+        found = tuple(self._look(name, entry, through) for name, entry in self._folders())
         if any(item.decided is None for item in found):
             # An attempt, or a checkpoint that lost its manifest, and by now its name, meanwhile.
             there = set(self.names())
@@ -170,30 +195,48 @@ class Scanner:
                 self._read.pop(folder, None)
         return found
 
-    def _folders(self) -> list[tuple[AttemptName, float]]:
+    def _folders(self) -> list[tuple[AttemptName, Entry]]:
         entries = [entry for entry in self._store.list("") if entry.is_folder]
-        parsed = [(parse_folder(entry.name), entry.modified_s) for entry in entries]
-        return [(name, modified_s) for name, modified_s in parsed if name is not None]
+        parsed = [(parse_folder(entry.name), entry) for entry in entries]
+        return [(name, entry) for name, entry in parsed if name is not None]
 
-    def _look(self, name: AttemptName, touched_s: float) -> Found:
-        found = self._look_once(name, touched_s)
+    def _look(self, name: AttemptName, folder: Entry, through: Through) -> Found:
+        found = self._look_once(name, folder, fully=False)
+        wanted = through is Through.ALL or (through is Through.ATTEMPTS and not found.is_committed)
+        if wanted and found.passed_over and not self._has_all_names(found):
+            found = self._look_once(name, folder, fully=True)
         if found.incomplete is not None:
             # Files that are being deleted look the same; then the manifest is gone by now.
-            found = self._look_once(name, touched_s)
+            found = self._look_once(name, folder, fully=not found.passed_over)
         return found
 
-    def _look_once(self, name: AttemptName, touched_s: float) -> Found:
+    def _look_once(self, name: AttemptName, folder: Entry, *, fully: bool) -> Found:
         entries = self._store.list(name.folder)
         manifest = next((entry for entry in entries if entry.name == MANIFEST_NAME), None)
         decided = None if manifest is None else self._decided(name.folder, manifest)
-        for inner in [entry.name for entry in entries if entry.is_folder]:
-            deep = isinstance(decided, Commit) and _is_deep(decided)
-            if inner == GROUPS_FOLDER or not deep:
+        fully = fully or (isinstance(decided, Commit) and not _is_deep(decided))
+        passed_over = []
+        for inner in [entry.name for entry in entries if entry.is_folder and not entry.is_link]:
+            if inner == GROUPS_FOLDER or fully:
                 entries += [
                     replace(entry, name=f"{inner}/{entry.name}")
                     for entry in self._store.list(f"{name.folder}/{inner}")
                 ]
-        return Found(name=name, touched_s=touched_s, entries=tuple(entries), decided=decided)
+            else:
+                passed_over.append(inner)
+        return Found(
+            name=name, touched_s=folder.modified_s, entries=tuple(entries), decided=decided,
+            passed_over=tuple(passed_over), is_link=folder.is_link,
+        )  # fmt: skip
+
+    def _has_all_names(self, found: Found) -> bool:
+        """Whether there are as many data files as the manifest counts."""
+        if not isinstance(found.decided, Commit):
+            return False
+        names = [entry.name for entry in found.entries if not entry.is_folder]
+        for inner in found.passed_over:
+            names += self._store.file_names(f"{found.name.folder}/{inner}")
+        return sum(name.endswith(_DATA_FILE) for name in names) >= found.decided.file_count
 
     def _decided(self, folder: str, entry: Entry) -> Commit | Abort | LaststepError | None:
         known = self._read.get(folder)
@@ -247,7 +290,6 @@ def attempts(found: tuple[Found, ...], epochs: Epochs) -> tuple[Attempt, ...]:
             attempt=item.name.attempt,
             alive=alive[item.name.epoch],
             size_bytes=item.size_bytes,
-            changed_s=item.changed_s,
         )
         for item in undecided
     )
@@ -274,6 +316,7 @@ def _listed(
         stored_bytes=item.size_bytes,
         created_s=next(written, 0.0) if commit is None else commit.created_s,
         incomplete=item.incomplete,
+        is_link=item.is_link,
     )
 
 

@@ -1,11 +1,12 @@
 """Which checkpoints to keep.
 
 Pure: from what is listed and a policy to one verdict each. Whatever the policy says, these stay:
-the newest good one of the lineage, the one that was resumed from, pinned ones, and all that a kept
-manifest refers to. Rules count only good checkpoints on the lineage: those whose manifest can be
-read and whose files are all there in full length. What is off it, or not good, is evidence and
-stays until it is asked for (`keep_abandoned=False`); only a checkpoint whose step was committed
-again goes by itself. A metric that no checkpoint has, perhaps a misspelt one, deletes nothing.
+the newest good one of the lineage, the one that was resumed from, pinned ones, linked ones, and all
+that a kept manifest refers to. Rules count only good checkpoints on the lineage: those whose
+manifest can be read and whose files are all there in full length. What is off it, or not good, is
+evidence and stays until it is asked for (`keep_abandoned=False`); only a checkpoint whose step was
+committed again goes by itself. A metric that no checkpoint has, perhaps a misspelt one, deletes
+nothing.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ def _always(
             reasons[item.folder].append("resumed from")
         if item.pinned or item.folder in pinned:
             reasons[item.folder].append("pinned")
+        if item.is_link:
+            reasons[item.folder].append("a link: what it points to is not the run's to delete")
 
 
 def _by_rule(reasons: dict[str, list[str]], good: Sequence[Listed], policy: Policy) -> None:

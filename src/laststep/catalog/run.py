@@ -23,7 +23,7 @@ from laststep.catalog.epochs import (
     later_format,
     shares_pids,
 )
-from laststep.catalog.listing import Attempt, Listed, Scanner
+from laststep.catalog.listing import Attempt, Listed, Scanner, Through
 from laststep.catalog.names import (
     PIN_NAME,
     RUN_NAME,
@@ -118,11 +118,15 @@ class Run:
 
     def checkpoints(self) -> tuple[Listed, ...]:
         """All committed checkpoints in the order of commits, on the lineage or not."""
-        return listing.checkpoints(self._scanner.scan(), self._epochs.chain())
+        return self._checkpoints(Through.NOTHING)
+
+    def _checkpoints(self, through: Through) -> tuple[Listed, ...]:
+        return listing.checkpoints(self._scanner.scan(through), self._epochs.chain())
 
     def look(self) -> tuple[tuple[Listed, ...], tuple[Attempt, ...]]:
-        """The committed checkpoints and the undecided attempts, as they were at one look."""
-        found = self._scanner.scan()
+        """The committed checkpoints and the undecided attempts, as they were at one look, which
+        goes through all folders: for a person, or before a deletion."""
+        found = self._scanner.scan(Through.ALL)
         return (
             listing.checkpoints(found, self._epochs.chain()),
             listing.attempts(found, self._epochs),
@@ -206,8 +210,10 @@ class Run:
 
     def check_step_free(self, step: int) -> None:
         """`Exists` where that step is committed on the lineage and whole."""
-        for item in self.lineage():
-            if item.step == step and item.is_whole:
+        if all(item.step != step for item in self.lineage()):
+            return
+        for item in self._checkpoints(Through.ALL):
+            if item.on_lineage and item.step == step and item.is_whole:
                 raise Exists(
                     f"step {step} has been saved already",
                     where=f"{self.store.url}/{item.folder}",
@@ -267,8 +273,12 @@ class Run:
     # Removing
 
     def discard(self, folder: str) -> None:
-        """Delete an attempt that was given up; for its own writer, once it writes no more."""
-        if not isinstance(self.decision(folder), Abort):
+        """Delete an attempt that was given up; for its own writer, once it writes no more. One that
+        somebody else has deleted is fine."""
+        decided = self.decision(folder)
+        if decided is None and parse_folder(folder) not in self._scanner.names():
+            return
+        if not isinstance(decided, Abort):
             raise Usage(
                 "refused to delete an attempt that was not given up",
                 where=f"{self.store.url}/{folder}",
@@ -279,7 +289,8 @@ class Run:
     def orphans(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
         """What crashes left behind and no live writer can want."""
         now = time.time() if now_s is None else now_s
-        return cleaning.orphans(self.store, self._epochs, self._scanner.scan(), now_s=now)
+        found = self._scanner.scan(Through.ATTEMPTS)
+        return cleaning.orphans(self.store, self._epochs, found, now_s=now)
 
     def clean(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
         """Remove the orphans; returns those that are gone."""
@@ -311,9 +322,8 @@ def plan_prune(
     in_use: frozenset[str] = frozenset(),
 ) -> PrunePlan:
     """What the policy would delete now; `in_use` are folders that a save under way refers to."""
-    return prune.plan(
-        run.store, run.checkpoints(), policy, resumed_from=resumed_from, pinned=in_use
-    )
+    listed, _ = run.look()
+    return prune.plan(run.store, listed, policy, resumed_from=resumed_from, pinned=in_use)
 
 
 def _read_record(store: Store) -> RunRecord | None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from laststep.catalog import decision, groups
+from laststep.catalog.entries import item_of_object, object_text, stored_in
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, digest
 from laststep.errors import Corrupt, NotFound, StorageFailed
 from laststep.format import manifest
@@ -43,8 +44,9 @@ class Damage:
     """One thing that is not as it was written: where it lies, what its digest says, what is there.
 
     `start` and `stop` are bytes that the file has: of one that is too short, what is missing behind
-    its end is one damage ("size"), which begins and stops there. `touches` names the tensors or
-    objects that lie, or should lie, there.
+    its end is one damage ("size"), which begins and stops there. `touches` names what lies, or
+    should lie, there: tensors by their full names, of a part also which (`model/w[0:320, 0:300]`),
+    of what each rank has for itself also whose.
     """
 
     file: str
@@ -129,6 +131,9 @@ class _Check:
         self._threads = threads
         self._progress = progress
         self._total_bytes = 0
+        self._per_rank: frozenset[str] = frozenset()
+        self._rank_of: dict[str, int] = {}
+        """Who wrote each file, where a manifest says so."""
         self._stack = ExitStack()
         self._mutex = threading.Lock()
         self.findings = _Findings()
@@ -158,6 +163,9 @@ class _Check:
         for group in commit.groups:
             records += self._group(commit, group, sizes.get(group.name, 0))
         self._total_bytes = sum(record.size_bytes for record in records)
+        if commit.ranks > 1:
+            self._per_rank = frozenset(item.name for item in commit.items if item.per_rank)
+            self._rank_of = {record.name: record.rank for record in records}
         return [(record.name, record) for record in records]
 
     def _files_there(self) -> list[tuple[str, manifest.FileRecord | None]]:
@@ -227,7 +235,7 @@ class _Check:
         try:
             reader = self._store.open_reader(f"{self._folder}/{name}")
         except NotFound:
-            self._add(name, "file", 0, 0, f"{wanted_bytes} bytes", "no such file")
+            self._add(name, "missing file", 0, 0, f"{wanted_bytes} bytes", "no such file")
             return []
         self._stack.callback(reader.close)
         self.findings.files += 1
@@ -255,7 +263,9 @@ class _Check:
             found = f"{there_bytes} bytes: the file is too long"
             self._add(name, "size", wanted_bytes, there_bytes, expected, found)
             return
-        lost = () if header is None else _touched(header, there_bytes - data_at, wanted_bytes)
+        lost: tuple[str, ...] = ()
+        if header is not None:
+            lost = self._touched(name, header, there_bytes - data_at, wanted_bytes - data_at)
         found = f"{there_bytes} bytes: the file is too short"
         self._add(name, "size", there_bytes, there_bytes, expected, found, lost)
 
@@ -343,8 +353,25 @@ class _Check:
         text = found.hex()
         if len(data) != stop - start:
             text = f"only {len(data)} of {stop - start} bytes: the file is too short"
-        touches = _touched(part.header, start - part.header_bytes, stop - part.header_bytes)
+        data_at = part.header_bytes
+        touches = self._touched(part.file, part.header, start - data_at, stop - data_at)
         self._add(part.file, what, start, start + len(data), expected.hex(), text, touches)
+
+    def _touched(self, file: str, header: Header, start: int, stop: int) -> tuple[str, ...]:
+        """What lies in a range of a file's data, at most so many."""
+        stored = [
+            stored_in(header, one)
+            for one in header.tensors
+            if one.start < stop and start < one.stop
+        ]
+        objects = [one.name for one in header.objects if one.start < stop and start < one.stop]
+        found = [one.text + self._whose(file, one.item) for one in stored[:_MAX_TOUCHED]]
+        found += [object_text(one) + self._whose(file, item_of_object(one)) for one in objects]
+        return tuple(found[:_MAX_TOUCHED])
+
+    def _whose(self, file: str, item: str | None) -> str:
+        """The rank that has it for itself, as the end of a text."""
+        return f" of rank {self._rank_of[file]}" if item in self._per_rank else ""
 
     def _read(
         self, file: str, what: str, reader: Reader, start: int, into: memoryview
@@ -403,14 +430,6 @@ def _ranges(name: str, reader: Reader, header: Header, header_bytes: int) -> Ite
         yield part(start, stop, header.blocks[first * DIGEST_BYTES : last * DIGEST_BYTES])
     for stored in header.objects:
         yield part(stored.start, stored.stop, stored.digest, stored.name)
-
-
-def _touched(header: Header, start: int, stop: int) -> tuple[str, ...]:
-    """The names of what lies in a range of the data, at most so many."""
-    tensors = [(entry.name, entry.start, entry.stop) for entry in header.tensors]
-    objects = [(entry.name, entry.start, entry.stop) for entry in header.objects]
-    touched = [name for name, low, high in tensors + objects if low < stop and start < high]
-    return tuple(touched[:_MAX_TOUCHED])
 
 
 @contextmanager

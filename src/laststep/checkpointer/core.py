@@ -351,14 +351,14 @@ class Checkpointer:
             threads=self._settings.readers(ranks_on_this_node(self._rank)),
         )  # fmt: skip
         self.wait()
-        own_pids = neighbours.wait_for_others(self._work, self.path)
+        neighbours.wait_for_others(self._work, self.path)
         self._revive()
         if self._group is None:
-            self._group = teaming.all_ranks(self._rank, self._settings)
+            self._group = teaming.all_ranks(self._rank, self._settings, self._team)
         with without_collection(), self._pool.at_rest(2 * wanted.threads):
             outcome = restore_into(
                 self._store, self._providers, self._pool, self._bus, wanted, ranks=self._group,
-                touched=functools.partial(setattr, self, "_mixed"), own_pids=own_pids,
+                touched=functools.partial(setattr, self, "_mixed"),
             )  # fmt: skip
         if outcome is None:
             self._taken = set()

@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laststep.checkpointer.agreeing import SAME_STEPS
+from laststep.checkpointer.differing import values_of
 from laststep.checkpointer.receipts import Receipt, summarise
 from laststep.checkpointer.rounds import BEGUN, DECIDED, SUMMARISED, Decision, Now, Over
 from laststep.engine.wire import Decide, Located
 from laststep.plan.groups import Groups
 
 if TYPE_CHECKING:
+    from laststep.checkpointer.differing import Differing
     from laststep.checkpointer.receipts import Summary
     from laststep.checkpointer.rounds import Desk, Place, Round
+
+_SEE_FIRST = "it may be stopped, slow or dead: see its log"
 
 
 class Following:
@@ -32,6 +37,8 @@ class Following:
         """Of the last save that this rank joined."""
         self._refused = 0
         """Of the last save that waits for this rank in vain."""
+        self._shown = 0
+        """Of the last save of which this rank has shown the values that differ."""
         self._left: list[str] = []
         """Receipts of this rank's group, which nobody needs once it has summed them up."""
 
@@ -48,7 +55,7 @@ class Following:
         mine = self._desk.own_receipt(one, self._listen)
         me = self._desk.rank.number
         if mine.problem or link is None:
-            self._board.put(one.key("failed"), f"rank {me}: {mine.problem}".encode())
+            self._board.put(one.key("failed"), self._desk.trouble(mine.problem).encode())
             return
         self._board.put(one.key(f"r/{me}"), msgspec.msgpack.encode(mine))
         if one.groups is not None and one.groups.leader_of(me) == me:
@@ -63,10 +70,6 @@ class Following:
         """This rank gives a save up: tell the first one."""
         if one.number:
             self._board.put(one.key("failed"), self._desk.by_me(reason))
-
-    def confirm(self, one: Round, reason: str) -> None:
-        """It is given up in the run as well: the first rank can no longer commit it."""
-        self._board.put(one.key("given-up"), self._desk.by_me(reason))
 
     def _join(self, one: Round) -> Place:
         """Find the first rank's save of this step."""
@@ -84,10 +87,7 @@ class Following:
 
         now = self._board.until(look, self._desk.until_s(one, BEGUN))
         if now is None:
-            raise Over(
-                f"{self._desk.last_of(0)} began no save of step {one.step} within "
-                f"{self._desk.deadline_s:g} s"
-            )
+            raise self._desk.absent(one, [self._desk.last_of(0)])
         self._number = one.number = now.number
         one.groups, one.place = Groups(self._desk.rank.ranks, now.group_size), now.place
         if now.place is None:
@@ -99,7 +99,7 @@ class Following:
         if self._refused < now.number:
             self._refused = now.number
             told = f"rank {self._desk.rank.number} saves step {one.step} and not {now.step}"
-            self._board.put(f"s/{now.number}/failed", told.encode())
+            self._board.put(f"s/{now.number}/failed", f"{told}; {SAME_STEPS}".encode())
 
     def _check_missed(self, one: Round, now: Now) -> None:
         """`Over`, and why, where the first rank has gone on without this one."""
@@ -107,9 +107,9 @@ class Following:
             if past.step == one.step and past.number > self._number:
                 self._number = past.number
                 late = f"rank {self._desk.rank.number} took no part, and came late"
-                raise Over(past.reason or late)
+                raise Over(past.reason or f"{late}; {SAME_STEPS}")
         if now.step > one.step:
-            raise Over(f"rank 0 saves step {now.step} and not {one.step}")
+            raise Over(f"rank 0 saves step {now.step} and not {one.step}; {SAME_STEPS}")
 
     def _speak(self, one: Round, groups: Groups, mine: Receipt) -> None:
         """Gather the receipts of this rank's group, and leave one summary."""
@@ -131,8 +131,8 @@ class Following:
     def _summary(self, one: Round, receipts: dict[int, Receipt]) -> Summary:
         assert one.agreement is not None  # noqa: S101 (without one there is a problem)
         summary = summarise(receipts, one.agreement)
-        if summary.objection:
-            raise Over(summary.objection)
+        if summary.differing is not None:  # the first rank asks how, and gives the save up
+            return summary
         return msgspec.structs.replace(summary, group=self._desk.write_group(one, receipts))
 
     def _decision(self, one: Round) -> Decision:
@@ -144,8 +144,8 @@ class Following:
 
         told = self._board.until(look, self._desk.until_s(one, DECIDED))
         if told is None:
-            why = f"rank 0 decided nothing within {self._desk.deadline_s:g} s"
-            raise Over(self._desk.by_me(why).decode())
+            why = f"rank 0 did not commit step {one.step} within {self._desk.deadline_s:g} s"
+            raise Over(self._desk.by_me(f"{why}; {_SEE_FIRST}").decode())
         return told
 
     def _listen(self, one: Round) -> None:
@@ -157,9 +157,10 @@ class Following:
     def _told(self, one: Round) -> Decision | None:
         """What became of a save that this rank has joined, as far as anybody has said."""
         if (note := self._board.look(one.key("decision"))) is not None:
-            return msgspec.msgpack.decode(note, type=Decision)
-        if (note := self._board.look(one.key("given-up"))) is not None:
-            return Decision(reason=note.decode())
+            told = msgspec.msgpack.decode(note, type=Decision)
+            if told.asks is None:
+                return told
+            self._show(one, told.asks)
         note = self._board.look("now")
         now = None if note is None else msgspec.msgpack.decode(note, type=Now)
         if now is None or now.number <= one.number:
@@ -169,3 +170,11 @@ class Following:
             if past.number == one.number:
                 return Decision(reason=past.reason)
         return Decision(reason=f"rank {self._desk.rank.number} heard nothing of its end in time")
+
+    def _show(self, one: Round, asked: Differing) -> None:
+        """Show the values of an item that differ from another rank's, once, if this one's do."""
+        me = self._desk.rank.number
+        if me in asked.ranks and self._shown < one.number:
+            self._shown = one.number
+            shown = msgspec.msgpack.encode(values_of(one.trees[asked.item]))
+            self._board.put(one.key(f"v/{me}"), shown)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.checkpointer.agreeing import margin_s
+from laststep.checkpointer.differing import Differing, Values, describe, values_of
 from laststep.checkpointer.receipts import (
     Receipt,
     Summary,
@@ -24,7 +25,7 @@ from laststep.checkpointer.receipts import (
     objection_to,
     summarise,
 )
-from laststep.checkpointer.rounds import GATHERED, Decision, Now, Over, Past, Place
+from laststep.checkpointer.rounds import COMMITTED, GATHERED, Decision, Now, Over, Past, Place
 from laststep.engine.wire import Decide
 from laststep.errors import Aborted, LaststepError
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from laststep.plan.job import Agreement
 
 _PAST = 16
+_STUCK = "it may be stopped, or its disk may be; the next save tries again"
 
 
 class Leading:
@@ -47,8 +49,9 @@ class Leading:
         self._desk = desk
         self._board = desk.board
         self._groups = groups
-        self._number = 0
-        """Of the last save that this rank led."""
+        self._number = time.time_ns() // 1_000_000
+        """Of the last save that this rank led. It begins with the time: a launcher may start ranks
+        again in the store of those that died, whose notes have lower numbers."""
         self._past: deque[Past] = deque(maxlen=_PAST)
         self._before: list[str] = []
         """Notes of the save before, which nobody needs any more when the next is decided."""
@@ -61,35 +64,33 @@ class Leading:
         self._number += 1
         one.number = self._number
         if one.place is None or one.link is None or one.agreement is None:
-            reason = f"rank 0: {self._desk.own_receipt(one, self._listen).problem}"
+            reason = self._desk.trouble(self._desk.own_receipt(one, self._listen).problem)
             self._post(one, problem=reason)
             self._past.append(Past(number=one.number, step=one.step, reason=reason))
             return
         self._post(one)
         mine = self._desk.own_receipt(one, self._listen)
         if mine.problem:
-            self._tell(one, f"rank 0: {mine.problem}")
+            self._tell(one, self._desk.trouble(mine.problem))
             return
         receipts, summaries = self._gathered(one, mine)
         summaries = [summarise(receipts, one.agreement), *summaries]
-        reason = objection_to(summaries, one.agreement)
+        objection = objection_to(summaries, one.agreement)
+        reason = self._difference(one, objection) if isinstance(objection, Differing) else objection
         if reason:
             self._desk.client.send(Decide(save=one.link.number, reason=reason))
         else:
             self._decide(one, one.link, receipts, summaries)
-        self._await_flusher(one, one.link)
-        error = self._desk.settle(one, one.link.lost)
+        self._desk.await_flusher(one.link, self._desk.until_s(one, COMMITTED))
+        error = self._desk.settle(one, one.link.lost or self._late(one, reason))
         if error is not None and not reason:
-            reason = f"rank 0: {error.without_remedy()}"
+            reason = self._desk.trouble(error.without_remedy())
         with contextlib.suppress(LaststepError):  # the others find out, in the run
             self._tell(one, reason)
 
     def warn(self, one: Round, reason: str) -> None:
         """This rank gives a save up: tell everybody."""
         self._tell(one, reason)
-
-    def confirm(self, one: Round, reason: str) -> None:
-        """It is given up in the run as well; nobody needs to be told, since nobody else commits."""
 
     def _listen(self, one: Round) -> None:
         """Has another rank failed, so that this one need not go on?"""
@@ -109,7 +110,7 @@ class Leading:
         deadline_s = self._desk.deadline_s
         until_s = one.began_s + deadline_s + margin_s(deadline_s)
         if self._board.until(look, until_s, rest=link.rest) is None:
-            raise Aborted(f"the flusher began nothing within {deadline_s:g} s")
+            raise Aborted(f"the flusher began nothing within {deadline_s:g} s", remedy=_STUCK)
         one.own_s = time.monotonic() - one.began_s
         place = link.place
         if place is None:
@@ -153,7 +154,7 @@ class Leading:
             found += map(self._desk.last_of, silent)
             if not silent:
                 whose = f"which speaks for ranks {group[0]} to {group[-1]}"
-                found.append(f"{self._desk.last_of(group[0])}, {whose}")
+                found.append(f"{self._desk.last_of(group[0])}, {whose},")
         return found
 
     def _decide(
@@ -175,21 +176,28 @@ class Leading:
                    groups=tuple(groups), classes=self._classes[1], ranks=self._groups.ranks)
         )  # fmt: skip
 
-    def _await_flusher(self, one: Round, link: SaveLink) -> None:
-        """Until it has committed, or failed to, or is gone; or another rank has given the save up
-        under the name that decides, so that it never can."""
+    def _difference(self, one: Round, differing: Differing) -> str:
+        """Why that is no state to commit. The two ranks are asked what they have, which nobody is
+        while all agree."""
+        self._board.put(one.key("decision"), msgspec.msgpack.encode(Decision(asks=differing)))
+        shown: dict[int, Values] = {}
+        if 0 in differing.ranks:
+            shown[0] = values_of(one.trees[differing.item])
+        names = {one.key(f"v/{rank}"): rank for rank in differing.ranks if rank != 0}
+        # They have reported just now: one that has died since is not waited for as long as others.
+        soon_s = time.monotonic() + margin_s(self._desk.deadline_s)
+        until_s = min(soon_s, self._desk.until_s(one, COMMITTED))
+        for name, note in self._board.wait_all(names, until_s).items():
+            shown[names[name]] = msgspec.msgpack.decode(note, type=Values)
+        self._board.remove(names)
+        return describe(differing, shown)
 
-        def is_over() -> bool | None:
-            return True if link.handle.committed.over() or link.lost is not None else None
-
-        def look() -> bool | None:
-            if is_over() is None and (note := self._board.look(one.key("given-up"))) is not None:
-                link.failed(Aborted(note.decode()))
-            return is_over()
-
-        with contextlib.suppress(LaststepError):
-            self._board.until(look, rest=link.rest)
-        self._board.until(is_over, rest=link.rest)
+    def _late(self, one: Round, reason: str) -> Aborted:
+        """What to report if the flusher has said nothing by now."""
+        if reason:
+            return Aborted(reason)
+        late = f"did not commit step {one.step} within {self._desk.deadline_s:g} s"
+        return Aborted(f"the flusher of rank 0 {late}", remedy=_STUCK)
 
     def _tell(self, one: Round, reason: str) -> None:
         if not one.number:  # it was never led; the others give it up by themselves, or hear now
@@ -199,7 +207,7 @@ class Leading:
         self._past.append(Past(number=one.number, step=one.step, reason=reason))
         self._board.put(one.key("decision"), msgspec.msgpack.encode(Decision(reason=reason)))
         self._board.remove(self._before)
-        names = ["decision", "failed", "given-up"]
+        names = ["decision", "failed"]
         names += [f"r/{rank}" for rank in self._groups.group_of(0)[1:]]
         names += [f"g/{leader}" for leader in self._groups.leaders[1:]]
         self._before = [one.key(name) for name in names]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +22,7 @@ from laststep.errors import Mismatch, NotFound, Problems
 from laststep.plan.load import Read, Want, plan_reads
 from laststep.state.matching import Match, load_item, match_item
 from laststep.state.modules import loads_in_its_own_way
+from laststep.state.renaming import modules_in, rename
 from laststep.state.tensors import collect, copy_tensors
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from laststep.dist.group import Ranks
     from laststep.dist.ranks import Rank
     from laststep.engine.pool import Pool
-    from laststep.state.provider import StateProvider
+    from laststep.state.pieces import Collected
+    from laststep.state.provider import State, StateProvider
+    from laststep.state.renaming import Modules
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +76,10 @@ class Fit:
     merged: list[str] = field(default_factory=list)
     """Items whose state is made of those of all ranks that were."""
     problems: Problems = field(default_factory=Problems)
+    have_twins: bool = False
+    """Whether any rank reads tensors that are two in the checkpoint and one in its state."""
+    strict: bool = True
+    where: str = ""
 
 
 def fit(
@@ -91,7 +98,7 @@ def fit(
     found = together(
         ranks, lambda: _look(content, providers, only, ranks.rank, strict=strict, where=where)
     )
-    found.unexpected = _unexpected_by_all(found.unexpected, ranks)
+    _hear_of_others(found, ranks)
     problems = Problems(
         missing=tuple(found.missing), unexpected=tuple(found.unexpected),
         mismatched=tuple(found.mismatched),
@@ -108,6 +115,25 @@ def fit(
     return found
 
 
+def judge_twins(found: Fit, ranks: Ranks) -> None:
+    """Judge what only the bytes tell, once they are read: whether what is one tensor here is stored
+    as two of the same. If not, that is a `Mismatch` when strict; else the first holds."""
+    if not found.have_twins:
+        return
+    mine = together(
+        ranks, lambda: [f"{m.item.name}/{text}" for m in found.matches for text in m.differing()]
+    )
+    told = map(msgspec.msgpack.decode, ranks.gather(msgspec.msgpack.encode(mine)))
+    texts = tuple(dict.fromkeys(text for note in told for text in note))
+    if texts and found.strict:
+        raise Mismatch.of(
+            Problems(mismatched=texts), where=found.where,
+            remedy="restore into a state in which they are apart, "
+            "or pass strict=False to take the first",
+        )  # fmt: skip
+    found.problems = replace(found.problems, mismatched=found.problems.mismatched + texts)
+
+
 def _look(
     content: Content,
     providers: Mapping[str, StateProvider],
@@ -118,7 +144,8 @@ def _look(
     where: str,
 ) -> Fit:
     """What fits on this rank, and what does not; nothing is touched."""
-    found = Fit([], [], [], [], {})
+    found = Fit([], [], [], [], {}, strict=strict, where=where)
+    looks = _Looks(content, providers, only)
     missing, unexpected, mismatched = found.missing, found.unexpected, found.mismatched
     for name, provider in providers.items():
         wanted, selected = selection(only, name)
@@ -132,10 +159,9 @@ def _look(
             continue
         if selected is not None and not any(map(selected, item.names())):
             continue
-        with naming(name):
-            state = provider.describe()
-            live = collect(state.value, volatile=state.volatile, allow_pickle=True)
-        match = match_item(item, provider, state, live, selected)
+        state, live = looks.at(name)
+        renamed = rename(item, live.tree, looks.stored_modules, looks.live_modules)
+        match = match_item(renamed, provider, state, live, selected)
         match.exact = strict and selected is None
         if () not in match.foreign:
             found.matches.append(match)
@@ -156,6 +182,46 @@ def _look(
     else:
         _check_all_used(only, content, providers, where)
     return found
+
+
+class _Looks:
+    """The live items, each looked at once at most; and the modules on both sides, whose ties tell
+    which names are of one parameter."""
+
+    def __init__(
+        self,
+        content: Content,
+        providers: Mapping[str, StateProvider],
+        only: Sequence[str] | None,
+    ) -> None:
+        self._content = content
+        self._providers = providers
+        self._only = only
+        self._seen: dict[str, tuple[State, Collected]] = {}
+
+    def at(self, name: str) -> tuple[State, Collected]:
+        if name not in self._seen:
+            with naming(name):
+                state = self._providers[name].describe()
+                live = collect(state.value, volatile=state.volatile, allow_pickle=True)
+            self._seen[name] = state, live
+        return self._seen[name]
+
+    def stored_modules(self) -> Modules:
+        found: Modules = {}
+        for item in self._content.items.values():
+            found |= modules_in(item.name, item.kind, item.tree, item.ties)
+        return found
+
+    def live_modules(self) -> Modules:
+        """Of groups only those that take part: others may be dear to look at."""
+        found: Modules = {}
+        for name, provider in self._providers.items():
+            takes_part, _ = selection(self._only, name)
+            if provider.kind == "module" or (provider.kind == "group" and takes_part):
+                live = self.at(name)[1]
+                found |= modules_in(name, provider.kind, live.tree, live.ties)
+        return found
 
 
 def _takes_over(
@@ -192,11 +258,14 @@ def state_of_rank(content: Content, item: str, pool: Pool, *, allow_pickle: bool
     return match.tree(allow_pickle=allow_pickle)
 
 
-def _unexpected_by_all(unexpected: list[str], ranks: Ranks) -> list[str]:
-    told = ranks.gather(msgspec.msgpack.encode(unexpected))
+def _hear_of_others(found: Fit, ranks: Ranks) -> None:
+    """Unexpected is what no rank has use for."""
+    twins = any(match.twins for match in found.matches)
+    told = ranks.gather(msgspec.msgpack.encode((found.unexpected, twins)))
     notes = [msgspec.msgpack.decode(note) for note in told]
-    common = set(notes[0]).intersection(*notes[1:])
-    return [text for text in unexpected if text in common]
+    common = set(notes[0][0]).intersection(*(unexpected for unexpected, _ in notes[1:]))
+    found.unexpected = [text for text in found.unexpected if text in common]
+    found.have_twins = any(twins for _, twins in notes)
 
 
 def _way_by_hooks(

@@ -30,10 +30,8 @@ def enter(who: object, run: str, under_way: _Ask) -> None:
     _entered[who] = Path(run).resolve(), under_way
 
 
-def wait_for_others(who: object, run: str) -> frozenset[int]:
-    """Wait until the saves that others had under way are over; how they ended is theirs to tell.
-    Returns the processes whose saves are over thereby: this one, by whose number its flushers are
-    known too."""
+def wait_for_others(who: object, run: str) -> None:
+    """Wait until the saves that others had under way are over; how they ended is theirs to tell."""
     for one, (place, ask) in list(_entered.items()):
         if place != Path(run).resolve():
             continue
@@ -44,4 +42,3 @@ def wait_for_others(who: object, run: str) -> frozenset[int]:
         log.info("waiting for another Checkpointer of %s, which is saving step %s", run, steps)
         for handle in handles:
             handle.committed.over_within(None)
-    return frozenset({os.getpid()})

@@ -5,18 +5,20 @@ The folder is a checkpoint like any other: verified, committed atomically, read 
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laststep import interrupts
 from laststep.catalog.run import Run
 from laststep.checkpointer.core import Checkpointer
-from laststep.checkpointer.loading import VALUE, Transfer, fit, load_all
+from laststep.checkpointer.loading import VALUE, Transfer, fit, judge_twins, load_all
 from laststep.checkpointer.opening import Catalog, Checkpoint, open_folder
 from laststep.checkpointer.places import check_new_folder
+from laststep.checkpointer.restoring import hand_over
 from laststep.config import MIN_SLOTS
 from laststep.dist.group import Alone
 from laststep.dist.ranks import Rank, this_rank
@@ -29,6 +31,9 @@ from laststep.terms import CHUNK_BYTES, MANIFEST_NAME
 
 if TYPE_CHECKING:
     from laststep.catalog.content import Content
+    from laststep.state.matching import Match
+
+log = logging.getLogger(__name__)
 
 _LOAD_SLOTS = 16
 
@@ -88,14 +93,17 @@ def load(
     into: object = None,
     *,
     step: int | None = None,
+    rank: int | None = None,
     device: str = "cpu",
     allow_pickle: bool = False,
     strict: bool = True,
 ) -> object:
     """What `save` stored, or all items of a run's newest (or of one) checkpoint as a dict.
 
-    Of a run, `step` names another than the newest. With `into`, the state is written into it in
-    place and returned. Nothing else is loaded in the place of what is damaged: that is `Corrupt`.
+    Of a run, `step` names another than the newest. Of what each rank has for itself, `rank` says
+    whose: this process's own if None, or rank 0's where the checkpoint has no such rank. With
+    `into`, the state is written into it in place and returned. Nothing else is loaded in the place
+    of what is damaged: that is `Corrupt`.
     """
     if device != "cpu":
         _check_device(device)
@@ -103,13 +111,15 @@ def load(
     where = f"{absolute(path)}/{checkpoint.folder}" if is_run else absolute(path)
     with interrupts.held():
         return _load(
-            checkpoint, into, where, device, is_run=is_run, allow_pickle=allow_pickle, strict=strict
-        )
+            checkpoint, into, rank, where, device,
+            is_run=is_run, allow_pickle=allow_pickle, strict=strict,
+        )  # fmt: skip
 
 
 def _load(
     checkpoint: Checkpoint,
     into: object,
+    rank: int | None,
     where: str,
     device: str,
     *,
@@ -117,7 +127,10 @@ def _load(
     allow_pickle: bool,
     strict: bool,
 ) -> object:
-    alone = Alone(this_rank())
+    me = this_rank()
+    alone = Alone(me)
+    own = me.number if me.number < checkpoint.ranks else 0
+    checkpoint = checkpoint.of_rank(own if rank is None else rank)
     pool = Pool(max(_LOAD_SLOTS, MIN_SLOTS) * CHUNK_BYTES, pinned=False)
     pool.want(pool.cap_bytes)
     try:
@@ -125,22 +138,46 @@ def _load(
         single = not is_run and set(content.items) == {VALUE}
         if into is None:
             matches = load_all(content, device)
+            if rank is None:
+                _tell_whose(checkpoint, matches, own, me)
             Transfer(content, matches, alone).run(pool, threads=4)
             values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
             return values[VALUE] if single else values
         providers = providers_for({VALUE: into} if single else _items_in(into, content))
-        matches = fit(
+        found = fit(
             content, providers, None, strict=strict, where=where,
-            remedy="pass strict=False to load what fits, or leave `into` out to see what is stored",
-            ranks=alone,
-        ).matches  # fmt: skip
-        Transfer(content, matches, alone).run(pool, threads=4)
-        for match in matches:
-            providers[match.item.name].restore(match.tree(allow_pickle=allow_pickle))
+            remedy=_remedy(checkpoint, rank),
+            # What was asked for by its rank fits, however many ranks there are now.
+            ranks=alone if rank is None else Alone(Rank(rank, checkpoint.ranks)),
+        )  # fmt: skip
+        if rank is None:
+            taken = [match for match in found.matches if match.item.name not in found.derived]
+            _tell_whose(checkpoint, taken, own, me)
+        Transfer(content, found.matches, alone).run(pool, threads=4)
+        judge_twins(found, alone)
+        hand_over(content, found, providers, pool, me, allow_pickle=allow_pickle)
         return into
     finally:
         checkpoint.close()
         pool.close()
+
+
+def _tell_whose(checkpoint: Checkpoint, matches: Sequence[Match], rank: int, me: Rank) -> None:
+    """Say it where nobody has chosen one of many states, and this process has none of its own."""
+    names = [m.item.name for m in matches if m.item.name in checkpoint.per_rank()]
+    if names and me.ranks != checkpoint.ranks:
+        log.warning(
+            "%s: each of %d ranks has its own; this is rank %d's: load(…, rank=…) loads another's",
+            ", ".join(names), checkpoint.ranks, rank,
+        )  # fmt: skip
+
+
+def _remedy(checkpoint: Checkpoint, rank: int | None) -> str:
+    own = checkpoint.per_rank()
+    by_rank = f"name a rank by rank=… for {', '.join(own)}, " if own and rank is None else ""
+    return (
+        f"{by_rank}pass strict=False to load what fits, or leave `into` out to see what is stored"
+    )
 
 
 def _items_in(into: object, content: Content) -> Mapping[str, object]:

@@ -6,7 +6,9 @@ content; a slice reads, and verifies, only the blocks that hold it.
 
 from __future__ import annotations
 
+import logging
 import math
+import operator
 import os
 import weakref
 from collections.abc import Mapping
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
     from laststep.state.stored import TensorSpec
     from laststep.storage.store import Store
+
+log = logging.getLogger(__name__)
 
 _MANIFEST_LIMIT = 64 << 20
 
@@ -95,7 +99,13 @@ class Catalog:
         # somebody who would not notice.
         lineage = self._run.lineage()
         if not lineage:
-            raise NotFound("the run has no checkpoint yet", where=self._run.store.url)
+            others = [one.step for one in self._run.checkpoints()]
+            if not others:
+                raise NotFound("the run has no checkpoint yet", where=self._run.store.url)
+            raise NotFound(
+                "the run goes on from no checkpoint: all are abandoned", where=self._run.store.url,
+                found=nearest_steps(others, max(others)), remedy="name the step that you want",
+            )  # fmt: skip
         newest = lineage[-1]
         if not isinstance(newest.error, Corrupt):
             return self._open(newest)
@@ -116,22 +126,48 @@ class Catalog:
 
 
 class Checkpoint:
-    """One committed checkpoint."""
+    """One committed checkpoint; of what each rank has for itself, the view of one rank."""
 
-    def __init__(self, store: Store, folder: str, commit: Commit) -> None:
+    def __init__(
+        self, store: Store, folder: str, commit: Commit, *, rank: int | None = None
+    ) -> None:
         self._store = store
         self._content: Content | None = None
+        self._rank = rank
+        """Whose view it is; None: nobody has said, and it is rank 0's."""
+        self._told: set[str] = set()
+        """Items of which that was logged."""
         self.folder = folder
         self.step = commit.step
         self.metrics = commit.metrics
         self.metadata = commit.metadata
         self.created_s = commit.created_s
         self.size_bytes = commit.size_bytes
+        self.ranks = commit.ranks
         self._commit = commit
 
     def items(self) -> list[str]:
         """The names of its items."""
         return [item.name for item in self._commit.items]
+
+    def per_rank(self) -> list[str]:
+        """The names of those items of which each of several ranks has stored its own."""
+        return [item.name for item in self._commit.items if item.per_rank and self.ranks > 1]
+
+    def of_rank(self, rank: int) -> Checkpoint:
+        """The same checkpoint in the view of that rank, from 0 on: of what each rank has for
+        itself, its own."""
+        if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+            raise Usage("a rank is a number", expected="an int of 0 or more", found=repr(rank))
+        number = operator.index(rank)
+        if not 0 <= number < self.ranks:
+            known = "rank 0, which alone wrote it"
+            if self.ranks > 1:
+                known = f"one of the ranks 0 to {self.ranks - 1} that wrote it"
+            raise NotFound(
+                f"the checkpoint has no rank {number}", where=self.folder, expected=known
+            )
+        return Checkpoint(self._store, self.folder, self._commit, rank=number)
 
     def tensors(self) -> list[str]:
         """The full names of its tensors, `item/name`, those that share bytes included."""
@@ -143,16 +179,27 @@ class Checkpoint:
         content = self._opened()
         item_name, _, name = full_name.partition("/")
         item = content.item(item_name)
+        self._tell_whose(item_name)
         if item.view_of(name) is not None:
             raise Usage(
                 f"{full_name} shares bytes with other tensors", remedy="load its item whole"
             )
         stored = item.ties.get(name, name)
         if stored not in item.tensors:
-            raise NotFound(f"there is no tensor {full_name!r}", where=self.folder,
-                           remedy="`laststep show --all` lists the names")  # fmt: skip
+            raise NotFound(
+                f"there is no tensor {full_name!r}", where=self.folder,
+                remedy=_remedy_for(content, item_name, name),
+            )  # fmt: skip
         places = content.places(item_name, stored)
         return StoredTensor(content, full_name, item.tensors[stored], places)
+
+    def _tell_whose(self, item: str) -> None:
+        if self._rank is None and item in self.per_rank() and item not in self._told:
+            self._told.add(item)
+            log.warning(
+                "%s: each of %d ranks has its own; this is rank 0's: checkpoint.of_rank(…) has the "
+                "others'", item, self.ranks,
+            )  # fmt: skip
 
     def verify(self) -> VerifyReport:
         """Read and check every byte."""
@@ -176,13 +223,14 @@ class Checkpoint:
 
     def _opened(self) -> Content:
         if self._content is None:
-            self._content = Content(self._store, self.folder, self._commit)
+            self._content = Content(self._store, self.folder, self._commit, rank=self._rank or 0)
             # Tensors of it may outlive this object: its files stay open for as long as any does.
             weakref.finalize(self._content, _close_files, self._content.files)
         return self._content
 
     def __repr__(self) -> str:
-        return f"<Checkpoint step={self.step} {self.folder}>"
+        whose = "" if self._rank is None else f" of rank {self._rank}"
+        return f"<Checkpoint step={self.step} {self.folder}{whose}>"
 
 
 class StoredTensor:
@@ -294,6 +342,22 @@ class StoredTensor:
 
     def __repr__(self) -> str:
         return f"<StoredTensor {self.name} {self.dtype}{list(self.shape)}>"
+
+
+def _remedy_for(content: Content, item: str, name: str) -> str:
+    """What to ask for instead of a name that is no tensor's, at least not in this rank's view."""
+    for file in content.files:
+        header = file.header
+        if header.item not in (None, item):
+            continue
+        entry = f"{item}/{name}" if header.item is None else name
+        part = header.parts.get(entry)
+        if part is not None:
+            full_name = f"{item}/{part.tensor}"
+            return f"{file.record.name} has a part of that name: ask for all of {full_name!r}"
+        if item in content.per_rank and any(one.name == entry for one in header.tensors):
+            return f"rank {file.record.rank} has it: ask checkpoint.of_rank({file.record.rank})"
+    return "`laststep show --all` lists the names"
 
 
 def _close_files(files: list[DataFile]) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laststep.codecs import objects
-from laststep.codecs.digests import digest
 from laststep.errors import Usage
 from laststep.format.manifest import ItemRecord
 from laststep.plan.save import TABLE_NAME, ItemSpec, SavePlan, tree_name
@@ -49,7 +48,7 @@ class Taken:
         self, plan: SavePlan, note: Callable[[dict[str, bytes]], None] | None = None
     ) -> SealParts:
         """What the capture thread calls to serialise the rest, once all tensors are under way;
-        `note` is told the digest of each item's plain values."""
+        `note` is told the plain values of each item."""
 
         def seal() -> tuple[
             tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes
@@ -63,7 +62,7 @@ class Taken:
                 for name, one in self.collected.items()
             }
             if note is not None:
-                note({name: digest(data) for name, data in encoded.items()})
+                note(encoded)
             trees = tuple(
                 (shared, tree_name(name), data)
                 for name, data in encoded.items()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laststep.checkpointer.differing import Differing
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
 from laststep.format.spans import spans_of
 from laststep.plan.job import digest_of, encode_table
@@ -58,15 +59,12 @@ class Trees(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     trees: dict[str, bytes]
 
-    def differs(self, other: Trees) -> str:
-        """What to say where another rank of the same class has other values; mostly nothing."""
+    def differs(self, other: Trees) -> Differing | None:
+        """The item of which another rank of the same class has other values; mostly none."""
         for name, tree in self.trees.items():
             if other.trees.get(name) != tree:
-                return (
-                    f"the plain values of item {name!r} differ between rank {self.rank} "
-                    f"and rank {other.rank}: wrap it in laststep.PerRank if they may"
-                )
-        return ""
+                return Differing(item=name, ranks=(self.rank, other.rank))
+        return None
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +75,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trees: dict[int, Trees]
     """The plain values of each class, as its first rank in the group has them."""
     items: dict[str, Part]
-    objection: str = ""
+    differing: Differing | None = None
     group: GroupRecord | None = None
 
 
@@ -86,7 +84,7 @@ def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
     agreements: dict[bytes, int] = {}
     firsts: dict[int, Trees] = {}
     items: dict[str, Part] = {}
-    objection = ""
+    differing = None
     for rank in sorted(receipts):
         receipt = receipts[rank]
         agreements.setdefault(receipt.agreement, rank)
@@ -95,14 +93,15 @@ def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
         if receipt.agreement == agreement.digest:
             trees = Trees(rank=rank, trees=receipt.trees)
             first = firsts.setdefault(agreement.class_of[rank], trees)
-            objection = objection or first.differs(trees)
+            differing = differing or first.differs(trees)
     return Summary(
-        agreements=tuple(agreements.items()), trees=firsts, items=items, objection=objection
+        agreements=tuple(agreements.items()), trees=firsts, items=items, differing=differing
     )
 
 
-def objection_to(summaries: Sequence[Summary], agreement: Agreement) -> str:
-    """Why this cannot be committed though everybody is done; mostly nothing."""
+def objection_to(summaries: Sequence[Summary], agreement: Agreement) -> str | Differing:
+    """Why this cannot be committed though everybody is done; mostly nothing. Which values it is in
+    which ranks differ, only they know."""
     for agreed, rank in (one for summary in summaries for one in summary.agreements):
         if agreed != agreement.digest:
             return (
@@ -111,11 +110,11 @@ def objection_to(summaries: Sequence[Summary], agreement: Agreement) -> str:
             )
     firsts: dict[int, Trees] = {}
     for summary in summaries:
-        if summary.objection:
-            return summary.objection
+        if summary.differing is not None:
+            return summary.differing
         for number, trees in summary.trees.items():
             found = firsts.setdefault(number, trees).differs(trees)
-            if found:
+            if found is not None:
                 return found
     return ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from laststep.catalog.content import Content
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
-from laststep.checkpointer.loading import Fit, Transfer, fit, state_of_rank
+from laststep.checkpointer.loading import Fit, Transfer, fit, judge_twins, state_of_rank
 from laststep.checkpointer.parts import naming
 from laststep.dist.group import together
 from laststep.errors import Corrupt, LaststepError, NotFound, Problems
@@ -104,12 +105,10 @@ def restore_into(
     wanted: Wanted,
     *,
     touched: Callable[[str], None],
-    own_pids: frozenset[int],
     ranks: Ranks,
 ) -> Outcome | None:
     """Restore; None where there is nothing yet and no step was asked for. `touched` is called with
-    the folder's name before the first live byte changes. Saves of `own_pids`, the trainers that are
-    this process, are over."""
+    the folder's name before the first live byte changes. Saves of this process are over."""
     try:
         run = together(ranks, lambda: Run.open(store))
     except NotFound:
@@ -117,7 +116,7 @@ def restore_into(
             raise
         return None
     if ranks.rank.is_first:
-        wait_for_flushers(run, own_pids=own_pids)
+        wait_for_flushers(run)
     lineage = together(ranks, run.lineage)
     left = together(ranks, lambda: _candidates(run, wanted))
     skipped: list[Skipped] = []
@@ -152,10 +151,12 @@ def restore_into(
                 touched(listed.folder)
                 changed_before, changed = changed, True
                 size = transfer.run(pool, wanted.threads)
-                hand_over = functools.partial(
-                    _hand_over, run, content, found, providers, wanted, pool, ranks.rank
-                )
-                together(ranks, hand_over)
+                judge_twins(found, ranks)
+                give = functools.partial(
+                    hand_over, content, found, providers, pool, ranks.rank,
+                    allow_pickle=wanted.allow_pickle,
+                )  # fmt: skip
+                together(ranks, give)
         except Corrupt as error:
             last = _pass_over(folder, error, wanted, bus, skipped)
             continue
@@ -188,19 +189,19 @@ def _of_first(ranks: Ranks, folders: list[str]) -> list[str]:
     return msgspec.msgpack.decode(ranks.gather(note)[0], type=list[str])
 
 
-def _hand_over(
-    run: Run,
+def hand_over(
     content: Content,
     found: Fit,
     providers: Mapping[str, StateProvider],
-    wanted: Wanted,
     pool: Pool,
     rank: Rank,
+    *,
+    allow_pickle: bool,
 ) -> None:
     """Give every provider its state, on the training thread."""
     for match in found.matches:
         name = match.item.name
-        tree = match.tree(allow_pickle=wanted.allow_pickle)
+        tree = match.tree(allow_pickle=allow_pickle)
         with naming(name, "restored"):
             if name in found.derived:
                 providers[name].derive(tree, rank.number)
@@ -210,12 +211,9 @@ def _hand_over(
         return
     states: dict[str, list[object]] = {name: [] for name in found.merged}
     for number in range(content.commit.ranks):
-        with Content(
-            run.store, content.folder, content.commit, rank=number, by_rank=True
-        ) as theirs:
+        with content.of_rank(number) as theirs:
             for name, some in states.items():
-                allow = wanted.allow_pickle
-                some.append(state_of_rank(theirs, name, pool, allow_pickle=allow))
+                some.append(state_of_rank(theirs, name, pool, allow_pickle=allow_pickle))
     for name, some in states.items():
         merge = providers[name].when_ranks_change
         assert callable(merge)  # noqa: S101 (that is why it is here)
@@ -281,12 +279,12 @@ def newest_of(store: Store) -> Listed | None:
         return None  # there is no run yet, or restoring will say what is wrong with it
 
 
-def wait_for_flushers(run: Run, *, own_pids: frozenset[int]) -> None:
+def wait_for_flushers(run: Run) -> None:
     """A trainer that died may have left a flusher that is finishing its last save: let it. Whether
     its trainer is dead cannot be known, so a live one is waited for likewise. What a failed disk
     kept our own from deciding is not."""
     deadline = time.monotonic() + PATIENCE_S
-    for writer in _other_writers(run, own_pids):
+    for writer in _other_writers(run):
         whose = f"process {writer.pid} on {writer.host}" if writer.pid else "another process"
         who = f"the flusher of {whose}"
         saves = ", ".join(writer.attempts)
@@ -304,13 +302,13 @@ def wait_for_flushers(run: Run, *, own_pids: frozenset[int]) -> None:
             time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
 
 
-def _other_writers(run: Run, own_pids: frozenset[int]) -> list[LiveWriter]:
+def _other_writers(run: Run) -> list[LiveWriter]:
     """Writers that are alive, have undecided saves and do not work for this process."""
     found: list[LiveWriter] = []
     try:
         writer = run.live_writer()
         while writer is not None:
-            own = writer.shares_pids and writer.pid in own_pids
+            own = writer.shares_pids and writer.pid == os.getpid()
             if writer.attempts and not own:
                 found.append(writer)
             writer = run.live_writer(below=writer.epoch)

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import decision
-from laststep.checkpointer.agreeing import margin_s
+from laststep.checkpointer.agreeing import ABSENT, listed, margin_s
+from laststep.checkpointer.differing import Differing
 from laststep.checkpointer.receipts import Part, Receipt
+from laststep.codecs.digests import digest
 from laststep.engine.wire import Decided, Gathered
-from laststep.errors import LaststepError, StorageFailed
+from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.format.manifest import Commit
 
 if TYPE_CHECKING:
@@ -35,16 +37,16 @@ if TYPE_CHECKING:
     from laststep.plan.save import SavePlan
     from laststep.storage.store import Store
 
-_NAMED = 4
-
-BEGUN, SUMMARISED, GATHERED, DECIDED = 0.5, 0.6, 0.8, 1.0
+BEGUN, SUMMARISED, GATHERED, COMMITTED, DECIDED = 0.5, 0.6, 0.8, 0.9, 1.0
 """What is waited for in a save, in this order, and how much longer than the deadline, in parts of
 the margin: that the first rank has begun, which may have waited itself for others to describe their
-state; the receipts of a group; the summaries of all groups; the decision."""
+state; the receipts of a group; the summaries of all groups; the commit, which the first rank's
+flusher does; and that the first rank tells of it."""
 
 
 class Over(Exception):
-    """The save is given up, for a reason that names the rank and that everybody may read."""
+    """The save is given up, for a reason that everybody may read: it names the rank, and what to
+    do."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +78,11 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a save; without a reason, it is committed."""
+    """What became of a save; without a reason, it is committed. Unless the first rank asks first:
+    two ranks whose values differ are to show these."""
 
     reason: str = ""
+    asks: Differing | None = None
 
 
 @dataclass(slots=True)
@@ -90,7 +94,7 @@ class Round:
     plan: SavePlan | None
     agreement: Agreement | None
     trees: dict[str, bytes] = field(default_factory=dict)
-    """The digest of each item's plain values; filled in when they are serialised."""
+    """The plain values of each item, as they are stored; filled in when they are serialised."""
     problem: str = ""
     """Why this rank takes no part."""
     number: int = 0
@@ -136,9 +140,18 @@ class Desk:
         mine = f"rank {self.rank.number}"
         return (reason if reason.startswith(mine) else f"{mine} gave it up: {reason}").encode()
 
+    def trouble(self, problem: str) -> str:
+        """What keeps this rank from saving, for others to read."""
+        return f"rank {self.rank.number}: {problem}; its log says more"
+
     def last_of(self, rank: int) -> str:
         """A rank, and what is known of it."""
         return self.agreements.last_of(rank)
+
+    def absent(self, one: Round, who: Sequence[str]) -> Over:
+        """Those have not saved in time."""
+        late = f"did not save step {one.step} within {self.deadline_s:g} s"
+        return Over(f"{listed(who)} {late}; {ABSENT}")
 
     def own_receipt(self, one: Round, listen: Callable[[Round], None]) -> Receipt:
         """Once this rank's files are durable, or never will be. `listen` looks whether another rank
@@ -168,7 +181,8 @@ class Desk:
             )
             for item in one.plan.items
         }  # fmt: skip
-        trees = {item.name: one.trees[item.name] for item in one.plan.items if not item.per_rank}
+        shared = [item.name for item in one.plan.items if not item.per_rank]
+        trees = {name: digest(one.trees[name]) for name in shared}
         files = tuple(msgspec.structs.replace(f, rank=self.rank.number) for f in one.link.files)
         return Receipt(agreement=one.agreement.digest, files=files, items=items, trees=trees)
 
@@ -194,10 +208,7 @@ class Desk:
         late = [name for key, name in keys.items() if key not in notes]
         if late:
             listen(one)
-            who = missing(late)
-            more = f" and {len(who) - _NAMED} more" if len(who) > _NAMED else ""
-            named = ", ".join(who[:_NAMED])
-            raise Over(f"no receipt within {self.deadline_s:g} s from {named}{more}")
+            raise self.absent(one, missing(late))
         return {keys[key]: note for key, note in notes.items()}
 
     def check_flusher(self, one: Round) -> None:
@@ -224,39 +235,35 @@ class Desk:
 
         group = self.board.until(look, began_s + self.deadline_s, rest=link.rest)
         if group is None:
-            raise Over(
-                f"rank {self.rank.number}: its flusher wrote nothing within {self.deadline_s:g} s"
-            )
+            raise Over(self.trouble(f"its flusher wrote nothing within {self.deadline_s:g} s"))
         one.own_s += time.monotonic() - began_s
         return group
 
-    def await_flusher(self, link: SaveLink) -> None:
-        """Until it has said what became of a save that is decided, or is gone, or stands still."""
+    def await_flusher(self, link: SaveLink, until_s: float | None = None) -> None:
+        """Until it has said what became of a save that is decided, or is gone, or stands still: for
+        the deadline, or until that time (monotonic)."""
 
         def look() -> bool | None:
             return True if link.handle.committed.over() or link.lost is not None else None
 
-        self.board.until(look, time.monotonic() + self.deadline_s, rest=link.rest)
+        if until_s is None:
+            until_s = time.monotonic() + self.deadline_s
+        self.board.until(look, until_s, rest=link.rest)
 
     def settle(self, one: Round, error: LaststepError | None) -> LaststepError | None:
         """See to it that a save of this rank's is over, and return why it failed, if it has.
 
-        Mostly its flusher has said so. Where that is gone, or stands still, the run says what was
-        decided; `error` is what else to report, None where others have told of the commit.
+        Mostly its flusher has said so. Where that is gone, or stands still, this rank itself gives
+        the save up in the run, or finds there what was decided; `error` is what else to report,
+        None where others have told of the commit.
         """
         link = one.link
         if link is None or link.handle.committed.over():
             return None if link is None else link.handle.error
         failure = error or link.lost
-        try:
-            committed = failure is None or self._is_committed(one)
-        except LaststepError as second:
-            committed = False
-            failure = StorageFailed(
-                f"it is not known whether step {one.step} is committed",
-                found=f"{failure}; then {second}", remedy="`laststep ls` shows it if it is",
-            )  # fmt: skip
-        if committed and one.place is not None:
+        if failure is not None:
+            failure = self._given_up(one, failure)
+        if failure is None and one.place is not None:
             place = one.place
             self.client.decided(
                 Decided(save=link.number, epoch=place.epoch, attempt=place.attempt,
@@ -266,6 +273,20 @@ class Desk:
             link.failed(failure or StorageFailed("a commit failed", found="no answer"))
         return link.handle.error
 
-    def _is_committed(self, one: Round) -> bool:
-        place = one.place
-        return place is not None and isinstance(decision.read(self._store, place.folder), Commit)
+    def _given_up(self, one: Round, failure: LaststepError) -> LaststepError | None:
+        """Why it is given up, in the run too, so that no flusher that wakes up later can commit it;
+        None where it is committed after all."""
+        if one.place is None:
+            return failure
+        try:
+            stands = decision.abort(self._store, one.place.folder, str(failure))
+        except LaststepError as second:
+            return StorageFailed(
+                f"it is not known whether step {one.step} is committed",
+                found=f"{failure}; then {second}", remedy="`laststep ls` shows it if it is",
+            )  # fmt: skip
+        if isinstance(stands, Commit):
+            return None
+        if stands.reason == str(failure) or not isinstance(failure, Aborted):
+            return failure
+        return Aborted(stands.reason)  # of whoever gave it up first

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -23,6 +24,7 @@ from laststep.errors import Aborted, LaststepError, StorageFailed
 if TYPE_CHECKING:
     from laststep.checkpointer.parts import Taken
     from laststep.checkpointer.rounds import Desk
+    from laststep.dist.group import Ranks
     from laststep.engine.client import SaveLink
     from laststep.engine.handle import SaveHandle
     from laststep.plan.groups import Groups
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_REMEDY = "every rank must call save() for the same steps; the log of that rank says more"
+_NAME_BYTES = 8
 
 
 class Team:
@@ -42,9 +44,19 @@ class Team:
         self.agreements = desk.agreements
         self._desk = desk
         self._part = Leading(desk, groups) if desk.rank.is_first else Following(desk)
+        self._has_begun = False
+        """Whether anything was left on a board."""
         self._rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="laststep-commit", daemon=True)
         self._thread.start()
+
+    def meet(self, ranks: Ranks) -> None:
+        """Have all ranks leave their notes under a name of this start of the job, before the first:
+        a launcher may start ranks again with the store that the dead ones have left theirs in."""
+        name = ranks.tell(0, os.urandom(_NAME_BYTES)).hex()
+        if not ranks.largest(self._has_begun):
+            self._desk.board.under(name)
+            self.agreements.board.under(name)
 
     def begin(
         self,
@@ -56,6 +68,7 @@ class Team:
         overwrite: bool,
     ) -> SaveLink:
         """Enter a save of all ranks; its chunks may follow."""
+        self._has_begun = True
         one = Round(handle.step, None, plan, agreement)
         one.link = self._desk.client.begin(
             plan, handle, taken.sealing(plan, one.trees.update), overwrite=overwrite,
@@ -66,6 +79,7 @@ class Team:
 
     def stay_out(self, step: int, why: str) -> None:
         """This rank does not take part in a save of that step; the others must hear it."""
+        self._has_begun = True
         self._rounds.put(Round(step, None, None, None, problem=why))
 
     def close(self) -> None:
@@ -81,6 +95,7 @@ class Team:
         while (one := self._rounds.get()) is not None:
             try:
                 self._desk.settle(one, self._go(one))
+                one.trees.clear()  # nobody asks for them any more, and the next may come late
             except BaseException as error:
                 # Nobody else ends this save: whoever waits for it would wait for ever.
                 log.exception("the commit of step %d failed", one.step)
@@ -89,20 +104,19 @@ class Team:
 
     def _go(self, one: Round) -> LaststepError | None:
         """Take part in a save; returns why it is given up, if it is."""
-        mine = f"rank {self.rank.number}"
         one.began_s = time.monotonic()
         try:
             out = f", in which it takes no part: {one.problem}" if one.problem else ""
             self._desk.board.put(f"last/{self.rank.number}", f"step {one.step}{out}".encode())
             self._part.take_part(one)
         except Over as over:
-            return self._give_up(one, Aborted(str(over), remedy=_REMEDY), str(over))
+            return self._give_up(one, Aborted(str(over)), str(over))
         except LaststepError as error:
-            return self._give_up(one, error, f"{mine}: {error.without_remedy()}")
+            return self._give_up(one, error, self._desk.trouble(error.without_remedy()))
         except Exception as error:
             log.exception("the commit of step %d failed", one.step)
             failed = StorageFailed("a commit failed", found=repr(error))
-            return self._give_up(one, failed, f"{mine}: {failed}")
+            return self._give_up(one, failed, self._desk.trouble(str(failed)))
         return None
 
     def _give_up(self, one: Round, error: LaststepError, reason: str) -> LaststepError:
@@ -118,7 +132,4 @@ class Team:
         # Its flusher finds out whether it is committed after all.
         self._desk.client.send(Decide(save=link.number, reason=reason))
         self._desk.await_flusher(link)
-        if isinstance(link.handle.error, Aborted):
-            with contextlib.suppress(LaststepError):
-                self._part.confirm(one, reason)
         return error

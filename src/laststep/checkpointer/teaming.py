@@ -44,12 +44,14 @@ def refuse_mixed(providers: Mapping[str, StateProvider]) -> None:
             )
 
 
-def all_ranks(rank: Rank, settings: Settings) -> Ranks:
-    """Who restores together."""
-    if rank.ranks == 1:
+def all_ranks(rank: Rank, settings: Settings, team: Team | None) -> Ranks:
+    """Who restores together, and saves as that team."""
+    if team is None:
         return Alone(rank)
     # The first rank may wait for a save that another process has not finished.
-    return Group(rank, deadline_s=settings.deadline_s + PATIENCE_S)
+    group = Group(rank, deadline_s=settings.deadline_s + PATIENCE_S)
+    team.meet(group)
+    return group
 
 
 def gather(rank: Rank, run: str, client: Client, settings: Settings) -> Team:

@@ -4,10 +4,11 @@
 items as a folder of torch.distributed.checkpoint. The target is whole or absent: an error, Ctrl-C,
 SIGTERM or SIGHUP leaves nothing. torch is loaded once there is something to write.
 
-With --json: `step`, `folder` (of the checkpoint), `target`, `format`, `items` (names), `tensors`
-and `values` (how many), `size_bytes`, `files` (`name`, `tensors`, `size_bytes`), `dropped` (the
-names of tied tensors that are not written → the names under which they are) and `left_out` (values
-that are no tensors, which hf has no place for).
+With --json: `step`, `folder` (of the checkpoint), `target`, `format`, `items` (names), `per_rank`
+(those of which each rank had its own), `rank` (whose was written of these; null where there are
+none), `tensors` and `values` (how many), `size_bytes`, `files` (`name`, `tensors`, `size_bytes`),
+`dropped` (the names of tied tensors that are not written → the names under which they are) and
+`left_out` (values that are no tensors, which hf has no place for).
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ def export(  # noqa: PLR0913 (one parameter for each option)
         str | None,
         typer.Option(metavar="NAME", help="Which item.", show_default=f"hf: {_MODEL}, dcp: all"),
     ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Whose, of what each rank has for itself.", min=0, show_default="0"
+        ),
+    ] = None,
     shard_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The most in one file.", show_default=_SHARD)
     ] = None,
@@ -82,7 +89,8 @@ def export(  # noqa: PLR0913 (one parameter for each option)
         )
     place = places.resolve(path, step)
     check_absent(target)
-    with _ended_by_signals(), open_folder(f"{place.store.url}/{place.folder}") as checkpoint:
+    opened = open_folder(f"{place.store.url}/{place.folder}")
+    with _ended_by_signals(), opened.of_rank(rank or 0) as checkpoint:
         if format_ == "hf":
             from laststep.adapters.export_hf import export_hf
 
@@ -96,11 +104,19 @@ def export(  # noqa: PLR0913 (one parameter for each option)
 
             items = checkpoint.items() if item is None else [item]
             exported = export_dcp(checkpoint, target, items=items)
+    own = [name for name in checkpoint.per_rank() if name in items]
     if as_json:
         facts = {"step": checkpoint.step, "folder": checkpoint.folder, "target": target}
-        output.print_json({**facts, "format": format_, "items": items, **_document(exported)})
+        whose = {"per_rank": own, "rank": (rank or 0) if own else None}
+        output.print_json(
+            {**facts, "format": format_, "items": items, **whose, **_document(exported)}
+        )
         return
     _print(exported, f"exported {', '.join(items)} of step {checkpoint.step} to {target}")
+    if own:
+        told = f"each of {checkpoint.ranks:,} ranks has its own; this is rank {rank or 0}'s"
+        other = "" if rank is not None else ": --rank N takes another's"
+        output.console().print(f"{', '.join(own)}: {told}{other}")
 
 
 def _choices(

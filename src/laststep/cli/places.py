@@ -11,6 +11,7 @@ import typer
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.names import EPOCHS_FOLDER, RUN_NAME, parse_folder
 from laststep.catalog.run import Run
+from laststep.cli import output
 from laststep.errors import NotFound
 from laststep.storage.directory import DirectoryStore, absolute
 from laststep.terms import MANIFEST_NAME
@@ -77,22 +78,28 @@ def find(run: Run, step: int | None) -> Listed:
 
     Of several with one step that on the lineage is meant, else the last committed.
     """
-    listed = run.checkpoints()
+    listed, attempts = run.look()
+    if not listed:
+        left = f"{output.count_text(len(attempts), 'save')} without a manifest"
+        raise NotFound(
+            "the run has no checkpoint yet",
+            where=run.store.url,
+            found=left if attempts else None,
+            remedy="`laststep ls` says more" if attempts else None,
+        )
+    there = [item.step for item in listed]
     if step is None:
         choice = [item for item in listed if item.on_lineage]
-        what = "the run has no checkpoint yet"
+        what = "the run goes on from no checkpoint: all are abandoned"
+        remedy = "name one with --step"
     else:
         choice = [item for item in listed if item.step == step]
         choice = [item for item in choice if item.on_lineage] or choice
         what = f"there is no checkpoint of step {step}"
+        remedy = "`laststep ls` lists them"
     if not choice:
-        there = [item.step for item in listed]
-        raise NotFound(
-            what,
-            where=run.store.url,
-            found=nearest_steps(there, max(there, default=0) if step is None else step),
-            remedy="`laststep ls` lists them",
-        )
+        found = nearest_steps(there, max(there) if step is None else step)
+        raise NotFound(what, where=run.store.url, found=found, remedy=remedy)
     return choice[-1]
 
 

@@ -64,7 +64,7 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     if plan.lacking is not None:
         output.console(stderr=True).print(f"{plan.lacking}; until one has it, all are kept")
     if not as_json:
-        _print(plan)
+        _print(run, plan)
     deleted: tuple[str, ...] = ()
     if plan.deletions and not dry_run:
         if not yes:
@@ -123,7 +123,10 @@ def _freed_bytes(plan: PrunePlan, deleted: tuple[str, ...]) -> int:
     return sum(verdict.size_bytes for verdict in plan.verdicts if verdict.folder in deleted)
 
 
-def _print(plan: PrunePlan) -> None:
+def _print(run: str, plan: PrunePlan) -> None:
+    if not plan.verdicts:
+        output.console().print(f"{run} has no checkpoint yet")
+        return
     table = output.table("step", "", "on disk", "why", "folder", right=("step", "on disk"))
     for verdict in plan.verdicts:
         table.add_row(
@@ -158,8 +161,9 @@ def _check_what_stays(run: Run) -> None:
                       remedy="`laststep verify` lists all damage; nothing was deleted")  # fmt: skip
     report = verify_checkpoint(run.store, newest.folder)
     if report.damage:
+        count = output.count_text(len(report.damage), "place")
         raise Corrupt(
-            f"the newest checkpoint, step {newest.step}, is damaged in {len(report.damage)} places",
+            f"the newest checkpoint, step {newest.step}, is damaged in {count}",
             where=f"{run.store.url}/{newest.folder}",
             remedy="nothing was deleted; move that folder away, and prune again",
         )

@@ -1,75 +1,72 @@
 """`laststep show`: what one checkpoint holds.
 
-With --json: `step`, `epoch`, `attempt`, `folder`, `run`, `created_s`, `size_bytes` (of its data
-files, as its manifest lists them), `format`, `laststep` (the version that wrote it), `metrics`,
-`metadata`, `lineage` (as in `ls`; null outside a run), `pinned`, `continues`, `references`,
-`self_contained`, `items` (`name`, `kind`, `file`, `tensors`, `size_bytes`), `files` (`name`,
-`size_bytes`, `header_bytes`, `header_digest`, `error`), and `tensors` and `objects`, each with
-`name` (item/name), `file`, `size_bytes`, the tensors also with `dtype` and `shape`. Reads manifest
-and headers, never data; `verify` does that.
+With --json: `step`, `epoch`, `attempt`, `folder`, `run`, `ranks` (how many wrote it), `created_s`,
+`size_bytes` (of its data files, as its manifest lists them), `format`, `laststep` (the version that
+wrote it), `metrics`, `metadata`, `lineage` (as in `ls`; null outside a run), `pinned`, `continues`,
+`references`, `self_contained`; `items` (`name`, `kind`, `per_rank`, `tensors`, `size_bytes`,
+`files`, the names of those that hold something of it); `files` (`name`, `rank`, `size_bytes`,
+`header_bytes`, `header_digest`, `error`); `tensors` (`name`, as `Checkpoint.tensor` takes it;
+`rank`, whose it is, null where it is no rank's own; `dtype`, `shape`, `size_bytes`;
+`missing_bytes`, which lie in damaged files; `parts`, each with `start`, an index, `shape`,
+`size_bytes`, `file`); and `objects` (`name`, `size_bytes`, `file`). Reads manifest and headers,
+never data; `verify` does that.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from laststep.catalog import decision
-from laststep.catalog.groups import files_of
-from laststep.cli import output, places
+from laststep.catalog.entries import box_text
+from laststep.cli import holdings, output, places
 from laststep.cli.listing import lineage_of
-from laststep.codecs.digests import digest_text
-from laststep.errors import Corrupt, LaststepError, NotFound
+from laststep.errors import NotFound
 from laststep.format import manifest
-from laststep.format.header import Header, decode_header
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
-    from laststep.format.manifest import Commit, FileRecord
-    from laststep.storage.store import Reader, Store
+    from laststep.cli.holdings import File, Tensor
+    from laststep.format.manifest import Commit
 
-_SHOWN_TENSORS = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    """A data file, its header if that can be read, and what is wrong with the file."""
-
-    record: FileRecord
-    header: Header | None
-    error: LaststepError | None
+_SHOWN = 20
+_SHOWN_SPANS = 3
 
 
 def show(
     path: places.RunOrCheckpoint,
     *,
     step: places.StepOption = None,
-    all_tensors: Annotated[
-        bool, typer.Option("--all", help=f"List all tensors, not only {_SHOWN_TENSORS}.")
+    all_: Annotated[
+        bool, typer.Option("--all", help=f"List all tensors and files, not only {_SHOWN} of each.")
+    ] = False,
+    parts: Annotated[
+        bool, typer.Option("--parts", help="Say which part of a tensor lies in which file.")
     ] = False,
     as_json: output.AsJson = False,
 ) -> None:
     """Show what a checkpoint holds: the newest of a run, or that of --step."""
     place = places.resolve(path, step)
     commit = _commit(place)
-    records = files_of(place.store, place.folder, commit)
-    files = [_file(place.store, place.folder, record) for record in records]
-    if any(file.error is not None for file in files):
-        gone = decision.deleted(place.store, place.folder)
-        if gone is not None:
-            raise gone
+    files = holdings.read_files(place.store, place.folder, commit)
     if as_json:
         output.print_json(_document(place, commit, files))
         return
     console = output.console()
+    limit = None if all_ else _SHOWN
     _print_facts(console, place, commit)
-    _print_items(console, commit)
-    _print_files(console, files)
-    _print_tensors(console, files, limit=None if all_tensors else _SHOWN_TENSORS)
+    _print_items(console, commit, files)
+    _print_files(console, files, limit=limit)
+    _print_tensors(console, holdings.tensors_of(commit, files), limit=limit, parts=parts)
+    lost = sum(file.header is None for file in files)
+    if lost:
+        count = output.count_text(lost, "file has", "files have")
+        console.print(f"{count} no readable header: what lies only there is not listed")
 
 
 def _commit(place: places.Place) -> Commit:
@@ -88,68 +85,16 @@ def _commit(place: places.Place) -> Commit:
     return decided
 
 
-def _file(store: Store, folder: str, record: FileRecord) -> _File:
-    name = f"{folder}/{record.name}"
-    error: LaststepError | None = None
-    try:
-        reader = store.open_reader(name, cached=True)
-    except NotFound as missing:
-        return _File(record=record, header=None, error=missing)
-    try:
-        if reader.size_bytes != record.size_bytes:
-            how = "short" if reader.size_bytes < record.size_bytes else "long"
-            error = Corrupt(
-                f"a data file is too {how}",
-                expected=f"{record.size_bytes} bytes",
-                found=f"{reader.size_bytes} bytes",
-            )
-        header = _header(reader, name, record)
-    except Corrupt as damage:
-        return _File(record=record, header=None, error=error or damage)
-    finally:
-        reader.close()
-    return _File(record=record, header=header, error=error)
-
-
-def _header(reader: Reader, name: str, record: FileRecord) -> Header:
-    region = bytearray(record.header_bytes)
-    region = region[: reader.read_into(0, memoryview(region))]
-    found = digest_text(bytes(region))
-    if found != record.header_digest:
-        expected = record.header_digest
-        raise Corrupt("a header is damaged", where=name, expected=expected, found=found)
-    data_bytes = record.size_bytes - record.header_bytes
-    return decode_header(bytes(region), data_bytes=data_bytes, where=name)
-
-
-def _full_name(header: Header, name: str) -> str:
-    """Names in a file of one item do not repeat the item's name."""
-    return name if header.item is None else f"{header.item}/{name}"
-
-
-def _tensors(files: list[_File]) -> list[dict[str, object]]:
-    return [
-        {
-            "name": _full_name(file.header, entry.name),
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "size_bytes": entry.stop - entry.start,
-            "file": file.record.name,
-        }
-        for file in files
-        if file.header is not None
-        for entry in file.header.tensors
-    ]
-
-
-def _document(place: places.Place, commit: Commit, files: list[_File]) -> dict[str, object]:
+def _document(place: places.Place, commit: Commit, files: list[File]) -> dict[str, object]:
     listed = place.listed
+    held_by = holdings.files_by_item(commit, files)
     return {
         "step": commit.step,
         "epoch": commit.epoch,
         "attempt": commit.attempt,
         "folder": place.folder,
         "run": commit.run,
+        "ranks": commit.ranks,
         "created_s": commit.created_s,
         "size_bytes": commit.size_bytes,
         "format": commit.format,
@@ -165,15 +110,17 @@ def _document(place: places.Place, commit: Commit, files: list[_File]) -> dict[s
             {
                 "name": item.name,
                 "kind": item.kind,
-                "file": item.file,
+                "per_rank": item.per_rank,
                 "tensors": item.tensors,
                 "size_bytes": item.size_bytes,
+                "files": held_by[item.name],
             }
             for item in commit.items
         ],
         "files": [
             {
                 "name": file.record.name,
+                "rank": file.record.rank,
                 "size_bytes": file.record.size_bytes,
                 "header_bytes": file.record.header_bytes,
                 "header_digest": file.record.header_digest,
@@ -181,16 +128,36 @@ def _document(place: places.Place, commit: Commit, files: list[_File]) -> dict[s
             }
             for file in files
         ],
-        "tensors": _tensors(files),
+        "tensors": [_tensor_document(one) for one in holdings.tensors_of(commit, files)],
         "objects": [
             {
-                "name": _full_name(file.header, entry.name),
+                "name": entry.name,
                 "size_bytes": entry.stop - entry.start,
                 "file": file.record.name,
             }
             for file in files
             if file.header is not None
             for entry in file.header.objects
+        ],
+    }
+
+
+def _tensor_document(tensor: Tensor) -> dict[str, object]:
+    return {
+        "name": tensor.name,
+        "rank": tensor.rank,
+        "dtype": tensor.spec.dtype,
+        "shape": list(tensor.spec.shape),
+        "size_bytes": tensor.size_bytes,
+        "missing_bytes": tensor.missing_bytes,
+        "parts": [
+            {
+                "start": list(part.box.start),
+                "shape": list(part.box.shape),
+                "size_bytes": part.size_bytes,
+                "file": part.file,
+            }
+            for part in tensor.parts
         ],
     }
 
@@ -205,7 +172,8 @@ def _print_facts(console: Console, place: places.Place, commit: Commit) -> None:
     facts = {
         "step": f"{commit.step} (epoch {commit.epoch}, attempt {commit.attempt})",
         "folder": f"{place.store.url}/{place.folder}",
-        "saved": f"{output.time_text(commit.created_s)} by laststep {commit.laststep}, "
+        "saved": f"{output.time_text(commit.created_s)} by "
+        f"{output.count_text(commit.ranks, 'rank')} with laststep {commit.laststep}, "
         f"format {commit.format}",
         "size": size,
         "metrics": output.metrics_text(commit.metrics) or "none",
@@ -223,19 +191,29 @@ def _print_facts(console: Console, place: places.Place, commit: Commit) -> None:
     console.print(table)
 
 
-def _print_items(console: Console, commit: Commit) -> None:
-    columns = ("item", "kind", "tensors", "size", "file")
-    table = output.table(*columns, right=("tensors", "size"))
+def _print_items(console: Console, commit: Commit, files: list[File]) -> None:
+    columns = ("item", "kind", "tensors", "size", "files", "")
+    table = output.table(*columns, right=("tensors", "size", "files"))
+    held_by = holdings.files_by_item(commit, files)
     for item in commit.items:
-        size = output.size_text(item.size_bytes)
-        table.add_row(item.name, item.kind, f"{item.tensors:,}", size, item.file)
+        own = item.per_rank and commit.ranks > 1
+        table.add_row(
+            item.name,
+            item.kind,
+            f"{item.tensors:,}",
+            output.size_text(item.size_bytes),
+            f"{len(held_by[item.name]):,}",
+            f"each of {commit.ranks:,} ranks has its own, all are counted" if own else "",
+        )
     console.print()
     console.print(table)
 
 
-def _print_files(console: Console, files: list[_File]) -> None:
+def _print_files(console: Console, files: list[File], *, limit: int | None) -> None:
+    """Those that are damaged are always listed."""
+    shown = [file for at, file in enumerate(files) if limit is None or at < limit or file.error]
     table = output.table("file", "size", "header", "", right=("size", "header"))
-    for file in files:
+    for file in shown:
         table.add_row(
             file.record.name,
             output.size_text(file.record.size_bytes),
@@ -244,25 +222,73 @@ def _print_files(console: Console, files: list[_File]) -> None:
         )
     console.print()
     console.print(table)
+    _print_rest(console, len(files) - len(shown), "file")
 
 
-def _print_tensors(console: Console, files: list[_File], *, limit: int | None) -> None:
-    rows = [
-        (
-            _full_name(file.header, entry.name),
-            entry.dtype,
-            "×".join(map(str, entry.shape)) or "scalar",  # noqa: RUF001 (the sign for sizes)
-            f"{entry.stop - entry.start:,}",
-        )
-        for file in files
-        if file.header is not None
-        for entry in file.header.tensors
-    ]
-    table = output.table("tensor", "dtype", "shape", "bytes", right=("bytes",))
-    for row in rows[:limit]:
-        table.add_row(*row)
+def _print_tensors(
+    console: Console, tensors: list[Tensor], *, limit: int | None, parts: bool
+) -> None:
+    # Where files are named, what ranks have alike is not one line.
+    alike = [[tensor] for tensor in tensors] if parts else _alike(tensors)
+    columns = ("tensor", "dtype", "shape", "bytes", "parts", "file" if parts else "")
+    table = output.table(*columns, right=("bytes", "parts"))
+    for some in alike[:limit]:
+        table.add_row(*_row(some, parts=parts))
+        for part in some[0].parts if parts and len(some[0].parts) > 1 else ():
+            box = f"  [{box_text(part.box)}]"
+            table.add_row(box, "", _shape(part.box.shape), f"{part.size_bytes:,}", "", part.file)
     console.print()
     console.print(table)
-    left = len(rows) - len(rows[:limit])
+    _print_rest(console, sum(map(len, alike)) - sum(map(len, alike[:limit])), "tensor")
+
+
+def _print_rest(console: Console, left: int, what: str) -> None:
     if left:
-        console.print(f"… and {output.count_text(left, 'more tensor')}; --all lists them")
+        console.print(f"… and {output.count_text(left, f'more {what}')}; --all lists them")
+
+
+def _alike(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Tensors that differ only in the rank that has them, together."""
+    found: dict[object, list[Tensor]] = {}
+    for one in tensors:
+        found.setdefault((one.name, one.spec, len(one.parts), one.missing_bytes), []).append(one)
+    return list(found.values())
+
+
+def _row(some: list[Tensor], *, parts: bool) -> tuple[str, ...]:
+    tensor = some[0]
+    notes = []
+    if parts and len(tensor.parts) == 1:
+        notes.append(tensor.parts[0].file)
+    if tensor.rank is not None:
+        notes.append(_ranks_text([one.rank for one in some if one.rank is not None]))
+    if tensor.missing_bytes:
+        notes.append(f"{tensor.missing_bytes:,} bytes of it lie in damaged files")
+    return (
+        tensor.name,
+        tensor.spec.dtype,
+        _shape(tensor.spec.shape),
+        f"{tensor.size_bytes:,}",
+        f"{len(tensor.parts):,}",
+        ", ".join(notes),
+    )
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"  # noqa: RUF001 (the sign for sizes)
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    """Ranks in ascending order: `of rank 3`, `each of ranks 0-3, 8`, `each of 512 ranks`."""
+    if len(ranks) == 1:
+        return f"of rank {ranks[0]}"
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    if len(spans) > _SHOWN_SPANS:
+        return f"each of {len(ranks):,} ranks"
+    texts = (str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"each of ranks {', '.join(texts)}"

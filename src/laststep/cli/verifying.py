@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from laststep.catalog.verify import Damage, Progress
 
 _SHOWN_NAMES = 3
+_HIDING = ("missing file", "header")
+"""Damage after which nobody knows which tensors it touches."""
 
 
 def verify(
@@ -168,6 +170,10 @@ def _print(place: places.Place, report: VerifyReport) -> None:
     if report.unchecked_bytes:
         size = output.size_text(report.unchecked_bytes)
         console.print(f"  {size} could not be checked: the digests that vouch for them are lost")
+    if any(damage.what in _HIDING for damage in report.damage):
+        console.print(
+            f"  `laststep show {place.store.url}/{place.folder}` lists what is left of it"
+        )
 
 
 def _line(damage: Damage) -> str:

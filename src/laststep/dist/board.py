@@ -1,12 +1,14 @@
 """A board on which the ranks of a job leave notes for each other: their store, asked with care.
 
 A client of our own of the store that torch.distributed was started with (a TCPStore), so that
-nothing here waits behind a collective; and under the same prefix, so that notes of an earlier start
-of the job are not seen. Every wait is a look now and then under a deadline of our own (`until`):
-the store's own `wait` can outlast its time-out. A single question can outlast it too, for ever if
-the host of the store stands still or the network is cut. So a thread asks it, and whoever waits for
-the answer goes when the time is up: a store that is gone must be an error, not a silence. Used from
-background threads, and from training's own only where a description is new.
+nothing here waits behind a collective; and under the same prefix. That alone does not keep the
+notes of an earlier start away where a launcher starts ranks again and keeps the store, as torchrun
+does: `under` does, once the ranks know a name of their start by other means. Every wait is a look
+now and then under a deadline of our own (`until`): the store's own `wait` can outlast its time-out.
+A single question can outlast it too, for ever if the host of the store stands still or the network
+is cut. So a thread asks it, and whoever waits for the answer goes when the time is up: a store that
+is gone must be an error, not a silence. Used from background threads, and from training's own only
+where a description is new.
 """
 
 from __future__ import annotations
@@ -64,6 +66,10 @@ class Board:
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="laststep-board", daemon=True)
         self._thread.start()
+
+    def under(self, name: str) -> None:
+        """Lie under that name as well; before anything was asked."""
+        self._prefix += f"/{name}"
 
     def put(self, name: str, note: bytes) -> None:
         """Leave a note, and see that it is there: to a store that is gone it would seem to be."""

@@ -85,12 +85,12 @@ class DeviceCarrier(Carrier):
             raise
 
     def swap(self, to: int, data: torch.Tensor, source: int, come_bytes: int, tag: int) -> Under:
-        whole = super().swap
-        return _within(lambda: whole(to, data, source, come_bytes, tag))
+        swap = super().swap
+        return _within(lambda: swap(to, data, source, come_bytes, tag))
 
     def tell(self, who: int, data: torch.Tensor | None, size_bytes: int) -> torch.Tensor:
-        whole = super().tell
-        return _within(lambda: whole(who, data, size_bytes))
+        tell = super().tell
+        return _within(lambda: tell(who, data, size_bytes))
 
     def abandon(self) -> None:
         """Give the group up although ranks may be waiting in it."""

@@ -24,6 +24,7 @@ from laststep.state.tensors import (
     open_view,
     repeats_itself,
     revive,
+    same_bytes,
     same_memory,
 )
 from laststep.state.tree import OWNED, Path, owned, owners, rebuild, show_path, tensor_names
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from laststep.state.layouts import Layout
     from laststep.state.pieces import Collected
+    from laststep.state.renaming import Renamed
 
 
 @dataclass(slots=True)
@@ -58,6 +60,11 @@ class Match:
     """How those lie of which this rank takes a part; the memory in `reads` is of that part."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """(to, from), after all reads."""
+    apart: frozenset[str] = frozenset()
+    """Names that are not to share memory, though the bytes of some are those of others."""
+    twins: list[tuple[str, str]] = field(default_factory=list)
+    """Pairs of stored tensors that are one here. The second is restored; the first is read as well,
+    to see that they are the same."""
     values: dict[str, object] = field(default_factory=dict)
     """Every name of the tree → the tensor that stands for it, or ABSENT."""
     missing: list[str] = field(default_factory=list)
@@ -81,6 +88,19 @@ class Match:
                 _mark_absent(value, path)
         return value
 
+    def differing(self) -> list[str]:
+        """Which twins are not the same, in words; after the reads."""
+        return [
+            f"{name}: is one with {first} here, but was stored apart and differs"
+            for name, first in self.twins
+            if not same_bytes(self.read(name), self.read(first))
+        ]
+
+    def read(self, name: str) -> torch.Tensor:
+        """The memory that a stored tensor is read into."""
+        landing, view = self.reads[self.item.source_of(name)], self.item.view_of(name)
+        return landing if view is None else open_view(landing, view)
+
     def newer_values(self) -> list[str]:
         """The names of live entries that are not stored and hold no tensors; those that do are
         `missing`."""
@@ -92,20 +112,22 @@ class Match:
 
 
 def match_item(
-    item: StoredItem,
+    renamed: Renamed,
     provider: StateProvider,
     state: State,
     live: Collected,
     selected: Callable[[str], bool] | None,
 ) -> Match:
     """Fit one item. `selected` picks tensors by name for a partial restore; None takes all."""
-    match = Match(item=item, whole=selected is None, fresh=state.fresh)
+    item = renamed.item
+    match = Match(item=item, whole=selected is None, fresh=state.fresh, apart=renamed.apart)
+    match.twins = [pair for pair in renamed.twins if selected is None or selected(pair[0])]
     match.values = dict.fromkeys(item.names(), ABSENT)
     if selected is None:
         _refuse_foreign(match, live)
         if () in match.foreign:
             return match
-        match.mismatched += provider.check(_outline(item))
+        match.mismatched += [*provider.check(_outline(item)), *renamed.differing]
     for path, why in provider.refuses(_outline(item)).items():
         below = (n for n in item.names() if lies_under(path_of(n), (path,)))
         if selected is None or any(map(selected, below)):
@@ -125,6 +147,7 @@ def match_item(
         )
     fresh = _pair(match, names, state, live)
     _allocate_fresh(match, fresh, provider, live)
+    _place_twins(match)
     not_paired = (*state.fresh, *state.loose, *match.foreign)
     if selected is None:
         _find_missing(match, not_paired, live)
@@ -162,7 +185,7 @@ def _pair(match: Match, names: list[str], state: State, live: Collected) -> list
             continue
         else:
             in_place.setdefault(match.item.source_of(name), []).append((name, target))
-    _refuse_new_ties(match, in_place, live)
+    _take_shared_once(match, in_place, live)
     for source, targets in in_place.items():
         _place_live(match, source, targets, live)
     return fresh
@@ -197,22 +220,53 @@ def _differs(match: Match, name: str, target: torch.Tensor, live: Collected) -> 
     return False
 
 
-def _refuse_new_ties(
+def _take_shared_once(
     match: Match, in_place: dict[str, list[tuple[str, torch.Tensor]]], live: Collected
 ) -> None:
-    """Tensors that share memory now but were stored apart: both cannot be restored."""
+    """Of tensors that share memory now but were stored apart only one can be restored: the one that
+    has the first of the live names, by which an optimizer knows it too. Others that are the very
+    same tensor are its twins; those that merely overlap with it do not fit."""
+    item = match.item
+    taken = {name: name for targets in in_place.values() for name, _ in targets}
     owner: dict[str, str] = {}
     for source, targets in in_place.items():
-        for name, _ in list(targets):
+        for name, target in list(targets):
             first = live.ties.get(name, name)
             view = live.views.get(first)
-            memory = first if view is None else view.base
-            other = owner.setdefault(memory, source)
-            if other != source:
+            same = taken.setdefault(first, name)
+            other = owner.setdefault(first if view is None else view.base, same)
+            lies_alike = live.layouts.get(name) == live.layouts.get(same)
+            if lies_alike and item.window_of(name) != item.window_of(same):
+                match.twins.append((name, same))
+                match.values[name] = live.owners.get(name, target)
+            elif source != item.source_of(other):
                 match.mismatched.append(f"{name}: shares memory with {other}, but was stored apart")
-                targets[:] = [pair for pair in targets if pair[0] != name]
+            else:
+                continue
+            targets[:] = [pair for pair in targets if pair[0] != name]
     for source in [source for source, targets in in_place.items() if not targets]:
         del in_place[source]
+
+
+def _place_twins(match: Match) -> None:
+    """Memory for the twins of what is restored, which lies as that does."""
+    twins, match.twins = match.twins, []
+    for name, first in twins:
+        source, other = match.item.source_of(name), match.item.source_of(first)
+        view = match.item.view_of(name)
+        if other not in match.reads or match.item.window_of(name) == match.item.window_of(first):
+            continue
+        landing, layout = match.reads[other], match.layouts.get(other)
+        if source not in match.reads and (layout is None or view is None):
+            spec = match.item.tensors[source]
+            shape = spec.shape if layout is None else tuple(landing.shape)
+            match.reads[source] = allocate(spec.dtype, shape, str(landing.device))
+            if layout is not None:
+                match.layouts[source] = layout
+        if match.layouts.get(source) == layout:
+            match.twins.append((name, first))
+        else:
+            match.mismatched.append(f"{name}: lies otherwise over the ranks than {first}")
 
 
 def _place_live(
@@ -278,12 +332,25 @@ def _place_like(match: Match, name: str, model: DTensor) -> None:
     if spec.shape != tuple(model.shape):
         _place_fresh(match, {name: str(model.device)})
         return
-    if source not in match.reads:
-        local = laid_of(model, name)
-        shape = tuple(local.local.shape)
-        match.reads[source] = allocate(spec.dtype, shape, str(local.local.device))
-        match.layouts[source] = local.layout
-    match.values[name] = like(model, match.reads[source])
+    laid, landing = laid_of(model, name), match.reads.get(source)
+    if landing is None or name in match.apart:
+        own = allocate(spec.dtype, tuple(laid.local.shape), str(laid.local.device))
+        if landing is None:
+            match.reads[source], match.layouts[source] = own, laid.layout
+        elif not _copy_read(match, name, own, laid.layout):
+            return
+        landing = own
+    match.values[name] = like(model, landing)
+
+
+def _copy_read(match: Match, name: str, to: torch.Tensor, layout: Layout | None) -> bool:
+    """Copy there what is read for another name, if both lie alike."""
+    source = match.item.source_of(name)
+    if match.layouts.get(source) != layout:
+        match.mismatched.append(f"{name}: lies otherwise over the ranks than {source}")
+        return False
+    match.copies.append((to, match.read(name)))
+    return True
 
 
 def _replaced(tree: object) -> set[str]:
@@ -306,9 +373,13 @@ def _place_fresh(match: Match, devices: dict[str, str]) -> None:
         if source not in match.reads:
             spec = match.item.tensors[source]
             match.reads[source] = allocate(spec.dtype, spec.shape, device)
-        view = match.item.view_of(name)
-        landing = match.reads[source]
-        match.values[name] = landing if view is None else open_view(landing, view)
+        elif name in match.apart:
+            spec = match.item.spec_of(name)
+            own = allocate(spec.dtype, spec.shape, device)
+            if _copy_read(match, name, own, None):
+                match.values[name] = own
+            continue
+        match.values[name] = match.read(name)
 
 
 def _find_missing(match: Match, not_paired: tuple[Path, ...], live: Collected) -> None:

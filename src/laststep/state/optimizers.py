@@ -78,9 +78,9 @@ class OptimizerProvider(StateProvider):
         if isinstance(stored, dict) and set(stored) == {"state", "param_groups"}:
             how = "load it with the optimizer's own load_state_dict()"
             return [f"was stored by position, as torch's state_dict() has it; {how}"]
-        if not _is_ours(stored):
+        if not is_optimizer_state(stored):
             return ["is not the state of an optimizer"]
-        theirs = _group_of(stored)
+        theirs = group_of(stored)
         names = self._named()
         groups = self._optimizer.param_groups
         ours = {names[id(p)]: number for number, g in enumerate(groups) for p in g["params"]}
@@ -97,12 +97,12 @@ class OptimizerProvider(StateProvider):
         return problems
 
     def lacks(self, stored: object) -> dict[Path, str]:
-        if not _is_ours(stored):
+        if not is_optimizer_state(stored):
             return {}
         ours = set(self._named().values())
         return {
             ("state", name): f"does not have the parameter {name}, whose state is stored"
-            for name in sorted(_group_of(stored).keys() - ours)
+            for name in sorted(group_of(stored).keys() - ours)
         }
 
     def models(self, paths: list[Path]) -> list[object]:
@@ -117,7 +117,7 @@ class OptimizerProvider(StateProvider):
     def refuses(self, stored: object) -> dict[Path, str]:
         """State of parameters of another form: moments are of the parameter's own, and a fused step
         would write past their end."""
-        if not _is_ours(stored):
+        if not is_optimizer_state(stored):
             return {}
         live = {name: _form(parameter) for parameter, name, _ in self._walk()}
         found: dict[Path, str] = {}
@@ -152,7 +152,9 @@ class OptimizerProvider(StateProvider):
             restored = {key: entry for key, entry in entries.items() if not has_absent(entry)}
             if restored or not entries:
                 self._optimizer.state[parameter].update(restored)
-        if not has_absent(value):
+        # What other ranks have is ABSENT too, and nothing to this one.
+        mine = [entries for name, entries in value["state"].items() if name in parameters]
+        if not has_absent([mine, value["groups"]]):
             self._forget_newer(parameters, value["state"])
         groups = self._optimizer.param_groups
         if len(groups) != len(value["groups"]):
@@ -225,7 +227,8 @@ def _forms_of(forms: tuple[tuple[torch.dtype, torch.Size], ...]) -> tuple[str, .
     return tuple(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in forms)
 
 
-def _is_ours(stored: object) -> TypeGuard[dict[str, Any]]:
+def is_optimizer_state(stored: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a tree is what an `OptimizerProvider` describes."""
     return (
         isinstance(stored, dict)
         and {"state", "groups"} <= set(stored)
@@ -233,7 +236,7 @@ def _is_ours(stored: object) -> TypeGuard[dict[str, Any]]:
     )
 
 
-def _group_of(stored: dict[str, Any]) -> dict[str, int]:
+def group_of(stored: dict[str, Any]) -> dict[str, int]:
     """The number of the group of each parameter whose state is stored."""
     return {name: number for number, g in enumerate(stored["groups"]) for name in g["params"]}
 

@@ -43,6 +43,10 @@ class StoredItem:
         view = self.view_of(name)
         return view.base if view is not None else self.ties.get(name, name)
 
+    def window_of(self, name: str) -> tuple[str, View | None]:
+        """Whose bytes they are, and which of them: names with the same are of one tensor."""
+        return self.source_of(name), self.view_of(name)
+
     def spec_of(self, name: str) -> TensorSpec:
         view = self.view_of(name)
         if view is not None:

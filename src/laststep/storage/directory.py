@@ -54,6 +54,27 @@ def absolute(path: object) -> str:
     return os.path.abspath(os.path.expanduser(text))
 
 
+def _entry(item: os.DirEntry[str]) -> Entry | None:
+    """What there is by a name; None for what has vanished meanwhile, and for a link to nowhere."""
+    is_link = item.is_symlink()
+    try:
+        status = item.stat()
+        is_folder = item.is_dir()
+    except OSError as error:
+        if is_link or isinstance(error, FileNotFoundError):
+            return None
+        raise
+    return Entry(
+        name=item.name, is_folder=is_folder, size_bytes=status.st_size,
+        modified_s=status.st_mtime, is_link=is_link,
+    )  # fmt: skip
+
+
+def _is_file(item: os.DirEntry[str]) -> bool:
+    """As `_entry` sees it; only of a link the filesystem has to be asked."""
+    return os.path.isfile(item.path) if item.is_symlink() else item.is_file()
+
+
 class DirectoryStore:
     """A `Store` in the folder `path`, which is made by the first change if it is absent."""
 
@@ -80,26 +101,26 @@ class DirectoryStore:
     def list(self, folder: str) -> list[Entry]:
         """The entries of one folder, by name."""
         path = self._path(folder) if folder else self._root
-        entries = []
         try:
             with os.scandir(path) as found:
-                for item in found:
-                    # What vanishes meanwhile, or points nowhere, is not there.
-                    with contextlib.suppress(FileNotFoundError):
-                        status = item.stat()
-                        entries.append(
-                            Entry(
-                                name=item.name,
-                                is_folder=item.is_dir(),
-                                size_bytes=status.st_size,
-                                modified_s=status.st_mtime,
-                            )
-                        )
+                entries = [entry for entry in map(_entry, found) if entry is not None]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise failed("list", path, error) from error
         return sorted(entries, key=lambda entry: entry.name)
+
+    def file_names(self, folder: str) -> tuple[str, ...]:
+        """The names of the files in one folder: the filesystem tells them without being asked for
+        each."""
+        path = self._path(folder) if folder else self._root
+        try:
+            with os.scandir(path) as found:
+                return tuple(item.name for item in found if _is_file(item))
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise failed("list", path, error) from error
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """A whole small file."""

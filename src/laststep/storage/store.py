@@ -21,6 +21,8 @@ class Entry:
     is_folder: bool
     size_bytes: int
     modified_s: float
+    is_link: bool = False
+    """Whether it points elsewhere; the rest then tells of what it points to."""
 
 
 class Writer(Protocol):
@@ -62,6 +64,9 @@ class Store(Protocol):
 
     def list(self, folder: str) -> list[Entry]:
         """The entries of one folder, by name; an absent folder is empty. "" is the root."""
+
+    def file_names(self, folder: str) -> tuple[str, ...]:
+        """The names of the files in one folder, in any order, which costs much less than `list`."""
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """A whole small file. `StorageFailed` where it is larger than `limit_bytes`."""

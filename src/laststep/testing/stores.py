@@ -87,6 +87,17 @@ class StoreConformance:
         check([entry.size_bytes for entry in entries[:2]] == [0, 5], f"listed {entries}")
         check(all(abs(entry.modified_s - before) < 600 for entry in entries), f"listed {entries}")
 
+    def test_the_names_of_files_are_those_of_a_list(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        check(store.file_names("") == (), "the root of a new store has files")
+        check(store.file_names("nowhere/at-all") == (), "an absent folder has files")
+        store.make_folder("a/folder")
+        for name in ("y", "x"):
+            store.create(f"a/{name}", b"1")
+        store.create("z", b"1")
+        check(sorted(store.file_names("a")) == ["x", "y"], "other names than the list has")
+        check(store.file_names("") == ("z",), "other names than the list has")
+
     def test_a_folder_is_deleted_with_all_below_it(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
         store.make_folder("a/deep/down")
@@ -365,7 +376,7 @@ def race_to_create(stores: Sequence[Store], name: str) -> tuple[list[bytes], lis
 
 
 def calls_with(store: Store, name: str) -> list[Callable[[], object]]:
-    """Every call of the protocol that takes a name; "" is the root to two of them."""
+    """Every call of the protocol that takes a name; "" is the root to three of them."""
     calls: list[Callable[[], object]] = [
         lambda: store.read(name, limit_bytes=10),
         lambda: store.create(name, b"x"),
@@ -378,7 +389,11 @@ def calls_with(store: Store, name: str) -> list[Callable[[], object]]:
         lambda: store.is_locked(name),
     ]
     if name:
-        calls += [lambda: store.list(name), lambda: store.sync_folder(name)]
+        calls += [
+            lambda: store.list(name),
+            lambda: store.file_names(name),
+            lambda: store.sync_folder(name),
+        ]
     return calls
 
 

@@ -53,6 +53,12 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one form have the same bytes, where a NaN is what its bits are."""
+    one, other = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(one, other)
+
+
 def repeats_itself(tensor: torch.Tensor) -> bool:
     """Whether several elements are one place in memory, as after `expand`: torch refuses to write
     into such a tensor."""

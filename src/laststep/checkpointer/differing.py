@@ -1,0 +1,90 @@
+"""Name the plain values in which two ranks differ, once the digests of an item tell that they do.
+
+Pure. The ranks show their values by name: what is short as it is written, the rest by a digest, and
+of very many only the first. A flat list is one value: the order of a million samples is one name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.codecs import objects
+from laststep.codecs.digests import digest
+from laststep.state.names import name_of
+from laststep.state.tree import OWNED, PLAIN, owned
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_SHORT = 40
+_MOST = 10_000
+_DIGEST = b"\0"
+"""Before a digest; no value is written so."""
+
+Values = dict[str, bytes]
+
+
+class Differing(msgspec.Struct, frozen=True, kw_only=True):
+    """Two ranks whose plain values of an item differ."""
+
+    item: str
+    ranks: tuple[int, int]
+
+
+def values_of(encoded: bytes) -> Values:
+    """The plain values of an item, from its tree as it is stored, by their names."""
+    stored = objects.decode(encoded, where="the tree of an item")
+    tree = stored["tree"] if isinstance(stored, dict) else None
+    values: Values = {}
+    for name, value in itertools.islice(_walk(tree, ()), _MOST):
+        values.setdefault(name, value)  # a class comes before an empty state
+    return values
+
+
+def describe(differing: Differing, shown: Mapping[int, Values]) -> str:
+    """What to say of it, from the values that both ranks have shown, or did not show in time."""
+    item, (one, other) = differing.item, differing.ranks
+    mine, theirs = shown.get(one, {}), shown.get(other, {})
+    names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+    remedy = "make it the same on all, or wrap the item in laststep.PerRank if each has its own"
+    if one not in shown or other not in shown or not names:
+        return f"item {item!r} differs between rank {one} and rank {other}; {remedy}"
+    name = names[0]
+    where = f"{item}/{name}" if name else item
+    values = (mine.get(name, b"nothing"), theirs.get(name, b"nothing"))
+    if any(value.startswith(_DIGEST) for value in values):
+        found = f"{where} differs between rank {one} and rank {other}"
+    else:
+        first, second = (value.decode() for value in values)
+        found = f"{where} is {first} on rank {one} and {second} on rank {other}"
+    more = f", and {len(names) - 1} more of its values differ" if names[1:] else ""
+    return f"{found}{more}; {remedy}"
+
+
+def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, bytes]]:
+    if isinstance(value, objects.TensorRef):
+        return  # the tables of both have the same tensors
+    if isinstance(value, objects.Tagged) and value.tag == OWNED:
+        inside = owned(value)
+        yield name_of(path), _written(inside.owner)
+        yield from _walk(inside.state, path)
+    elif isinstance(value, dict) and value:
+        for key, one in value.items():
+            yield from _walk(one, (*path, key))
+    elif isinstance(value, list | tuple | deque) and not PLAIN.issuperset(map(type, value)):
+        for number, one in enumerate(value):
+            yield from _walk(one, (*path, number))
+    else:
+        yield name_of(path), _written(value)
+
+
+def _written(value: object) -> bytes:
+    """A value as it is written, or the digest of that."""
+    if type(value) not in PLAIN and not isinstance(value, list | tuple | deque | dict):
+        return _DIGEST + digest(objects.encode(value))
+    text = repr(value).encode()
+    return text if len(text) <= _SHORT else _DIGEST + digest(text)

@@ -1,0 +1,353 @@
+"""Checkpoints whose files lie in folders of ranks: what a look sees there, what deleting takes, and
+what it leaves alone."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from laststep.catalog import listing
+from laststep.catalog.cleaning import QUIET_S, Why
+from laststep.catalog.retention import Policy
+from laststep.catalog.run import Run, plan_prune
+from laststep.errors import LaststepError
+from laststep.format.manifest import Commit, FileRecord
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import MANIFEST_NAME
+from laststep.testing.faults import FailingDisk, Kind, RecordingDisk
+from laststep.testing.stores import write_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from laststep.catalog.listing import Listed
+
+Written = tuple[str, Commit]
+Write = Callable[..., Written]
+
+SIZE = 5000
+STRANGE = ("a\nb", "\udcff\udcfe", "-rf *", " ", "r99999", "groups.json", "..x", "é" * 100)
+
+
+@pytest.fixture(params=[4096, 7], ids=["few", "very many"])
+def most(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Eight files are few, or very many."""
+    monkeypatch.setattr(listing, "_VERY_MANY", request.param)
+    return int(request.param)
+
+
+@pytest.fixture
+def very_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "_VERY_MANY", 7)
+
+
+@pytest.fixture
+def looked(run: Run, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The folders that were listed with sizes, and those by names alone."""
+    calls: dict[str, list[str]] = {"list": [], "file_names": []}
+    for method, folders in calls.items():
+        real = getattr(run.store, method)
+        monkeypatch.setattr(
+            run.store, method, lambda name, f=folders, r=real: f.append(name) or r(name)
+        )
+    return calls
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def only(run: Run) -> Listed:
+    (listed,), _ = run.look()
+    return listed
+
+
+# Looking
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.usefixtures("most")
+def test_sizes_are_those_on_disk(deep: bool, write: Write, run: Run, tmp_path: Path) -> None:
+    folder, _ = write(deep=deep)
+    for listed in (*run.checkpoints(), only(run)):
+        assert listed.is_whole
+        assert listed.size_bytes == 8 * SIZE
+        assert listed.stored_bytes == bytes_in(tmp_path / "run" / folder)
+
+
+@pytest.mark.parametrize("lost", [None, "shared.safetensors", "r00004/m-r00005.safetensors"])
+@pytest.mark.usefixtures("most")
+def test_files_beside_the_folders_count_once(
+    lost: str | None, run: Run, commit_of: Callable[..., Commit],
+    file_of: Callable[..., FileRecord], tmp_path: Path,
+) -> None:  # fmt: skip
+    """As a DCP writer of many ranks leaves them: all in one manifest, one of them beside it."""
+    folder = run.begin(step=1, epoch=run.claim_epoch(None), attempt=1)
+    files = [file_of(rank, deep=True) for rank in range(8)]
+    files.append(msgspec.structs.replace(files[0], name="shared.safetensors"))
+    for place in ("r00000", "r00004"):
+        run.store.make_folder(f"{folder}/{place}")
+    for file in files:
+        write_file(run.store, f"{folder}/{file.name}", bytes(SIZE))
+    commit = commit_of(step=1, epoch=1, attempt=1)
+    item = msgspec.structs.replace(commit.items[0], file=files[0].name)
+    run.commit(folder, msgspec.structs.replace(commit, files=tuple(files), ranks=8, items=(item,)))
+    if lost is not None:
+        (tmp_path / "run" / folder / lost).unlink()
+    listed = only(run)
+    assert listed.stored_bytes == bytes_in(tmp_path / "run" / folder)
+    assert listed.incomplete == (None if lost is None else f"{lost} is missing")
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("name", ["groups/r00004.json", "m-r00003.safetensors"])
+@pytest.mark.usefixtures("most")
+def test_what_is_missing_makes_it_incomplete(
+    name: str, deep: bool, write: Write, run: Run, tmp_path: Path
+) -> None:
+    folder, _ = write(deep=deep)
+    name = f"r00000/{name}" if deep and name.startswith("m") else name
+    (tmp_path / "run" / folder / name).unlink()
+    listed = only(run)
+    assert not listed.is_whole
+    expected = f"{name} is missing"
+    if name.endswith(".safetensors"):
+        expected = f"7 data files of {7 * SIZE} bytes instead of 8 of {8 * SIZE}"
+        assert listed.stored_bytes == bytes_in(tmp_path / "run" / folder)
+    assert listed.incomplete == expected
+    run.check_step_free(1)  # what cannot be restored blocks no step
+
+
+@pytest.mark.usefixtures("very_many")
+def test_every_rank_that_restores_leaves_the_folders_of_very_many_files_alone(
+    write: Write, run: Run, looked: dict[str, list[str]]
+) -> None:
+    done, _ = write(1, deep=True)
+    left, _ = write(2, deep=True, commit=False)
+    looked["list"].clear()
+    assert [one.is_whole for one in run.checkpoints()] == [True]
+    assert [one.folder for one in run.attempts()] == [left]
+    run.check_step_free(3)
+    within = {name for name in looked["list"] if "/" in name}
+    assert within == {f"{done}/groups", f"{left}/groups"}
+    assert looked["file_names"] == []
+
+
+@pytest.mark.usefixtures("very_many")
+def test_of_very_many_files_that_are_all_there_no_sizes_are_asked_for(
+    write: Write, run: Run, looked: dict[str, list[str]]
+) -> None:
+    folder, _ = write(deep=True)
+    looked["list"].clear()
+    assert only(run).is_whole
+    assert [name for name in looked["list"] if "/" in name] == [f"{folder}/groups"]
+    assert looked["file_names"] == [f"{folder}/r00000", f"{folder}/r00004"]
+
+
+@pytest.mark.usefixtures("very_many")
+def test_retention_keeps_the_last_whole_one_where_a_newer_one_has_lost_files(
+    write: Write, run: Run, tmp_path: Path
+) -> None:
+    folders = [write(step, deep=True)[0] for step in (1, 2, 3)]
+    (tmp_path / "run" / folders[2] / "r00004" / "m-r00006.safetensors").unlink()
+    plan = plan_prune(run, Policy(keep_last=1))
+    assert plan.deletions == (folders[0],)
+    assert plan.freed_bytes == bytes_in(tmp_path / "run" / folders[0])
+
+
+@pytest.mark.usefixtures("very_many")
+def test_a_checkpoint_that_goes_while_its_names_are_counted_is_not_listed(
+    write: Write, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = write(deep=True)
+    count = run.store.file_names
+
+    def overtaken(name: str) -> tuple[str, ...]:
+        run.store.delete_folder(folder, first=MANIFEST_NAME)
+        return count(name)
+
+    monkeypatch.setattr(run.store, "file_names", overtaken)
+    assert run.look() == ((), ())
+
+
+# Deleting
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.usefixtures("most")
+def test_pruning_takes_folders_with_it(deep: bool, write: Write, run: Run, tmp_path: Path) -> None:
+    folder, _ = write(1, deep=deep)
+    write(2, deep=deep)
+    assert plan_prune(run, Policy(keep_last=1)).execute() == (folder,)
+    assert not (tmp_path / "run" / folder).exists()
+    assert not list((tmp_path / "run").rglob("*.tmp-*"))
+
+
+def test_the_manifest_goes_first_then_the_name_and_only_then_what_is_in_folders(
+    write: Write, tmp_path: Path
+) -> None:
+    folder, _ = write(1, deep=True)
+    write(2, deep=True)
+    disk = RecordingDisk()
+    plan_prune(Run.open(DirectoryStore(tmp_path / "run", disk=disk)), Policy(keep_last=1)).execute()
+    first, synced, renamed, durable, *rest = disk.changes
+    assert (first.kind, first.path) == (
+        Kind.UNLINK,
+        str(tmp_path / "run" / folder / MANIFEST_NAME),
+    )
+    assert (renamed.kind, renamed.path) == (Kind.RENAME, str(tmp_path / "run" / folder))
+    assert {synced.kind, durable.kind} == {Kind.SYNC_FOLDER}
+    assert renamed.to is not None
+    assert all(change.path.startswith(renamed.to) for change in rest)
+    kinds = [change.kind for change in rest]
+    assert kinds.count(Kind.UNLINK) == 8 + 4
+    assert kinds.count(Kind.REMOVE_FOLDER) == 3 + 1
+
+
+@pytest.mark.parametrize("at", range(1, 4 + 12 + 4 + 1))
+@pytest.mark.usefixtures("most")
+def test_a_deletion_that_stops_anywhere_leaves_it_whole_or_gone_and_is_finished_later(
+    at: int, write: Write, run: Run, tmp_path: Path
+) -> None:
+    victim, _ = write(1, deep=True)
+    newest, _ = write(2, deep=True)
+    store = DirectoryStore(tmp_path / "run", disk=FailingDisk(at, errno.EIO, lasting=True))
+    with pytest.raises(LaststepError):
+        plan_prune(Run.open(store), Policy(keep_last=1)).execute()
+    after, _ = run.look()
+    assert all(one.is_whole for one in after)
+    assert [one.folder for one in after] == ([victim, newest] if at == 1 else [newest])
+    plan_prune(run, Policy(keep_last=1)).execute()
+    run.clean(now_s=(tmp_path / "run").stat().st_mtime + 2 * QUIET_S)
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == [newest]
+
+
+@pytest.mark.usefixtures("most")
+def test_what_a_killed_attempt_left_in_folders_is_counted_and_goes_with_it(
+    write: Write, run: Run, tmp_path: Path
+) -> None:
+    folder, _ = write(deep=True, commit=False)
+    (tmp_path / "run" / folder / "r00004" / "m-r00007.safetensors").write_bytes(b"half")
+    _, (attempt,) = run.look()
+    assert attempt.size_bytes == bytes_in(tmp_path / "run" / folder)
+    (removed,) = run.clean()
+    assert (removed.name, removed.why) == (folder, Why.DEAD_WRITER)
+    assert removed.size_bytes == attempt.size_bytes
+    assert not (tmp_path / "run" / folder).exists()
+
+
+@pytest.mark.usefixtures("most")
+def test_an_attempt_of_another_machine_is_quiet_only_if_its_folders_are(
+    write: Write, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laststep.catalog.cleaning.is_here", lambda _: False)
+    folder, _ = write(deep=True, commit=False)
+    now_s = (tmp_path / "run" / folder).stat().st_mtime + 2 * QUIET_S
+    growing = tmp_path / "run" / folder / "r00004" / "m-r00007.safetensors"
+    os.utime(growing, (now_s, now_s))
+    assert run.clean(now_s=now_s) == ()
+    assert [one.name for one in run.clean(now_s=now_s + 2 * QUIET_S)] == [folder]
+
+
+def test_debris_beside_the_manifests_of_groups_goes_and_all_else_stays(
+    write: Write, run: Run, tmp_path: Path
+) -> None:
+    folder, _ = write(deep=True)
+    debris = tmp_path / "run" / folder / "groups" / "r00000.json.tmp-1"
+    debris.write_bytes(b"")
+    within = tmp_path / "run" / folder / "r00000.tmp-2"
+    within.mkdir()
+    (within / "file").write_bytes(b"1")
+    now_s = debris.stat().st_mtime + 2 * QUIET_S
+    removed = {one.name for one in run.clean(now_s=now_s)}
+    assert removed == {f"{folder}/groups/{debris.name}", f"{folder}/{within.name}"}
+    assert only(run).is_whole
+    assert not within.exists()
+
+
+# What does not belong there
+
+
+@pytest.mark.parametrize("name", STRANGE, ids=ascii)
+@pytest.mark.usefixtures("most")
+def test_strange_folders_and_files_are_neither_in_the_way_nor_left_behind(
+    name: str, write: Write, run: Run, tmp_path: Path
+) -> None:
+    folder, _ = write(1, deep=True)
+    write(2, deep=True)
+    place = tmp_path / "run" / folder
+    for inner in (place, place / "r00000"):
+        (inner / name / name).mkdir(parents=True)
+        (inner / name / "x.safetensors").mkdir()
+        (inner / f"{name}~").write_bytes(b"1")
+    assert all(one.is_whole for one in run.look()[0])
+    assert run.clean(now_s=place.stat().st_mtime + 2 * QUIET_S) == ()
+    assert plan_prune(run, Policy(keep_last=1)).execute() == (folder,)
+    assert not place.exists()
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A folder that is not in the run, with old files that look like debris and like data."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("precious", "x.tmp-1", "m-r00003.safetensors"):
+        (outside / name).write_bytes(bytes(SIZE))
+    return outside
+
+
+@pytest.mark.usefixtures("most")
+def test_a_linked_folder_is_not_looked_into_and_only_the_link_is_deleted(
+    write: Write, run: Run, outside: Path, tmp_path: Path
+) -> None:
+    folder, _ = write(1, deep=True)
+    write(2, deep=True)
+    place = tmp_path / "run" / folder
+    size = bytes_in(place)
+    for inner in (place, place / "r00000"):
+        (inner / "elsewhere").symlink_to(outside)
+        (inner / "y.tmp-2").symlink_to(outside)
+        (inner / "loop").symlink_to(inner / "loop")
+        (inner / "nowhere").symlink_to(inner / "gone")
+    assert run.look()[0][0].stored_bytes == size
+    now_s = outside.stat().st_mtime + 2 * QUIET_S
+    assert f"{folder}/y.tmp-2" in [one.name for one in run.clean(now_s=now_s)]
+    assert plan_prune(run, Policy(keep_last=1)).execute() == (folder,)
+    assert not place.exists()
+    assert len(list(outside.iterdir())) == 3
+
+
+@pytest.mark.usefixtures("most")
+def test_files_behind_a_linked_folder_are_not_those_of_the_checkpoint(
+    write: Write, run: Run, tmp_path: Path
+) -> None:
+    folder, _ = write(deep=True)
+    place = tmp_path / "run" / folder / "r00004"
+    place.rename(tmp_path / "moved")
+    place.symlink_to(tmp_path / "moved")
+    assert only(run).incomplete == f"4 data files of {4 * SIZE} bytes instead of 8 of {8 * SIZE}"
+
+
+@pytest.mark.usefixtures("most")
+def test_a_checkpoint_that_is_a_link_stays_and_does_not_keep_others_from_going(
+    write: Write, run: Run, tmp_path: Path
+) -> None:
+    folders = [write(step, deep=True)[0] for step in (1, 2, 3)]
+    left, _ = write(4, deep=True, commit=False)
+    for name in (folders[1], left):
+        (tmp_path / "run" / name).rename(tmp_path / name)
+        (tmp_path / "run" / name).symlink_to(tmp_path / name)
+    debris = tmp_path / folders[1] / "x.tmp-1"
+    debris.write_bytes(b"")
+    plan = plan_prune(run, Policy(keep_last=1))
+    assert plan.execute() == (folders[0],)
+    kept = {verdict.folder: verdict.reasons for verdict in plan.verdicts if verdict.keep}
+    assert kept[folders[1]] == ("a link: what it points to is not the run's to delete",)
+    assert run.clean(now_s=debris.stat().st_mtime + 2 * QUIET_S) == ()
+    assert debris.exists()
+    assert (tmp_path / left).exists()

@@ -1,0 +1,460 @@
+"""A checkpoint that several ranks wrote, as a user sees it: whole tensors, and whose a state is."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import laststep as library
+from laststep.cli.showing import _ranks_text
+from laststep.terms import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+HEADER_BYTES = 4096
+WEIGHT_SHAPE = (750, 1000)
+"""Of `model/weight`, as `maker` writes it."""
+
+
+def flip(path: Path, byte: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(byte)
+        old = file.read(1)[0]
+        file.seek(byte)
+        file.write(bytes([old ^ 1]))
+
+
+def rows(out: str, start: str) -> list[list[str]]:
+    """The lines that begin so, in words."""
+    return [line.split() for line in out.splitlines() if line.startswith(start)]
+
+
+# show
+
+
+def test_show_lists_whole_tensors_and_in_how_many_parts_they_lie(maker, laststep: Callable) -> None:
+    maker.save_by_ranks(1, ranks=3)
+    out = laststep("show", maker.path).out
+    assert "~6" not in out
+    assert rows(out, "model/") == [
+        ["model/weight", "float32", "750×1000", "3,000,000", "3"],  # noqa: RUF001 (of sizes)
+    ]
+    assert "by 3 ranks with laststep" in out
+    [model], [place] = rows(out, "model  "), rows(out, "place  ")
+    assert model == ["model", "module", "1", "3.00", "MB", "4"]
+    assert " ".join(place[5:]) == "3 each of 3 ranks has its own, all are counted"
+
+
+def test_what_each_rank_has_for_itself_is_listed_by_rank_and_once_if_alike(
+    maker, laststep: Callable
+) -> None:
+    maker.save_by_ranks(1, ranks=3)
+    out = laststep("show", maker.path).out
+    found = [(row[0], row[3], " ".join(row[5:])) for row in rows(out, "place/")]
+    assert found == [
+        ("place/seen", "4", "of rank 0"),
+        ("place/seen", "8", "of rank 1"),
+        ("place/seen", "12", "of rank 2"),
+        ("place/alike", "40", "each of ranks 0-2"),
+    ]
+
+
+def test_with_parts_show_says_what_lies_in_which_file(maker, laststep: Callable) -> None:
+    maker.save_by_ranks(1)
+    lines = laststep("show", maker.path, "--parts").out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("model/weight"))
+    assert [line.split() for line in lines[at + 1 : at + 3]] == [
+        ["[0:375,", "0:1000]", "375×1000", "1,500,000", "model-r00000.safetensors"],  # noqa: RUF001
+        ["[375:750,", "0:1000]", "375×1000", "1,500,000", "model-r00001.safetensors"],  # noqa: RUF001
+    ]
+    alike = [row for row in map(str.split, lines) if row and row[0] == "place/alike"]
+    assert [row[5] for row in alike] == ["shared-r00000.safetensors,", "shared-r00001.safetensors,"]
+
+
+def test_the_document_of_show_has_whole_tensors_and_their_parts(maker, laststep: Callable) -> None:
+    maker.save_by_ranks(1)
+    document = laststep("show", maker.path, "--json").json()
+    assert document["ranks"] == 2
+    model, place = document["items"]
+    assert (model["per_rank"], place["per_rank"]) == (False, True)
+    assert model["files"] == [
+        "model-r00000.safetensors", "shared-r00000.safetensors", "model-r00001.safetensors",
+    ]  # fmt: skip
+    assert place["files"] == ["shared-r00000.safetensors", "shared-r00001.safetensors"]
+    assert [file["rank"] for file in document["files"]] == [0, 0, 1, 1]
+    weight, *places = document["tensors"]
+    assert weight["shape"] == list(WEIGHT_SHAPE)
+    assert (weight["rank"], weight["size_bytes"], weight["missing_bytes"]) == (None, 3_000_000, 0)
+    assert weight["parts"][1] == {
+        "start": [375, 0],
+        "shape": [375, 1000],
+        "size_bytes": 1_500_000,
+        "file": "model-r00001.safetensors",
+    }
+    assert [(one["name"], one["rank"], one["shape"]) for one in places] == [
+        ("place/seen", 0, [1]),
+        ("place/seen", 1, [2]),
+        ("place/alike", 0, [10]),
+        ("place/alike", 1, [10]),
+    ]
+
+
+def test_names_that_show_lists_are_names_that_a_checkpoint_takes(maker, laststep: Callable) -> None:
+    maker.save_by_ranks(1, ranks=3)
+    listed = laststep("show", maker.path, "--json").json()["tensors"]
+    assert len(listed) == 7
+    with library.open(maker.path).latest() as checkpoint:
+        for one in listed:
+            view = checkpoint if one["rank"] is None else checkpoint.of_rank(one["rank"])
+            tensor = view.tensor(one["name"])
+            assert list(tensor.shape) == one["shape"]
+            assert list(tensor[:].shape) == one["shape"]
+            view.close()
+        weight = checkpoint.tensor("model/weight")[200:600]
+    assert torch.equal(weight, torch.arange(750_000.0).view(WEIGHT_SHAPE)[200:600])
+
+
+def test_a_tensor_of_which_a_file_is_lost_is_said_to_lack_bytes(maker, laststep: Callable) -> None:
+    folder = maker.save_by_ranks(1)
+    (folder / "model-r00001.safetensors").unlink()
+    out = laststep("show", maker.path).out
+    [row] = rows(out, "model/weight")
+    assert row[2] == "750×1000"  # noqa: RUF001 (of sizes)
+    assert " ".join(row[4:]) == "1 1,500,000 bytes of it lie in damaged files"
+    assert out.endswith("1 file has no readable header: what lies only there is not listed\n")
+    [weight] = laststep("show", maker.path, "--json").json()["tensors"][:1]
+    assert weight["missing_bytes"] == 1_500_000
+    (folder / "model-r00000.safetensors").unlink()
+    out = laststep("show", maker.path).out
+    assert rows(out, "model/weight") == []
+    assert out.endswith("2 files have no readable header: what lies only there is not listed\n")
+
+
+def test_of_many_files_some_are_listed_and_every_damaged_one(maker, laststep: Callable) -> None:
+    folder = maker.save_by_ranks(1, ranks=15)
+    (folder / "model-r00013.safetensors").unlink()
+    out = laststep("show", maker.path).out
+    files = [row[0] for row in rows(out, "model-r") + rows(out, "shared-r")]
+    assert len(files) == 21
+    assert "model-r00013.safetensors" in files
+    assert "model-r00014.safetensors" not in files
+    assert "… and 9 more files; --all lists them" in out
+    every = laststep("show", maker.path, "--all").out
+    assert len(rows(every, "model-r") + rows(every, "shared-r")) == 30
+    assert "--all lists them" not in every
+
+
+def test_tensors_that_are_left_out_are_all_counted(maker, laststep: Callable) -> None:
+    maker.save_by_ranks(1, ranks=25)
+    out = laststep("show", maker.path).out
+    assert len(rows(out, "model/") + rows(out, "place/")) == 20
+    # Of 25 `seen` 19 are listed, and `alike` is one line for 25.
+    assert "… and 31 more tensors; --all lists them" in out
+    assert len(rows(laststep("show", maker.path, "--all").out, "place/")) == 26
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "of rank 3"),
+        ([0, 1, 2], "each of ranks 0-2"),
+        ([0, 1, 5, 8, 9], "each of ranks 0-1, 5, 8-9"),
+        ([0, 2, 4, 6], "each of 4 ranks"),
+    ],
+)
+def test_ranks_are_told_as_spans(ranks: list[int], text: str) -> None:
+    assert _ranks_text(ranks) == text
+
+
+# verify
+
+
+def test_damage_names_the_tensor_and_which_part_of_it(maker, laststep: Callable) -> None:
+    folder = maker.save_by_ranks(1)
+    flip(folder / "model-r00001.safetensors", HEADER_BYTES + BLOCK_BYTES + 5)
+    ended = laststep("verify", maker.path, "--json")
+    assert ended.status == 3
+    [damage] = ended.json()["checkpoints"][0]["damage"]
+    assert (damage["file"], damage["what"]) == ("model-r00001.safetensors", "block 1")
+    assert damage["touches"] == ["model/weight[375:750, 0:1000]"]
+    out = laststep("verify", maker.path).out
+    assert "model-r00001.safetensors: block 1, bytes 1052672 to " in out
+    assert "(holds model/weight[375:750, 0:1000]): expected " in out
+    assert "~6" not in out
+
+
+def test_damage_to_what_each_rank_has_for_itself_names_the_rank(maker, laststep: Callable) -> None:
+    folder = maker.save_by_ranks(1)
+    file = folder / "shared-r00001.safetensors"
+    flip(file, HEADER_BYTES)
+    flip(file, file.stat().st_size - 1)
+    flip(
+        folder / "shared-r00000.safetensors",
+        (folder / "shared-r00000.safetensors").stat().st_size - 1,
+    )
+    [report] = laststep("verify", maker.path, "--json").json()["checkpoints"]
+    found = {(one["file"], one["what"]): one["touches"] for one in report["damage"]}
+    assert found == {
+        ("shared-r00000.safetensors", "object model/~6tree"): ["the tree of model"],
+        ("shared-r00001.safetensors", "block 0"): ["place/seen of rank 1", "place/alike of rank 1"],
+        ("shared-r00001.safetensors", "object place/~6tree"): ["the tree of place of rank 1"],
+    }
+
+
+def test_without_its_manifest_damage_still_names_the_tensor(maker, laststep: Callable) -> None:
+    folder = maker.save_by_ranks(1)
+    flip(folder / "manifest.json", 150)
+    flip(folder / "model-r00000.safetensors", HEADER_BYTES)
+    flip(folder / "shared-r00001.safetensors", HEADER_BYTES)
+    [report] = laststep("verify", maker.path, "--json").json()["checkpoints"]
+    assert [one["touches"] for one in report["damage"]] == [
+        [],
+        ["model/weight[0:375, 0:1000]"],
+        ["place/seen", "place/alike"],
+    ]
+
+
+def test_what_a_short_file_has_lost_is_named_by_its_part(maker, laststep: Callable) -> None:
+    folder = maker.save_by_ranks(1)
+    with (folder / "model-r00000.safetensors").open("r+b") as file:
+        file.truncate(HEADER_BYTES)
+    (folder / "model-r00001.safetensors").unlink()
+    out = laststep("verify", maker.path).out
+    assert (
+        "model-r00000.safetensors: size, from byte 4096 on (holds model/weight[0:375, 0:1000])"
+        in out
+    )
+    assert "model-r00001.safetensors: missing file: expected 1504096 bytes, found no such" in out
+    assert out.endswith(f"  `laststep show {folder}` lists what is left of it\n")
+
+
+# whose
+
+
+def test_a_checkpoint_gives_rank_0s_and_says_so_once(
+    maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    maker.save_by_ranks(1)
+    with library.open(maker.path).latest() as checkpoint:
+        assert (checkpoint.ranks, checkpoint.per_rank()) == (2, ["place"])
+        checkpoint.tensor("model/weight")
+        assert caplog.messages == []
+        assert checkpoint.tensor("place/seen")[:].tolist() == [0.0]
+        checkpoint.tensor("place/alike")
+    [told] = caplog.messages
+    assert told.startswith("place: each of 2 ranks has its own; this is rank 0's: ")
+
+
+def test_a_checkpoint_in_the_view_of_a_rank_gives_that_ranks_own(
+    maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    maker.save_by_ranks(1)
+    checkpoint = library.open(maker.path).latest()
+    for rank, seen in ((0, [0.0]), (1, [1.0, 2.0])):
+        with checkpoint.of_rank(rank) as view:
+            assert view.tensor("place/seen")[:].tolist() == seen
+            assert view.tensor("model/weight").shape == WEIGHT_SHAPE
+            assert f"of rank {rank}" in repr(view)
+    assert caplog.messages == []
+
+
+def test_a_rank_that_did_not_write_it_is_not_found(maker) -> None:
+    maker.save(1)
+    alone = library.open(maker.path).latest()
+    assert (alone.ranks, alone.per_rank()) == (1, [])
+    with pytest.raises(
+        library.NotFound, match=r"no rank 1 .*expected rank 0, which alone wrote it"
+    ):
+        alone.of_rank(1)
+    maker.save_by_ranks(2)
+    checkpoint = library.open(maker.path).latest()
+    told = "no rank {} at step-00000002.*: expected one of the ranks 0 to 1 that wrote it"
+    for rank in (2, -1):
+        with pytest.raises(library.NotFound, match=told.format(rank)):
+            checkpoint.of_rank(rank)
+        with pytest.raises(library.NotFound, match=told.format(rank)):
+            library.load(maker.path, rank=rank)
+    for wrong in ("1", 1.0, True, None):
+        with pytest.raises(library.Usage, match="a rank is a number"):
+            checkpoint.of_rank(wrong)  # type: ignore[arg-type]
+
+
+def test_the_name_of_a_part_is_answered_with_that_of_the_whole(maker) -> None:
+    maker.save_by_ranks(1)
+    with library.open(maker.path).latest() as checkpoint:
+        told = r"model-r00001\.safetensors has a part of that name: ask for all of 'model/weight'"
+        with pytest.raises(library.NotFound, match=told):
+            checkpoint.tensor("model/weight~6at375,0")
+        with pytest.raises(library.NotFound, match="`laststep show --all` lists the names"):
+            checkpoint.tensor("model/nothing")
+
+
+def test_load_gives_rank_0s_with_a_warning_unless_a_rank_is_named(
+    maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    maker.save_by_ranks(1)
+    state = library.load(maker.path)
+    assert state["place"]["position"] == 10
+    assert torch.equal(state["model"]["weight"], torch.arange(750_000.0).view(WEIGHT_SHAPE))
+    [told] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert told.getMessage() == (
+        "place: each of 2 ranks has its own; this is rank 0's: load(…, rank=…) loads another's"
+    )
+    caplog.clear()
+    for rank in (0, 1):
+        state = library.load(maker.path, rank=rank)
+        assert state["place"]["position"] == 10 + rank
+        assert len(state["place"]["seen"]) == rank + 1
+    assert caplog.messages == []
+
+
+def test_load_into_takes_the_state_of_the_rank_that_is_named(
+    maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    maker.save_by_ranks(1)
+
+    def live(count: int) -> dict[str, object]:
+        return {"position": 0, "seen": torch.zeros(count), "alike": torch.zeros(10)}
+
+    model = {"weight": torch.zeros(WEIGHT_SHAPE)}
+    place = live(2)
+    library.load(maker.path, {"model": model, "place": place}, rank=1)
+    assert (place["position"], place["seen"].tolist()) == (11, [1.0, 2.0])
+    # One that is marked is not refused for there being other ranks now: it was asked for.
+    place = live(2)
+    library.load(maker.path, {"model": model, "place": library.PerRank(place)}, rank=1)
+    assert (place["position"], place["seen"].tolist()) == (11, [1.0, 2.0])
+    assert caplog.messages == []
+    place = live(1)
+    library.load(maker.path, {"model": model, "place": place})
+    assert place["position"] == 10
+    assert "this is rank 0's" in caplog.text
+    with pytest.raises(library.Mismatch, match="name a rank by rank=… for place"):
+        library.load(maker.path, {"model": model, "place": library.PerRank(live(1))})
+
+
+def test_load_into_makes_one_state_of_all_as_a_restore_does(maker) -> None:
+    maker.save_by_ranks(1, ranks=3)
+
+    def joined(states: list[dict[str, object]], rank: int, ranks: int) -> dict[str, object]:
+        assert (rank, ranks) == (0, 1)
+        return {"position": sum(state["position"] for state in states)}  # type: ignore[misc]
+
+    place = {"position": 0}
+    item = library.PerRank(place, when_ranks_change=joined)
+    library.load(maker.path, {"model": {"weight": torch.zeros(WEIGHT_SHAPE)}, "place": item})
+    assert place == {"position": 10 + 11 + 12}
+
+
+# export
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_export_writes_the_state_of_one_rank_and_says_whose(
+    rank: int | None, maker, laststep: Callable, tmp_path: Path
+) -> None:
+    maker.save_by_ranks(1)
+    chosen = () if rank is None else ("--rank", rank)
+    words = ("export", maker.path, tmp_path / "hf", "--format", "hf", "--item", "place", *chosen)
+    ended = laststep(*words)
+    assert ended.status == 0
+    seen = load_file(tmp_path / "hf" / "model.safetensors")["seen"]
+    assert seen.tolist() == ([1.0, 2.0] if rank == 1 else [0.0])
+    told = f"place: each of 2 ranks has its own; this is rank {rank or 0}'s"
+    assert ended.out.splitlines()[-1] == told + (
+        ": --rank N takes another's" if rank is None else ""
+    )
+    shutil.rmtree(tmp_path / "hf")
+    document = laststep(*words, "--json").json()
+    assert (document["per_rank"], document["rank"]) == (["place"], rank or 0)
+
+
+# Of torch.distributed.checkpoint itself, in a process that is no rank.
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:torch")
+def test_export_to_dcp_has_whole_tensors_and_one_ranks_own(
+    maker, laststep: Callable, tmp_path: Path
+) -> None:
+    maker.save_by_ranks(1)
+    words = ("export", maker.path, tmp_path / "dcp", "--format", "dcp", "--rank", 1)
+    assert laststep(*words).out.endswith("place: each of 2 ranks has its own; this is rank 1's\n")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "all.pt")
+    state = torch.load(tmp_path / "all.pt")
+    assert (state["place"]["position"], state["place"]["seen"].tolist()) == (11, [1.0, 2.0])
+    assert torch.equal(state["model"]["weight"], torch.arange(750_000.0).view(WEIGHT_SHAPE))
+
+
+def test_export_of_what_all_ranks_share_speaks_of_no_rank(
+    maker, laststep: Callable, tmp_path: Path
+) -> None:
+    maker.save_by_ranks(1)
+    ended = laststep("export", maker.path, tmp_path / "hf", "--format", "hf")
+    assert ended.status == 0
+    assert "its own" not in ended.out
+    weight = load_file(tmp_path / "hf" / "model.safetensors")["weight"]
+    assert torch.equal(weight, torch.arange(750_000.0).view(WEIGHT_SHAPE))
+    document = laststep("export", maker.path, tmp_path / "2", "--format", "hf", "--json").json()
+    assert (document["per_rank"], document["rank"]) == ([], None)
+
+
+def test_export_of_a_rank_that_is_not_there_writes_nothing(
+    maker, laststep: Callable, tmp_path: Path
+) -> None:
+    maker.save_by_ranks(1)
+    for format_ in ("hf", "dcp"):
+        words = ("export", maker.path, tmp_path / "out", "--format", format_)
+        ended = laststep(*words, "--rank", 2)
+        assert ended.status == 1
+        assert "the checkpoint has no rank 2" in ended.err
+        assert laststep(*words, "--rank", -1).status == 2
+    assert not (tmp_path / "out").exists()
+
+
+# runs without a checkpoint
+
+
+def test_a_run_without_a_checkpoint_is_told_plainly(
+    maker, laststep: Callable, tmp_path: Path
+) -> None:
+    commands = (
+        ("show", maker.path), ("show", maker.path, "--step", 3), ("pin", maker.path, 3),
+        ("verify", maker.path, "--step", 3),
+        ("export", maker.path, tmp_path / "out", "--format", "hf"),
+    )  # fmt: skip
+    for words in commands:
+        ended = laststep(*words)
+        assert ended.status == 1
+        assert ended.err == f"laststep: the run has no checkpoint yet at {maker.path}\n"
+    maker.save(1, commit=False)
+    for words in commands:
+        assert laststep(*words).err == (
+            f"laststep: the run has no checkpoint yet at {maker.path}: "
+            "found 1 save without a manifest; `laststep ls` says more\n"
+        )
+    pruned = laststep("prune", maker.path, "--last", 1)
+    assert (pruned.status, pruned.out) == (
+        0,
+        f"{maker.path} has no checkpoint yet\nnothing to delete\n",
+    )
+
+
+def test_a_run_that_goes_on_from_nothing_is_not_said_to_be_empty(maker, laststep: Callable) -> None:
+    maker.save(100)
+    maker.save(200)
+    maker.start()  # anew, from no checkpoint
+    ended = laststep("show", maker.path)
+    assert ended.status == 1
+    assert ended.err == (
+        f"laststep: the run goes on from no checkpoint: all are abandoned at {maker.path}: "
+        "found steps 100, 200; name one with --step\n"
+    )
+    assert laststep("show", maker.path, "--step", 200).status == 0
+    with pytest.raises(library.NotFound, match=r"all are abandoned .*found steps 100, 200; name"):
+        library.open(maker.path).latest()

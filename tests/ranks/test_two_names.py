@@ -1,0 +1,52 @@
+"""A tied weight that others hold under two names: where these differ, where they share ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from crew import Crew
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("fsdp2", 3), ("zero3", 2), ("pipeline", 4)])
+def test_a_difference_in_the_part_of_one_rank_is_told_on_all(
+    crew: Crew, run_folder: Path, way: str, ranks: int
+) -> None:
+    crew("two_names_tasks:save_differing", 2, run=str(run_folder))
+    found = crew("two_names_tasks:load_differing", ranks, run=str(run_folder), way=way)
+    for (kind, message), mixed, lines, at_last in found:
+        assert kind == "Mismatch"
+        assert "model/head.weight: is one with embed.weight here" in message
+        assert mixed == "Usage"
+        assert at_last == ""
+        assert [line.partition(": is one")[0] for line in lines] == [
+            "mismatched: model/head.weight", "mismatched: optimizer/state/head.weight/exp_avg",
+        ]  # fmt: skip
+
+
+def test_stages_of_two_names_keep_what_differs(crew: Crew, run_folder: Path) -> None:
+    crew("two_names_tasks:save_differing", 2, run=str(run_folder))
+    crew("two_names_tasks:load_apart", 4, run=str(run_folder))
+
+
+def test_two_sharded_parameters_get_the_state_of_one_in_memory_of_their_own(
+    crew: Crew, run_folder: Path
+) -> None:
+    crew("tasks:save_as", 2, way="fsdp2", run=str(run_folder))
+    for trained in (False, True):
+        crew("two_names_tasks:load_untied", 3, run=str(run_folder), trained=trained)
+    for kind, message in crew("two_names_tasks:load_half_untied", 2, run=str(run_folder)):
+        assert kind == "Mismatch"
+        assert "state/head.weight/exp_avg: lies otherwise over the ranks than " in message
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("pipeline_two_names", 2), ("fsdp2", 4)])
+def test_state_that_came_after_the_checkpoint_goes_where_a_rank_lacks_some_of_it(
+    crew: Crew, run_folder: Path, way: str, ranks: int
+) -> None:
+    crew("two_names_tasks:save_unstepped", 2, run=str(run_folder))
+    crew("two_names_tasks:load_unstepped", ranks, run=str(run_folder), way=way)
