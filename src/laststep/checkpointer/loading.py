@@ -98,18 +98,19 @@ def fit(
     found = together(
         ranks, lambda: _look(content, providers, only, ranks.rank, strict=strict, where=where)
     )
-    _hear_of_others(found, ranks)
+    fits = _hear_of_others(found, ranks)
     problems = Problems(
         missing=tuple(found.missing), unexpected=tuple(found.unexpected),
         mismatched=tuple(found.mismatched),
     )  # fmt: skip
 
     def judge() -> None:
-        if problems and strict:
+        if problems:
             way = _way_by_hooks(problems, content, providers, where)
             raise Mismatch.of(problems, where=where, remedy=remedy + way)
 
-    together(ranks, judge)
+    if strict and not fits:
+        together(ranks, judge)
     _warn_of_removed(found.removed)
     found.problems = problems
     return found
@@ -258,14 +259,16 @@ def state_of_rank(content: Content, item: str, pool: Pool, *, allow_pickle: bool
     return match.tree(allow_pickle=allow_pickle)
 
 
-def _hear_of_others(found: Fit, ranks: Ranks) -> None:
-    """Unexpected is what no rank has use for."""
+def _hear_of_others(found: Fit, ranks: Ranks) -> bool:
+    """Unexpected is what no rank has use for. Returns whether all fits, on all ranks."""
     twins = any(match.twins for match in found.matches)
-    told = ranks.gather(msgspec.msgpack.encode((found.unexpected, twins)))
+    lacks = bool(found.missing or found.mismatched)
+    told = ranks.gather(msgspec.msgpack.encode((found.unexpected, twins, lacks)))
     notes = [msgspec.msgpack.decode(note) for note in told]
-    common = set(notes[0][0]).intersection(*(unexpected for unexpected, _ in notes[1:]))
+    common = set(notes[0][0]).intersection(*(unexpected for unexpected, _, _ in notes[1:]))
     found.unexpected = [text for text in found.unexpected if text in common]
-    found.have_twins = any(twins for _, twins in notes)
+    found.have_twins = any(twins for _, twins, _ in notes)
+    return not common and not any(lacks for _, _, lacks in notes)
 
 
 def _way_by_hooks(

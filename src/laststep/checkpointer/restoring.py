@@ -117,8 +117,7 @@ def restore_into(
         return None
     if ranks.rank.is_first:
         wait_for_flushers(run)
-    lineage = together(ranks, run.lineage)
-    left = together(ranks, lambda: _candidates(run, wanted))
+    lineage, left = together(ranks, lambda: _candidates(run, wanted))
     skipped: list[Skipped] = []
     last: Corrupt | None = None
     changed = False
@@ -176,17 +175,17 @@ def restore_into(
     return None
 
 
-def _candidates(run: Run, wanted: Wanted) -> list[str]:
-    """The folders to try, the last one first."""
+def _candidates(run: Run, wanted: Wanted) -> tuple[tuple[Listed, ...], list[str]]:
+    """The lineage, and the folders to try, the last one first."""
+    lineage = run.lineage()
     if wanted.step is not None:
-        return [_named(run, wanted.step).folder]
-    return [one.folder for one in run.lineage()]
+        return lineage, [_named(run, wanted.step).folder]
+    return lineage, [one.folder for one in lineage]
 
 
 def _of_first(ranks: Ranks, folders: list[str]) -> list[str]:
     """What the first rank has found: all try the same, in the same order."""
-    note = msgspec.msgpack.encode(folders) if ranks.rank.is_first else b""
-    return msgspec.msgpack.decode(ranks.gather(note)[0], type=list[str])
+    return msgspec.msgpack.decode(ranks.tell(0, msgspec.msgpack.encode(folders)), type=list[str])
 
 
 def hand_over(

@@ -276,9 +276,14 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         result = work()
     except Exception as raised:  # noqa: BLE001 (raised again below, when the others know)
         error = raised
+    if ranks.largest(error is not None):
+        _raise_first(ranks, error)
+    return result  # type: ignore[return-value]
+
+
+def _raise_first(ranks: Ranks, error: BaseException | None) -> None:
     told = error if isinstance(error, LaststepError) else LaststepError(repr(error))
-    note = b"" if error is None else _encode(told)
-    for rank, heard in enumerate(ranks.gather(note)):
+    for rank, heard in enumerate(ranks.gather(b"" if error is None else _encode(told))):
         if not heard:
             continue
         if error is not None and (ranks.size == 1 or rank == ranks.rank.number):
@@ -286,7 +291,6 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         kind, fields = msgspec.msgpack.decode(heard)
         fields["what"] = f"rank {rank}: {fields['what']}"
         raise from_wire(kind, fields) from error
-    return result  # type: ignore[return-value]
 
 
 def _encode(error: LaststepError) -> bytes:
