@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import laststep
+from laststep.checkpointer import queueing
 from laststep.config import MAX_UNCOMMITTED
 from laststep.flusher import serving
 
@@ -85,3 +86,16 @@ def test_a_failed_save_makes_room_too(run_folder: Path, monkeypatch: pytest.Monk
             checkpointer.wait()
     checkpointer.save(101).wait(PATIENCE_S)
     checkpointer.close()
+
+
+def test_failed_saves_are_told_with_their_steps_and_the_same_reason_once() -> None:
+    same = [laststep.Aborted("rank 1 is gone"), laststep.Aborted("rank 1 is gone")]
+    failed = [(4, same[0]), (9, laststep.StorageFailed("no room")), (14, same[1])]
+    with pytest.raises(laststep.Aborted) as raised:
+        queueing.raise_first(failed)
+    assert raised.value is same[0]
+    assert raised.value.__notes__ == [
+        "so failed the save of steps 4, 14",
+        "step 9 failed too: no room",
+    ]
+    queueing.raise_first([])

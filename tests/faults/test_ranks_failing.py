@@ -121,6 +121,8 @@ def test_a_rank_at_a_later_step_is_named_at_once(patient: Standing) -> None:
     for number in (0, 2):
         error = patient.ranks[number].failed()
         assert f"rank 1 saves step {higher} and not {lower}" in error
+    told = f"step {lower}: the save of rank 0 fails: rank 1 saves step {higher}"
+    assert told in patient.ranks[1].log.read_text()
     patient.job.tell(f"try {higher}", [0, 2])  # they have caught up
     patient.is_committed(higher)
     patient.works()

@@ -177,6 +177,18 @@ def save_places(run: str) -> None:
         c.save(1)
 
 
+def save_parts_as_own(run: str) -> str:
+    """Something that ranks share, said to be each one's own; what was raised."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    part = distribute_tensor(torch.arange(6.0), mesh, [TorchShard(0)])
+    with opened(run, mine=laststep.PerRank({"w": part})) as c:
+        try:
+            c.save(1)
+        except laststep.Usage as error:
+            return str(error)
+    return ""
+
+
 def load_places(run: str, policy: str) -> tuple[str, tuple[int, list[int]], list[str]]:
     """What was raised, where the rank stands then, and the warnings."""
     place, common = Place(50, policy), {"w": torch.zeros(6)}

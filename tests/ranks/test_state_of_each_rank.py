@@ -56,10 +56,16 @@ def test_the_provider_says_what_becomes_of_it_with_other_ranks(
     for rank, (error, place, warnings) in enumerate(found):
         if policy == "refuse":
             assert "place" in error
-            assert "stored are 3" in error
+            assert "it was saved by 3" in error
             assert place == seen(50)
         else:
             assert error == ""
             kept = policy == "keep" and rank < 3
             assert place == seen(10 + rank if kept else 50)
             assert bool(warnings) == (not kept)
+
+
+def test_what_ranks_share_is_not_taken_for_each_ones_own(crew: Crew, run_folder: Path) -> None:
+    for error in crew("tasks:save_parts_as_own", 2, run=str(run_folder)):
+        assert "holds parts of tensors that ranks share at item 'mine': found w" in error
+        assert "pass mine without laststep.PerRank" in error

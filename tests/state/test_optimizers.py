@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import laststep
 
@@ -369,5 +370,20 @@ def test_an_imported_positional_state_says_what_it_is(tmp_path: Path) -> None:
     with (
         laststep.Checkpointer(tmp_path, opt=optimizer) as ckpt,
         pytest.raises(laststep.Mismatch, match="by position"),
+    ):
+        ckpt.restore()
+
+
+def test_a_state_of_dcps_by_names_says_how_it_is_loaded(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    _, by_name = get_state_dict(layer, optimizer)
+    with laststep.Checkpointer(tmp_path, opt=by_name) as ckpt:
+        ckpt.save(0)
+    with (
+        laststep.Checkpointer(tmp_path, opt=optimizer) as ckpt,
+        pytest.raises(laststep.Mismatch, match=r"stored by DCP.*Reader.*set_state_dict"),
     ):
         ckpt.restore()

@@ -415,7 +415,7 @@ class Checkpointer:
         self._work.handles = [h for h in self._work.handles if not h.committed.over()]
         failed = [h for h in over if h.error is not None]
         self._taken -= {h.step for h in failed}
-        queueing.raise_first([h.error for h in failed if h.error is not None and not h.seen])
+        queueing.raise_first([(h.step, h.error) for h in failed if h.error and not h.seen])
 
     def _revive(self) -> None:
         """A new flusher in place of one that died."""

@@ -8,6 +8,7 @@ group also gathers what its group has written, and leaves one summary of it.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from laststep.checkpointer.differing import Differing
     from laststep.checkpointer.receipts import Summary
     from laststep.checkpointer.rounds import Desk, Place, Round
+
+log = logging.getLogger(__name__)
 
 _SEE_FIRST = "it may be stopped, slow or dead: see its log"
 
@@ -99,6 +102,7 @@ class Following:
         if self._refused < now.number:
             self._refused = now.number
             told = f"rank {self._desk.rank.number} saves step {one.step} and not {now.step}"
+            log.warning("step %d: the save of rank 0 fails: %s; %s", now.step, told, SAME_STEPS)
             self._board.put(f"s/{now.number}/failed", f"{told}; {SAME_STEPS}".encode())
 
     def _check_missed(self, one: Round, now: Now) -> None:

@@ -240,10 +240,11 @@ def _takes_over(
     if policy == "derive":
         found.derived.add(name)
         return True
-    what = f"each rank has a state of its own; stored are {stored}, now there are {rank.ranks}"
+    what = f"each rank has its own; it was saved by {stored}, and this job has {rank.ranks}"
     if policy == "refuse":
         found.mismatched.append(
-            f"{name}: {what}; laststep.PerRank(…, when_ranks_change=…) says what becomes of it"
+            f"{name}: {what}; wrap it to say what becomes of it: laststep.PerRank({name}, "
+            "when_ranks_change='keep', 'derive', 'drop' or a function)"
         )
     elif policy == "drop":
         log.warning("%s: %s: it is dropped", name, what)

@@ -33,12 +33,18 @@ def obstacle(
     return None
 
 
-def raise_first(errors: Sequence[LaststepError]) -> None:
-    """Raise the first, which speaks of the others."""
-    for error in errors[1:]:
-        errors[0].add_note(f"another save failed too: {error}")
-    if errors:
-        raise errors[0]
+def raise_first(failed: Sequence[tuple[int, LaststepError]]) -> None:
+    """Raise why the first of these saves has failed, which speaks of the others; each with its
+    step."""
+    steps: dict[str, list[str]] = {}
+    for step, error in failed:
+        steps.setdefault(str(error), []).append(str(step))
+    for number, (text, some) in enumerate(steps.items()):
+        saves = f"step{'s' if some[1:] else ''} {', '.join(some)}"
+        note = f"so failed the save of {saves}" if number == 0 else f"{saves} failed too: {text}"
+        failed[0][1].add_note(note)
+    if failed:
+        raise failed[0][1]
 
 
 def wait_for_turn(uncommitted: Sequence[SaveHandle], capturing: Sequence[Job]) -> float:

@@ -55,6 +55,7 @@ class Sharing:
             for (spec, layouts), (known, those) in zip(described, self._described, strict=True)
         )
         if not same:
+            _refuse_parts_of_one(taken)
             self._table = tuple(
                 Item(spec.name, spec.kind, spec.per_rank,
                      () if spec.per_rank else _tensors(spec, layouts),
@@ -132,6 +133,19 @@ def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[Tensor, ...]:
         shape = piece.shape if layout is None else layout.shape
         found.append(Tensor(piece.name, piece.dtype, shape, layout))
     return tuple(found)
+
+
+def _refuse_parts_of_one(taken: Taken) -> None:
+    """`Usage` where a rank is said to have for itself what it shares with others: such tensors
+    would come back as if the part were the whole."""
+    for spec in taken.specs:
+        layouts = taken.collected[spec.name].layouts
+        if spec.per_rank and layouts:
+            raise Usage(
+                "an item that each rank has for itself holds parts of tensors that ranks share",
+                where=f"item {spec.name!r}", found=next(iter(layouts)),
+                remedy=f"pass {spec.name} without laststep.PerRank: the parts of all are one state",
+            )  # fmt: skip
 
 
 def _ties(item: str, collected: Collected) -> tuple[tuple[str, str], ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
@@ -255,8 +256,21 @@ def _asked(call: Callable[[], T]) -> T:
         raise StorageFailed(
             "the ranks of this job could not restore together",
             found=_first_line(error),
-            remedy="a rank has ended, hangs, or did not call restore(); see the logs of the others",
+            remedy="a rank has ended, hangs, or did not call restore(); see the logs of the others"
+            + _after_restart(),
         ) from error
+
+
+def _after_restart() -> str:
+    """More to look for where torchrun has started the ranks again in the store of the dead ones."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not again or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return (
+        "; or the ranks, which torchrun has started again, find the addresses of the dead ones in a "
+        "store that it kept: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use "
+        "--rdzv-backend=c10d instead of --master-addr and --master-port"
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -268,8 +282,8 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do something on every rank. Where it fails on any, it fails on all, with the error of the
-    first rank on which it did: all go on alike."""
+    """Do something on every rank. Where it fails on any, it fails on all, with an error of the kind
+    that the first rank has on which it did: all go on alike."""
     error: BaseException | None = None
     result: T | None = None
     try:
@@ -286,9 +300,9 @@ def _raise_first(ranks: Ranks, error: BaseException | None) -> None:
     for rank, heard in enumerate(ranks.gather(b"" if error is None else _encode(told))):
         if not heard:
             continue
-        if error is not None and (ranks.size == 1 or rank == ranks.rank.number):
-            raise error
         kind, fields = msgspec.msgpack.decode(heard)
+        if error is not None and (rank == ranks.rank.number or type(error).__name__ == kind):
+            raise error
         fields["what"] = f"rank {rank}: {fields['what']}"
         raise from_wire(kind, fields) from error
 

@@ -76,6 +76,10 @@ class OptimizerProvider(StateProvider):
 
     def check(self, stored: object) -> list[str]:
         if isinstance(stored, dict) and set(stored) == {"state", "param_groups"}:
+            if any(isinstance(key, str) for key in stored["state"]):
+                what = "was stored by DCP, as get_state_dict() has it"
+                how = "dcp.load(…, storage_reader=laststep.adapters.dcp.Reader(run))"
+                return [f"{what}; load it with {how} and set_state_dict(), then save it anew"]
             how = "load it with the optimizer's own load_state_dict()"
             return [f"was stored by position, as torch's state_dict() has it; {how}"]
         if not is_optimizer_state(stored):
