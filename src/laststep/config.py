@@ -42,6 +42,8 @@ class OnBusy(StrEnum):
     SKIP = "skip"
 
 
+_READERS_OF_ONE = 2
+"""However many share a machine: while one verifies, the other reads."""
 MIN_SLOTS = 4
 MAX_UNCOMMITTED = 8
 """Saves that may be under way at once. Memory bounds large states; small ones in a tight loop would
@@ -70,7 +72,7 @@ class Settings:
     def readers(self, ranks_here: int = 1) -> int:
         """Threads that read on restore; ranks of one machine share them."""
         alone = max(2 * self.writers, min(4 * self.writers, os.cpu_count() or 1))
-        return max(alone // ranks_here, min(alone, self.writers))
+        return max(alone // ranks_here, min(alone, _READERS_OF_ONE))
 
     def __post_init__(self) -> None:
         for name, kind in (("capture", Capture), ("flush", FlushIn), ("on_busy", OnBusy)):
