@@ -204,7 +204,10 @@ def test_a_start_that_finds_the_notes_of_an_earlier_one_does_not_take_them_for_i
     check(run_folder, steps)
 
 
-@pytest.mark.parametrize("gate", ["receipt", "decide", "tell"])
+@pytest.mark.parametrize("gate", [
+    "receipt", pytest.param("decide", marks=pytest.mark.long),
+    pytest.param("tell", marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_start_that_restores_nothing_commits_nothing_of_an_earlier_one(
     gate: str, start_job: Callable[..., Job], run_folder: Path
 ) -> None:

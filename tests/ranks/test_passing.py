@@ -15,7 +15,7 @@ SIZE = 1 << 20
 HEAD = 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("to", ["each", "first", "some"])
 def test_parcels_arrive_and_two_at_most_are_coming(crew: Crew, ranks: int, to: str) -> None:
     found = crew("passing_tasks:pass_on", ranks, size=SIZE, to=to)
