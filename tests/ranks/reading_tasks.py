@@ -72,8 +72,8 @@ def load_big(run: str, cut: int | None, few: int = sources.FEW_READERS) -> Watch
         seen.opened.add(name.rpartition("/")[2])
         return open_reader(self, name)
 
-    def expecting(self: BoxPlacer, chunks: Sequence[Chunk]) -> Parcels:
-        parcels = expect(self, chunks)
+    def expecting(self: BoxPlacer, chunks: Sequence[Chunk], device: torch.device) -> Parcels:
+        parcels = expect(self, chunks, device)
         some = [*parcels.each.values(), *([parcels.all] if parcels.all is not None else [])]
         passed_on = sum(parcel.data.numel() for parcel in some)
         seen.most_passed_on = max(seen.most_passed_on, passed_on)

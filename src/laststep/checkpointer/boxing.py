@@ -65,15 +65,15 @@ class BoxTransfer:
         turns = _turns(self._chunks, passed_on)
         read_bytes = 0
         error: Exception | None = None
-        with ranks.carrying(placer.device(), sum(passed_on)) as placer.parcels_on:
+        with ranks.carrying(placer.device(), sum(passed_on)) as device:
             for turn in range(ranks.largest(len(turns))):
                 mine = turns[turn] if turn < len(turns) and error is None else []
-                parcels = placer.expect(mine)
+                parcels = placer.expect(mine, device)
                 try:
                     read_bytes += read(mine)
                 except Exception as raised:  # noqa: BLE001 (told when all have had their turns)
                     error = raised
-                    parcels = placer.expect([])
+                    parcels = placer.expect([], device)
                 for head, data in ranks.exchange(parcels.each, parcels.all):
                     try:
                         placer.unpack(Parcel(head, data))

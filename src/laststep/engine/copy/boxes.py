@@ -100,7 +100,6 @@ class BoxPlacer:
         dtypes: Sequence[str],
         wants: Wants,
     ) -> None:
-        self.parcels_on = torch.device("cpu")
         self._pool = pool
         self._rank = rank
         self._targets = targets
@@ -123,9 +122,9 @@ class BoxPlacer:
         mine = self._rank.number
         return sum(move.size_bytes for move in self._moves(chunk) if move.who != mine)
 
-    def expect(self, chunks: Sequence[Chunk]) -> Parcels:
-        """These are read next; what others want of them gets its place in the parcels, which are
-        filled when all are delivered."""
+    def expect(self, chunks: Sequence[Chunk], device: torch.device) -> Parcels:
+        """These are read next; what others want of them gets its place in the parcels, which lie on
+        that device and are filled when all are delivered."""
         moves = [(chunk, list(self._moves(chunk))) for chunk in chunks]
         heads: dict[int, list[Sent]] = {}
         sizes: Counter[int] = Counter()
@@ -138,7 +137,7 @@ class BoxPlacer:
         parcels = {
             who: Parcel(
                 msgspec.msgpack.encode(heads[who]),
-                torch.empty(size, dtype=torch.uint8, device=self.parcels_on),
+                torch.empty(size, dtype=torch.uint8, device=device),
             )
             for who, size in sizes.items()
         }
