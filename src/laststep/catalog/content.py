@@ -296,15 +296,19 @@ def _open_file(store: Store, folder: str, record: FileRecord) -> DataFile:
         ) from error  # fmt: skip
     try:
         _check_sizes(reader, record, where)
-        expected = bytes.fromhex(record.header_digest.rpartition(":")[2])
-        region = read_verified(reader, 0, record.header_bytes, expected, f"{where}, header")
-        header = decode_header(
-            region, data_bytes=record.size_bytes - record.header_bytes, where=where
-        )
+        header = read_header(reader, record, where)
     except BaseException:
         reader.close()
         raise
     return DataFile(record=record, header=header, reader=reader, where=where)
+
+
+def read_header(reader: Reader, record: FileRecord, where: str) -> Header:
+    """The header of a data file, verified."""
+    expected = bytes.fromhex(record.header_digest.rpartition(":")[2])
+    region = read_verified(reader, 0, record.header_bytes, expected, f"{where}, header")
+    data_bytes = record.size_bytes - record.header_bytes
+    return decode_header(region, data_bytes=data_bytes, where=where)
 
 
 def _check_sizes(reader: Reader, record: FileRecord, where: str) -> None:

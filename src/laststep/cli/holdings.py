@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog import decision
+from laststep.catalog.content import read_header
 from laststep.catalog.entries import item_of_object, stored_in
 from laststep.catalog.groups import files_of
-from laststep.codecs.digests import digest_text
 from laststep.errors import Corrupt, LaststepError, NotFound
-from laststep.format.header import Header, decode_header
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
+    from laststep.format.header import Header
     from laststep.format.manifest import Commit, FileRecord
     from laststep.state.boxes import Box
     from laststep.state.stored import TensorSpec
-    from laststep.storage.store import Reader, Store
+    from laststep.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,20 +121,9 @@ def _file(store: Store, folder: str, record: FileRecord) -> File:
                 expected=f"{record.size_bytes} bytes",
                 found=f"{reader.size_bytes} bytes",
             )
-        header = _header(reader, name, record)
+        header = read_header(reader, record, name)
     except Corrupt as damage:
         return File(record=record, header=None, error=error or damage)
     finally:
         reader.close()
     return File(record=record, header=header, error=error)
-
-
-def _header(reader: Reader, name: str, record: FileRecord) -> Header:
-    region = bytearray(record.header_bytes)
-    region = region[: reader.read_into(0, memoryview(region))]
-    found = digest_text(bytes(region))
-    if found != record.header_digest:
-        expected = record.header_digest
-        raise Corrupt("a header is damaged", where=name, expected=expected, found=found)
-    data_bytes = record.size_bytes - record.header_bytes
-    return decode_header(bytes(region), data_bytes=data_bytes, where=name)
