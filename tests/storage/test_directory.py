@@ -309,3 +309,47 @@ def test_writing_to_an_address_that_is_not_aligned_is_a_mistake_of_the_caller(
     write_piece(writer, 0, b"fine")
     writer.finish(4)
     assert store.read("x", limit_bytes=9) == b"fine"
+
+
+def test_nothing_is_changed_behind_a_link_within_the_store(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (outside / "deep").mkdir(parents=True)
+    (outside / "precious").write_bytes(b"1")
+    store = DirectoryStore(tmp_path / "s")
+    store.make_folder("real")
+    (tmp_path / "s" / "link").symlink_to(outside)
+    (tmp_path / "s" / "real" / "link").symlink_to(outside)
+    before = sorted(outside.rglob("*"))
+    for place in ("link", "link/deep", "real/link"):
+        for change in (
+            lambda name: store.create(name, b"x"),
+            store.make_folder,
+            lambda name: store.make_folder(name, parents=False),
+            lambda name: store.open_writer(name, expected_bytes=8),
+            store.lock,
+            store.delete,
+            store.delete_folder,
+        ):
+            with pytest.raises(Usage, match="behind a symbolic link"):
+                change(f"{place}/precious")
+    assert sorted(outside.rglob("*")) == before
+    assert store.read("link/precious", limit_bytes=9) == b"1"
+
+
+def test_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "s").symlink_to(tmp_path / "there")
+    store = DirectoryStore(tmp_path / "s")
+    store.make_folder("a")
+    store.create("a/x", b"1")
+    assert (tmp_path / "there" / "a" / "x").read_bytes() == b"1"
+
+
+def test_a_folder_whose_name_could_not_be_made_durable_is_not_there(tmp_path: Path) -> None:
+    disk = FailingDisk(1, errno.EIO, kinds=frozenset({Kind.SYNC_FOLDER}))
+    store = DirectoryStore(tmp_path, disk=disk)
+    with pytest.raises(StorageFailed, match="make a folder"):
+        store.make_folder("a")
+    assert store.list("") == []
+    store.make_folder("a")
+    assert disk.calls == 2

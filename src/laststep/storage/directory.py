@@ -1,10 +1,11 @@
 """A store in a folder of a local or network filesystem.
 
 Knows nothing of checkpoints. Every name is checked before it touches the disk; every change goes
-through a `Disk`. A file made by `create` is there whole and durable or not at all; a folder under
-deletion leaves its name in one step. Direct I/O is tried on the first file that is opened and not
-again. Safe to use from several threads: besides what it found out about the filesystem, and whether
-it made the root, it holds no state.
+through a `Disk`, and none through a symbolic link below the root: what a link points to can be
+looked at, but is not the store's to change. A file made by `create` is there whole and durable or
+not at all; a folder under deletion leaves its name in one step. Direct I/O is tried on the first
+file that is opened and not again. Safe to use from several threads: besides what it found out about
+the filesystem, and whether it made the root, it holds no state.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import errno
 import logging
 import os
 import re
-import secrets
 
 from laststep.errors import Exists, NotFound, StorageFailed, Usage
 from laststep.storage import files, locks
@@ -162,9 +162,9 @@ class DirectoryStore:
         fails if that is taken. When the sync of the folder after it fails, the name is there but
         may not outlive a crash: `StorageFailed` then means unknown, and reading tells.
         """
-        path = self._path(name)
+        path = self._path_to_change(name)
         self._make_root()
-        temporary = f"{path}{TEMPORARY}{secrets.token_hex(6)}"
+        temporary = f"{path}{TEMPORARY}{os.urandom(6).hex()}"
         try:
             self._write_whole(temporary, data)
             self._publish(temporary, path)
@@ -184,7 +184,7 @@ class DirectoryStore:
 
     def make_folder(self, name: str, *, parents: bool = True) -> None:
         """Make one folder, durably, and its parents."""
-        path = self._path(name)
+        path = self._path_to_change(name)
         self._make_root()
         try:
             parts = name.split("/") if parents else []
@@ -209,7 +209,7 @@ class DirectoryStore:
 
     def delete(self, name: str) -> None:
         """Remove one file, durably."""
-        path = self._path(name)
+        path = self._path_to_change(name)
         try:
             self._disk.unlink(path)
             self._disk.sync_folder(os.path.dirname(path))
@@ -225,8 +225,7 @@ class DirectoryStore:
         that a writer who still holds its path finds nothing to write into, and only once that is
         durable too do the files go: no crash leaves a part of them under the old name.
         """
-        path = self._path(name)
-        self._refuse_symlinks(name)
+        path = self._path_to_change(name, and_itself=True)
         doomed = path if TEMPORARY in os.path.basename(path) else None
         try:
             if first is not None:
@@ -234,7 +233,7 @@ class DirectoryStore:
                     self._disk.unlink(os.path.join(path, check_name(first)))
                     self._disk.sync_folder(path)
             if doomed is None:
-                doomed = f"{path}{TEMPORARY}{secrets.token_hex(6)}"
+                doomed = f"{path}{TEMPORARY}{os.urandom(6).hex()}"
                 self._disk.rename(path, doomed)
                 self._disk.sync_folder(os.path.dirname(path))
             self._remove_tree(doomed)
@@ -247,7 +246,7 @@ class DirectoryStore:
 
     def open_writer(self, name: str, *, expected_bytes: int) -> files.FileWriter:
         """A new file, with room for `expected_bytes`."""
-        path = self._path(name)
+        path = self._path_to_change(name)
         self._make_root()
         try:
             fd, direct = self._create_for_writing(path)
@@ -285,18 +284,44 @@ class DirectoryStore:
 
     def lock(self, name: str) -> locks.FileLock:
         """Take the lock file `name`."""
-        path = self._path(name)
+        path = self._path_to_change(name)
         self._make_root()
         return locks.take(self._disk, path)
+
+    def adopt_lock(self, name: str, fd: int) -> locks.FileLock:
+        """Hold a lock by a descriptor that this process was handed."""
+        return locks.adopt(fd, self._path(name))
 
     def is_locked(self, name: str) -> bool:
         """Whether a live process holds that lock."""
         return locks.is_held(self._path(name))
 
+    def marked(self, name: str) -> tuple[tuple[int, int], ...]:
+        """The places of that lock that are marked."""
+        return locks.marked(self._path(name))
+
     # Steps of the above; these raise OSError
 
     def _path(self, name: str) -> str:
         return os.path.join(self._root, check_name(name))
+
+    def _path_to_change(self, name: str, *, and_itself: bool = False) -> str:
+        """The path, unless a folder on the way to it is a link: what lies behind that is not this
+        store's. The last part is no link to any call that makes or removes a name, so it matters
+        only to who goes into it."""
+        path = self._root
+        parts = check_name(name).split("/")
+        for count, part in enumerate(parts, 1):
+            path = os.path.join(path, part)
+            if (count < len(parts) or and_itself) and os.path.islink(path):
+                raise Usage(
+                    "refused to change what lies behind a symbolic link",
+                    where=path,
+                    expected="a folder",
+                    found=f"a link to {os.readlink(path)}",
+                    remedy="change what it points to in its own place, or remove the link",
+                )
+        return path
 
     def _make_root(self) -> None:
         if self._rooted:
@@ -319,7 +344,13 @@ class DirectoryStore:
             self._disk.make_folder(path)
         except FileExistsError:
             return False
-        self._disk.sync_folder(os.path.dirname(path))
+        try:
+            self._disk.sync_folder(os.path.dirname(path))
+        except OSError:
+            # Left there, it would be taken for durable by whoever comes next.
+            with contextlib.suppress(OSError):
+                self._disk.remove_folder(path)
+            raise
         return True
 
     def _write_whole(self, path: str, data: bytes) -> None:
@@ -376,19 +407,6 @@ class DirectoryStore:
             pass
         except OSError as error:
             _log.warning("left %s behind: %s", path, error.strerror)
-
-    def _refuse_symlinks(self, name: str) -> None:
-        path = self._root
-        for part in name.split("/"):
-            path = os.path.join(path, part)
-            if os.path.islink(path):
-                raise Usage(
-                    "refused to delete through a symbolic link",
-                    where=path,
-                    expected="a folder",
-                    found=f"a link to {os.readlink(path)}",
-                    remedy="remove the link, and what it points to, by hand",
-                )
 
     def _remove_tree(self, path: str) -> None:
         with os.scandir(path) as found:

@@ -1,8 +1,9 @@
 """What a place for files must be able to do, as a protocol that every store implements.
 
 Knows nothing of checkpoints. Names are relative, `/`-separated and checked by `check_name`. A call
-that fails raises `NotFound`, `Exists` or `StorageFailed`, never a bare `OSError`. All methods are
-safe to call from several threads; a `Writer` or `Reader` is too, as long as ranges do not overlap.
+that fails raises `NotFound`, `Exists` or `StorageFailed`, never a bare `OSError`; one that would
+change what lies behind a symbolic link in the store, `Usage`. All methods are safe to call from
+several threads; a `Writer` or `Reader` is too, as long as ranges do not overlap.
 """
 
 from __future__ import annotations
@@ -113,15 +114,31 @@ class Store(Protocol):
         Also refused where this process holds it already. A forked child does not inherit it.
         """
 
+    def adopt_lock(self, name: str, fd: int) -> Lock:
+        """Hold a lock, too, by a copy of its descriptor that another process has sent."""
+
     def is_locked(self, name: str) -> bool:
         """Whether a live process holds that lock (False where the file is absent)."""
+
+    def marked(self, name: str) -> tuple[tuple[int, int], ...]:
+        """The places of that lock that its holders have marked, as (first, last), in order."""
 
     def free_bytes(self) -> int | None:
         """Room left, or None where the place has no such notion: never 0 for want of a count."""
 
 
 class Lock(Protocol):
-    """A held lock; the operating system lets go of it when the process dies."""
+    """A held lock; the operating system lets go of it when all who hold it are dead.
+
+    Beside the lock itself its holders may mark places of it, numbered from 1, for others to see.
+    `StorageFailed` where the place has no locks that can do so.
+    """
+
+    def mark(self, place: int) -> None: ...
+
+    def clear(self, place: int) -> None: ...
+
+    def fileno(self) -> int: ...
 
     def close(self) -> None: ...
 
