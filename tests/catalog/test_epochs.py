@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -11,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laststep.catalog import epochs
-from laststep.catalog.epochs import EpochRecord, Epochs
+from laststep.catalog.epochs import EpochRecord, Epochs, Writer
 from laststep.codecs.digests import digest_text
-from laststep.errors import Corrupt, Usage
+from laststep.errors import Aborted, Corrupt, StorageFailed, Usage
 from laststep.storage.directory import DirectoryStore
+from laststep.storage.disk import Disk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,24 +66,76 @@ def test_a_record_of_a_later_format_asks_for_an_upgrade() -> None:
         epochs.decode(data, epoch=7, where="x")
 
 
-def test_epochs_are_claimed_one_after_another_by_many_at_once(tmp_path: Path) -> None:
+def claimed_by(folder: Path, writer: Writer, *, seen: int, orphan: bool = False) -> int:
+    """The epoch that a start takes which saw that one."""
+    return Epochs(DirectoryStore(folder)).claim(None, seen=seen, writer=writer, orphan=orphan)
+
+
+def test_of_many_that_saw_the_same_epoch_one_claims_the_next(tmp_path: Path) -> None:
     claimed: list[int] = []
+    superseded: list[Aborted] = []
 
     def claim() -> None:
-        claimed.append(Epochs(DirectoryStore(tmp_path)).claim(None, above=4))
+        try:
+            claimed.append(claimed_by(tmp_path, epochs.new_start(), seen=4))
+        except Aborted as error:
+            superseded.append(error)
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(claimed) == list(range(5, 13))
-    assert Epochs(DirectoryStore(tmp_path)).numbers() == tuple(range(5, 13))
+    assert claimed == [5]
+    assert len(superseded) == 7
+    assert Epochs(DirectoryStore(tmp_path)).numbers() == (5,)
+
+
+def test_who_saw_an_older_epoch_claims_none(tmp_path: Path) -> None:
+    early, late = epochs.new_start(), epochs.new_start()
+    assert claimed_by(tmp_path, late, seen=0) == 1
+    for _ in range(2):
+        with pytest.raises(Aborted, match=rf"epoch 1, process {late.pid} on "):
+            claimed_by(tmp_path, early, seen=0)
+    assert Epochs(DirectoryStore(tmp_path)).numbers() == (1,)
+
+
+def test_a_start_is_not_in_its_own_way(tmp_path: Path) -> None:
+    start, other = epochs.new_start(), epochs.new_start()
+    assert [claimed_by(tmp_path, start, seen=0) for _ in range(3)] == [1, 2, 3]
+    assert claimed_by(tmp_path, other, seen=3) == 4
+    with pytest.raises(Aborted):
+        claimed_by(tmp_path, start, seen=0)
+
+
+def test_the_epoch_of_an_orphan_is_in_nobodys_way(tmp_path: Path) -> None:
+    live, dead = epochs.new_start(), epochs.new_start()
+    assert claimed_by(tmp_path, dead, seen=0, orphan=True) == 1
+    assert claimed_by(tmp_path, live, seen=0) == 2
+    with pytest.raises(Aborted):
+        claimed_by(tmp_path, dead, seen=0, orphan=True)
+
+
+def test_an_epoch_whose_record_may_not_be_durable_is_claimed_anew(tmp_path: Path) -> None:
+    class LastSyncFails(Disk):
+        fails = True
+
+        def sync_folder(self, path: str) -> None:
+            if path.endswith("epochs") and self.fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            super().sync_folder(path)
+
+    disk, start = LastSyncFails(), epochs.new_start()
+    numbers = Epochs(DirectoryStore(tmp_path, disk=disk))
+    with pytest.raises(StorageFailed):
+        numbers.claim(None, seen=0, writer=start)
+    disk.fails = False
+    assert numbers.claim(None, seen=0, writer=start) == 2
 
 
 def test_the_record_says_who_claimed_it(tmp_path: Path) -> None:
     numbers = Epochs(DirectoryStore(tmp_path))
-    record = numbers.read(numbers.claim(None, above=0))
+    record = numbers.read(numbers.claim(None, seen=0, writer=epochs.this_writer()))
     me = epochs.this_writer()
     assert record is not None
     assert (record.host, record.pid, record.boot) == (me.host, me.pid, me.boot)
@@ -93,6 +148,6 @@ def test_an_epoch_cannot_continue_from_what_is_not_there(
     tmp_path: Path, continues: tuple[int, int]
 ) -> None:
     numbers = Epochs(DirectoryStore(tmp_path))
-    numbers.claim(None, above=0)
+    numbers.claim(None, seen=0, writer=epochs.this_writer())
     with pytest.raises(Usage, match="does not know"):
-        numbers.claim(continues, above=0)
+        numbers.claim(continues, seen=1, writer=epochs.this_writer())

@@ -135,7 +135,7 @@ def test_every_rank_that_restores_leaves_the_folders_of_very_many_files_alone(
     run.check_step_free(3)
     within = {name for name in looked["list"] if "/" in name}
     assert within == {f"{done}/groups", f"{left}/groups"}
-    assert looked["file_names"] == []
+    assert [name for name in looked["file_names"] if name != "epochs"] == []
 
 
 @pytest.mark.usefixtures("very_many")
@@ -146,7 +146,10 @@ def test_of_very_many_files_that_are_all_there_no_sizes_are_asked_for(
     looked["list"].clear()
     assert only(run).is_whole
     assert [name for name in looked["list"] if "/" in name] == [f"{folder}/groups"]
-    assert looked["file_names"] == [f"{folder}/r00000", f"{folder}/r00004"]
+    assert [name for name in looked["file_names"] if name != "epochs"] == [
+        f"{folder}/r00000",
+        f"{folder}/r00004",
+    ]
 
 
 @pytest.mark.usefixtures("very_many")

@@ -506,3 +506,18 @@ def test_a_metric_that_nobody_has_is_told_and_deletes_nothing(run: Run, saved: S
     assert plan.deletions == ()
     assert plan.lacking == "no checkpoint has the metric 'nope'; there are: loss, acc"
     assert plan_prune(run, Policy(keep_best=1, best_metric="loss")).lacking is None
+
+
+def test_a_link_that_looks_like_an_attempt_is_left_alone_with_all_behind_it(
+    run: Run, save: Save, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "mine.txt").write_text("x")
+    save(run, 1, run.claim_epoch(None), 1)
+    (tmp_path / "run" / "step-00000002.1-2").symlink_to(outside)
+    assert run.attempts() == ()
+    run.claim_epoch((1, 1))
+    run.clean(now_s=time.time() + 1e6)
+    assert [path.name for path in outside.iterdir()] == ["mine.txt"]
+    assert (tmp_path / "run" / "step-00000002.1-2").is_symlink()

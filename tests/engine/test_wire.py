@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,7 @@ from laststep.engine.wire import (
     Ready,
     Removed,
     Seal,
+    Witness,
 )
 from laststep.format.header import TensorEntry
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
@@ -62,7 +65,8 @@ TO_FLUSHER = [
         ClassRecord(table="0" * 32, spans=(Span(0, 2, 2), Span(1, 1))),
     )),
     Drop(save=1, reason="why"),
-    Continue(epoch=None, attempt=None, folder=None),
+    Continue(epoch=None, attempt=None, folder=None, seen=3),
+    Witness(name="epochs/start.lock"),
     Bye(),
 ]  # fmt: skip
 TO_TRAINER = [
@@ -175,18 +179,64 @@ def test_a_length_beyond_reason_is_refused_before_memory_is_taken() -> None:
     connection.close()
 
 
+@pytest.fixture
+def peer() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE
+    ) as process:
+        yield process
+        process.kill()
+
+
 def test_a_peer_that_died_is_noticed_though_a_child_of_it_holds_its_end_open(
-    monkeypatch: pytest.MonkeyPatch,
+    peer: subprocess.Popen[bytes],
 ) -> None:
-    monkeypatch.setattr(wire, "_ASK_S", 0.01)
     left, right = socket.socketpair()
     copy = os.dup(left.fileno())  # what a forked worker would hold
-    alive = [True]
-    connection = Connection(right, peer_lives=lambda: alive[0])
+    pidfd = os.pidfd_open(peer.pid)
+    connection = Connection(right, peer=pidfd)
     Connection(left).send(Drop(save=1, reason="last words"))
     left.close()
-    alive[0] = False
+    assert not connection.peer_is_dead()
+    peer.kill()
     assert connection.receive_in_flusher() == Drop(save=1, reason="last words")
     assert connection.receive_in_flusher() is None
+    assert connection.peer_is_dead()
     os.close(copy)
+    os.close(pidfd)
     connection.close()
+
+
+def test_a_descriptor_travels_with_its_message_and_is_a_copy(
+    pair: tuple[Connection, Connection],
+) -> None:
+    trainer, flusher = pair
+    read, write = os.pipe()
+    trainer.send(Bye())
+    trainer.send(Witness(name="w"), descriptor=write)
+    trainer.send(Bye())
+    os.close(write)
+    assert flusher.receive_in_flusher() == Bye()
+    assert flusher.take_descriptor() is None
+    assert flusher.receive_in_flusher() == Witness(name="w")
+    copy = flusher.take_descriptor()
+    assert copy is not None
+    assert not os.get_inheritable(copy)
+    assert flusher.receive_in_flusher() == Bye()
+    os.write(copy, b"x")
+    assert os.read(read, 1) == b"x"
+    os.close(copy)
+    os.close(read)
+
+
+def test_a_descriptor_that_nobody_took_goes_with_the_connection() -> None:
+    left, right = socket.socketpair()
+    read, write = os.pipe()
+    trainer, flusher = Connection(left), Connection(right)
+    trainer.send(Witness(name="w"), descriptor=write)
+    os.close(write)
+    flusher.receive_in_flusher()
+    flusher.close()
+    assert os.read(read, 1) == b""  # nobody holds the other end
+    os.close(read)
+    trainer.close()

@@ -30,9 +30,13 @@ PATIENCE_S = 60.0
 class Trainer:
     """A process that runs trainer.py."""
 
-    def __init__(self, run: Path, *options: str) -> None:
+    def __init__(
+        self, run: Path, *options: str, when_it_waits: Callable[[], None] | None = None
+    ) -> None:
+        """`when_it_waits` is called when its restore waits for somebody else, which it must."""
         self.process = subprocess.Popen(
-            [sys.executable, str(TRAINER), str(run), *options],
+            [sys.executable, str(TRAINER), str(run), *options]
+            + ["--tell-waiting"] * (when_it_waits is not None),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -40,6 +44,9 @@ class Trainer:
         )
         self.children: list[int] = []
         self._heard = b""
+        if when_it_waits is not None:
+            self.hear("waiting")
+            when_it_waits()
         _, helper, step = self.hear("ready")
         self.helper = None if helper == "None" else int(helper)
         self.restored = None if step == "None" else int(step)
@@ -127,11 +134,11 @@ def wait_for_end(pid: int) -> None:
 
 @pytest.fixture
 def start(run_folder: Path) -> Iterator[Callable[..., Trainer]]:
-    """`start(*options)`: a trainer on the test's run."""
+    """`start(*options, when_it_waits=…)`: a trainer on the test's run."""
     started: list[Trainer] = []
 
-    def go(*options: str) -> Trainer:
-        started.append(Trainer(run_folder, *options))
+    def go(*options: str, **how: Callable[[], None]) -> Trainer:
+        started.append(Trainer(run_folder, *options, **how))
         return started[-1]
 
     yield go

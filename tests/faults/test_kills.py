@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import laststep
+from laststep.engine.wire import Flushed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,11 +58,148 @@ def test_a_new_trainer_waits_for_the_flusher_of_the_one_that_was_killed(
     first.stop_helper()
     first.do("capture 2")
     first.kill()
-    threading.Timer(0.5, first.resume_helper).start()  # before the second one has imported torch
-    second = start()
+    second = start(when_it_waits=first.resume_helper)
     assert second.restored == 2
     second.do("save 3")
     second.do("close")
+
+
+def test_a_new_trainer_waits_for_a_first_save_of_which_nothing_is_in_the_run_yet(
+    start: Callable[..., object], run_folder: Path
+) -> None:
+    first = start()
+    first.stop_helper()
+    first.do("capture 1")
+    first.kill()
+    assert folders(run_folder) == []
+    second = start(when_it_waits=first.resume_helper)
+    assert second.restored == 1
+    second.do("save 2")
+    second.do("close")
+    assert laststep.open(run_folder).steps() == [1, 2]
+    assert not list((run_folder / "epochs").glob("start-*"))
+
+
+@pytest.mark.parametrize("wakes", ["before its successor saves", "after it"])
+def test_the_orphan_of_a_dead_trainer_takes_the_run_from_nobody(
+    wakes: str, start: Callable[..., object], run_folder: Path
+) -> None:
+    first = start()
+    first.stop_helper()
+    first.do("capture 1")
+    first.kill()
+    second = start("--patience", "0.1")  # it gives up waiting
+    assert second.restored is None
+    steps = (5, 6, 7)
+    for step in steps[:1] if wakes == "after it" else ():
+        second.do(f"save {step}")
+        second.do("wait")
+    first.resume_helper()
+    first.wait_for_helper()
+    for step in steps[1:] if wakes == "after it" else steps:
+        second.do(f"save {step}")
+        second.do("wait")
+    second.do("close")
+    assert laststep.open(run_folder).steps() == [5, 6, 7]
+    assert numbers(run_folder) == (7, 7.0)
+
+
+def test_a_job_whose_flusher_died_before_a_commit_does_not_take_the_run_back(
+    run_folder: Path,
+) -> None:
+    first = laststep.Checkpointer(run_folder, state=state_of(0), host_memory_bytes=64 << 20)
+    first.restore()
+    first._client.start()
+    pid = first._client.helper_pid
+    os.kill(pid, signal.SIGSTOP)
+    first.save(0)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(laststep.StorageFailed, match="flusher ended"):
+        first.wait(PATIENCE_S)
+    with laststep.Checkpointer(run_folder, state=state_of(5), flush="thread") as second:
+        second.restore()
+        second.save(5).wait(PATIENCE_S)
+        for step in (1, 2):
+            with pytest.raises(laststep.Aborted, match="taken over"):
+                first.save(step).wait(PATIENCE_S)
+        second.save(6).wait(PATIENCE_S)
+    first.close()
+    assert laststep.open(run_folder).steps() == [5, 6]
+
+
+def test_a_job_that_was_taken_over_goes_on_after_a_restore(run_folder: Path) -> None:
+    first = laststep.Checkpointer(run_folder, state=state_of(0), flush="thread")
+    with laststep.Checkpointer(run_folder, state=state_of(5), flush="thread") as second:
+        first.restore()
+        second.restore()
+        second.save(5).wait(PATIENCE_S)
+        with pytest.raises(laststep.Aborted, match=r"restore\(\)"):
+            first.save(0).wait(PATIENCE_S)
+        assert first.restore().step == 5
+        first.save(6).wait(PATIENCE_S)
+    first.close()
+    assert laststep.open(run_folder).steps() == [5, 6]
+
+
+@pytest.mark.parametrize("flush", ["thread", "process"])
+def test_a_flusher_that_is_not_understood_is_dead_before_anybody_hears_of_it(
+    flush: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = laststep.Checkpointer(
+        run_folder, state=state_of(0), host_memory_bytes=64 << 20, flush=flush
+    )
+    checkpointer.save(0).wait(PATIENCE_S)
+    helper = checkpointer._client._helper
+    handle_message = checkpointer._client._handle
+
+    def fail(message: object) -> None:
+        if isinstance(message, Flushed):
+            raise ZeroDivisionError("as asked")
+        handle_message(message)
+
+    monkeypatch.setattr(checkpointer._client, "_handle", fail)
+    with pytest.raises(laststep.StorageFailed, match="could not be handled"):
+        checkpointer.save(1).wait(PATIENCE_S)
+    assert helper.join(0)
+    if helper.pid is not None:
+        assert not Path(f"/proc/{helper.pid}").exists()  # reaped
+    monkeypatch.undo()
+    checkpointer.save(2).wait(PATIENCE_S)
+    checkpointer.close()
+
+
+def test_the_death_of_a_flusher_is_noticed_though_a_forked_child_holds_its_end(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen, children = subprocess.Popen, []
+    ended, end = os.pipe()
+
+    def fork_first(*arguments: object, **options: object) -> object:
+        child = os.fork()
+        if child == 0:
+            os.close(end)
+            os.read(ended, 1)  # until the test is over
+            os._exit(0)
+        children.append(child)
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", fork_first)
+    checkpointer = laststep.Checkpointer(run_folder, state=state_of(0), host_memory_bytes=64 << 20)
+    try:
+        checkpointer.save(0).wait(PATIENCE_S)
+        os.kill(checkpointer._client.helper_pid, signal.SIGSTOP)
+        checkpointer.save(1)
+        os.kill(checkpointer._client.helper_pid, signal.SIGKILL)
+        with pytest.raises(laststep.StorageFailed, match="signal 9"):
+            checkpointer.wait(PATIENCE_S)
+        monkeypatch.undo()
+        checkpointer.save(2).wait(PATIENCE_S)
+        checkpointer.close()
+    finally:
+        os.close(end)
+        os.close(ended)
+        for child in children:
+            os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("also_flusher", [pytest.param(False, marks=pytest.mark.long), True])
@@ -174,16 +312,16 @@ def test_a_flusher_killed_again_and_again_loses_nothing_that_was_committed(
 def test_a_save_in_the_moment_between_death_and_its_notice_does_not_hang(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from laststep.flusher import Helper
+    from laststep.flusher.starting import HelperProcess
 
-    join = Helper.join
+    join = HelperProcess.join
 
-    def slowly(self: Helper, timeout_s: float) -> bool:
+    def slowly(self: HelperProcess, timeout_s: float) -> bool:
         if timeout_s == 1:  # while it finds out how the flusher ended
             time.sleep(0.3)
         return join(self, timeout_s)
 
-    monkeypatch.setattr(Helper, "join", slowly)
+    monkeypatch.setattr(HelperProcess, "join", slowly)
     checkpointer = laststep.Checkpointer(run_folder, state=state_of(0), host_memory_bytes=64 << 20)
     checkpointer.save(0).wait(PATIENCE_S)
     os.kill(checkpointer._client.helper_pid, signal.SIGKILL)
@@ -291,7 +429,7 @@ def test_a_zombie_that_wakes_up_after_its_successor_changes_nothing_of_the_linea
     zombie.do("wait")
     zombie.stop_helper()
     zombie.do("capture 2")  # announced, but not begun: the flusher stands still
-    newer = start()
+    newer = start("--patience", "0.1")
     assert newer.restored == 1
     newer.do("save 7")
     newer.do("wait")

@@ -9,6 +9,7 @@ N copies), `workers` (forks a loader's workers and keeps them busy), `return`, `
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ import threading
 import torch
 
 import laststep
+from laststep.checkpointer import restoring
 from laststep.engine.copy import mover
 
 
@@ -41,17 +43,37 @@ def hold(copies: int) -> None:
     mover.gather = stand_still
 
 
+class Waiting(logging.Handler):
+    """Says so when a restore waits for another process."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("waiting for the flusher"):
+            say("waiting")
+
+
 def say(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())  # whole, whichever thread speaks
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("run")
     parser.add_argument("--flush", default="process")
     parser.add_argument("--capture", default="auto")
     parser.add_argument("--size", type=int, default=1000)
+    parser.add_argument("--patience", type=float)
+    parser.add_argument("--tell-waiting", action="store_true")
     options = parser.parse_args()
+    if options.patience is not None:
+        restoring.PATIENCE_S = options.patience
+    if options.tell_waiting:
+        logging.getLogger("laststep").addHandler(Waiting())
+        logging.getLogger("laststep").setLevel(logging.INFO)
+    return options
+
+
+def main() -> None:
+    options = read_options()
     torch.set_num_threads(1)
     state = {"t": torch.zeros(options.size), "n": -1}
     parameter = torch.nn.Parameter(torch.zeros(1))

@@ -138,9 +138,10 @@ class Tenure:
 
     def _enter(self, run: Run) -> int:
         """Take the next epoch, which continues the newest checkpoint."""
+        seen = run.newest_epoch()
         newest = run.newest()
         point = None if newest is None else (newest.epoch, newest.attempt)
-        epoch = run.claim_epoch(point, writer=self._trainer)
+        epoch = run.claim_epoch(point, seen=seen, writer=self._trainer)
         self._lock = run.lock_epoch(epoch)
         self._epoch, self._attempts = epoch, 0
         self.last_folder = None if newest is None else newest.folder

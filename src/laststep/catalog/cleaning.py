@@ -1,9 +1,9 @@
 """What crashes leave behind in a run, and its removal.
 
 Only what no live writer can still want: attempts that were given up or whose writer is dead, and
-temporary names older than an hour. Committed checkpoints are never touched, and nothing that lies
-behind a link is. A free lock proves death only under the same kernel; the attempt of another
-machine must also have been quiet for an hour.
+temporary names and free witnesses older than an hour. Committed checkpoints are never touched, and
+nothing that lies behind a link is. A free lock proves death only under the same kernel; the attempt
+of another machine must also have been quiet for an hour.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from laststep.catalog import decision
 from laststep.catalog.epochs import Epochs, is_here
-from laststep.catalog.names import EPOCHS_FOLDER
+from laststep.catalog.names import EPOCHS_FOLDER, parse_witness
 from laststep.errors import Corrupt
 from laststep.format.manifest import Abort
 
@@ -39,6 +39,7 @@ class Why(enum.Enum):
     ABORTED = "given up"
     DEAD_WRITER = "no manifest, and its writer is dead"
     DEBRIS = "a temporary name that was left behind"
+    DEAD_WITNESS = "of a start that is over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ def orphans(
             )
     result += _debris(store.list(""), "", now_s)
     result += _debris(store.list(EPOCHS_FOLDER), EPOCHS_FOLDER, now_s)
+    result += _witnesses(store, now_s)
     return tuple(result)
 
 
@@ -112,6 +114,17 @@ def _liveness(epochs: Epochs, epoch: int) -> _Liveness:
     except Corrupt:
         record = None
     return _Liveness.DEAD if record is not None and is_here(record) else _Liveness.SILENT
+
+
+def _witnesses(store: Store, now_s: float) -> list[Orphan]:
+    """A lock that is free may belong to a live start on another machine; there it is no use."""
+    entries = [entry for entry in store.list(EPOCHS_FOLDER) if parse_witness(entry.name)]
+    return [
+        Orphan(name=name, why=Why.DEAD_WITNESS, is_folder=False, size_bytes=entry.size_bytes)
+        for entry in entries
+        if now_s - entry.modified_s > QUIET_S
+        and not store.is_locked(name := f"{EPOCHS_FOLDER}/{entry.name}")
+    ]
 
 
 def _debris(entries: Iterable[Entry], folder: str, now_s: float) -> list[Orphan]:

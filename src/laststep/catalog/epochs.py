@@ -4,6 +4,12 @@ Each start of a job takes the next number by creating a record that nobody chang
 what was read once stays true. Knows nothing of manifests; aborting the attempts of older epochs is
 `run`'s part. Host, process and boot are for people, who know the trainer and not its flusher, and
 for telling whether a lock can be trusted.
+
+The invariant: **an epoch is claimed only if the newest is the one that this start has seen**, when
+it restored or, without that, when it began to save. Nobody is in the way of a start but others: an
+epoch of its own does not count, nor one of an orphan, a flusher whose trainer was dead when it
+claimed. The name of the next epoch can be created once, so of two starts that saw the same one
+wins; the other is superseded, and never tries a higher number by itself.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ import logging
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +27,7 @@ import msgspec
 from laststep.catalog import names
 from laststep.catalog.lineage import Chain, Link, Point
 from laststep.codecs.digests import digest_text
-from laststep.errors import Corrupt, Exists, NotFound, Usage
+from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
 from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 RECORD_LIMIT_BYTES = 1 << 16
+_START_BYTES = 8
 
 _Number = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -45,6 +52,10 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     boot: str
     process_started: str
     created_s: float
+    start: str = ""
+    """Which start of a job claimed it: several Checkpointers of one process are several."""
+    orphan: bool = False
+    """Whether the trainer was dead by then: its flusher finishes what was handed over."""
 
 
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +75,13 @@ class Writer:
     pid: int
     boot: str
     process_started: str
+    start: str = ""
+    """A random name of this start of the job; "" for one that is not told from others."""
+
+
+def new_start() -> Writer:
+    """This process, as a start of a job of its own."""
+    return replace(this_writer(), start=os.urandom(_START_BYTES).hex())
 
 
 def this_writer() -> Writer:
@@ -168,39 +186,73 @@ class Epochs:
             )
         return Chain(links=tuple(links), unrecorded_below=unrecorded)
 
-    def claim(self, continues: Point | None, *, above: int, writer: Writer | None = None) -> int:
-        """Create the next record, beyond `above` and all others; tries again after a lost race.
+    def claim(
+        self, continues: Point | None, *, seen: int, writer: Writer, orphan: bool = False
+    ) -> int:
+        """Create the record above the newest, which MUST be `seen` (see above); else `Aborted`.
 
-        `writer` is on whose behalf; this process where nobody is named.
+        `writer` is on whose behalf, `orphan` whether that one is dead.
         """
         self._make_folder()
-        while True:
-            number = max((above, *self.numbers())) + 1
-            if continues is not None and not (1 <= continues[0] < number and continues[1] >= 1):
-                raise Usage(
-                    "cannot continue from a checkpoint that this run does not know",
-                    where=self._store.url,
-                    expected=f"an epoch below {number} and an attempt from 1",
-                    found=f"epoch {continues[0]}, attempt {continues[1]}",
-                )
-            record = _record(number, continues, writer or this_writer())
-            try:
-                self._store.create(names.epoch_record_name(number), encode(record))
-            except Exists:
-                continue
-            self._known[number] = record
-            return number
+        newest = max((seen, *self.numbers()))
+        for number in range(seen + 1, newest + 1):
+            if self._is_in_the_way(number, writer):
+                raise self.superseded(number, expected=f"epoch {seen} to be the newest")
+        number = newest + 1
+        if continues is not None and not (1 <= continues[0] < number and continues[1] >= 1):
+            raise Usage(
+                "cannot continue from a checkpoint that this run does not know",
+                where=self._store.url,
+                expected=f"an epoch below {number} and an attempt from 1",
+                found=f"epoch {continues[0]}, attempt {continues[1]}",
+            )
+        record = _record(number, continues, writer, orphan=orphan)
+        try:
+            self._store.create(names.epoch_record_name(number), encode(record))
+        except Exists as error:
+            raise self.superseded(number, expected=f"epoch {newest} to be the newest") from error
+        self._known[number] = record
+        return number
+
+    def superseded(self, epoch: int, *, expected: str) -> Aborted:
+        """The error for a writer in whose way that epoch is."""
+        return Aborted(
+            "the run was taken over by another writer",
+            where=self._store.url,
+            expected=expected,
+            found=self.described(epoch),
+            remedy="end one of the two jobs, only one at a time may save to a run; or restore(), "
+            "to go on from what the other has saved",
+        )
+
+    def described(self, epoch: int) -> str:
+        """An epoch and its writer, as a person knows it."""
+        try:
+            record = self.read(epoch)
+        except Corrupt as error:
+            return f"epoch {epoch} ({error.what})"
+        who = "" if record is None else f", process {record.pid} on {record.host}"
+        return f"epoch {epoch}{who}"
+
+    def _is_in_the_way(self, epoch: int, writer: Writer) -> bool:
+        record = self.read(epoch)
+        if record is None or record.orphan:
+            return False
+        return not (writer.start and record.start == writer.start)
 
     def _listed(self, kind: str) -> tuple[int, ...]:
-        entries = self._store.list(names.EPOCHS_FOLDER)
-        found = (names.parse_epoch(entry.name, kind) for entry in entries)
+        found = (names.parse_epoch(name, kind) for name in self._files())
         return tuple(sorted(number for number in found if number is not None))
+
+    def _files(self) -> tuple[str, ...]:
+        return self._store.file_names(names.EPOCHS_FOLDER)
 
     def _make_folder(self) -> None:
         try:
             self._store.make_folder(names.EPOCHS_FOLDER)
         except Exists:
-            return
+            # Whoever made it may have died before its name was durable.
+            self._store.sync_folder("")
 
 
 def later_format(where: str, version: int) -> Usage:
@@ -214,7 +266,7 @@ def later_format(where: str, version: int) -> Usage:
     )
 
 
-def _record(number: int, continues: Point | None, writer: Writer) -> EpochRecord:
+def _record(number: int, continues: Point | None, writer: Writer, *, orphan: bool) -> EpochRecord:
     return EpochRecord(
         format=FORMAT_VERSION,
         epoch=number,
@@ -224,6 +276,8 @@ def _record(number: int, continues: Point | None, writer: Writer) -> EpochRecord
         boot=writer.boot,
         process_started=writer.process_started,
         created_s=time.time(),
+        start=writer.start,
+        orphan=orphan,
     )
 
 

@@ -273,13 +273,16 @@ def checkpoints(found: tuple[Found, ...], chain: lineage.Chain) -> tuple[Listed,
     replaced = lineage.superseded(on_lineage, sound)
     by_point = sorted(committed, key=lambda name: name.point)
     ordered = by_point if chain.links else on_lineage
-    return tuple(_listed(committed[name], set(on_lineage), replaced) for name in ordered)
+    among = frozenset(on_lineage)
+    return tuple(_listed(committed[name], among, replaced) for name in ordered)
 
 
 def attempts(found: tuple[Found, ...], epochs: Epochs) -> tuple[Attempt, ...]:
-    """The undecided ones in the order of attempts."""
+    """The undecided ones in the order of attempts. A link is none: no writer has made it, and
+    what is behind it is not the run's to decide about."""
     undecided = sorted(
-        (item for item in found if item.decided is None), key=lambda item: item.name.point
+        (item for item in found if item.decided is None and not item.is_link),
+        key=lambda item: item.name.point,
     )
     alive = {epoch: epochs.is_alive(epoch) for epoch in {item.name.epoch for item in undecided}}
     return tuple(
@@ -296,7 +299,7 @@ def attempts(found: tuple[Found, ...], epochs: Epochs) -> tuple[Attempt, ...]:
 
 
 def _listed(
-    item: Found, on_lineage: set[AttemptName], replaced: Mapping[AttemptName, AttemptName]
+    item: Found, on_lineage: frozenset[AttemptName], replaced: Mapping[AttemptName, AttemptName]
 ) -> Listed:
     name = item.name
     commit = item.decided if isinstance(item.decided, Commit) else None

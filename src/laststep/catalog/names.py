@@ -16,6 +16,7 @@ EPOCHS_FOLDER = "epochs"
 PIN_NAME = "pinned"
 
 _FOLDER = re.compile(r"step-([0-9]{8,20})\.([0-9]{1,20})-([0-9]{1,20})")
+_WITNESS = re.compile(r"start-[0-9a-f]{16}-([0-9]{1,20})\.lock")
 _EPOCH = re.compile(r"([0-9]{8,20})\.(json|lock)")
 
 
@@ -76,3 +77,14 @@ def parse_epoch(name: str, kind: str) -> int | None:
         return None
     epoch = int(match.group(1))
     return epoch if epoch >= 1 and name == f"{epoch:08d}.{kind}" else None
+
+
+def witness_name(start: str, pid: int) -> str:
+    """The witness of a start, within the run."""
+    return f"{EPOCHS_FOLDER}/start-{start}-{pid}.lock"
+
+
+def parse_witness(name: str) -> int | None:
+    """The process whose witness a file in `epochs/` is, or None where it is not one."""
+    match = _WITNESS.fullmatch(name)
+    return None if match is None else int(match.group(1))

@@ -41,10 +41,20 @@ class PrunePlan:
         """What the execution gives back."""
         return sum(verdict.size_bytes for verdict in self.verdicts if not verdict.keep)
 
-    def execute(self, *, each: Callable[[str], None] | None = None) -> tuple[str, ...]:
-        """Delete what goes, and return it; one that was pinned since the plan was made stays."""
+    def execute(
+        self,
+        *,
+        before: Callable[[], None] | None = None,
+        each: Callable[[str], None] | None = None,
+    ) -> tuple[str, ...]:
+        """Delete what goes, and return it; one that was pinned since the plan was made stays.
+
+        `before` is asked before each deletion, and raises where the plan no longer holds.
+        """
         deleted = []
         for folder in self.deletions:
+            if before is not None:
+                before()
             if any(entry.name == PIN_NAME for entry in self.store.list(folder)):
                 _log.info("kept %s: pinned meanwhile", folder)
                 continue

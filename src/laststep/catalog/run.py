@@ -8,7 +8,7 @@ on disk, so any thread may call any method.
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +22,7 @@ from laststep.catalog.epochs import (
     Epochs,
     later_format,
     shares_pids,
+    this_writer,
 )
 from laststep.catalog.listing import Attempt, Listed, Scanner, Through
 from laststep.catalog.names import (
@@ -31,7 +32,7 @@ from laststep.catalog.names import (
     format_folder,
     parse_folder,
 )
-from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, Usage
+from laststep.errors import Corrupt, Exists, LaststepError, NotFound, Usage
 from laststep.format.manifest import Abort, Commit
 from laststep.terms import FORMAT_VERSION
 
@@ -100,7 +101,7 @@ class Run:
         record = _read_record(store)
         if record is None:
             fresh = RunRecord(
-                format=FORMAT_VERSION, run=secrets.token_hex(16), created_s=time.time()
+                format=FORMAT_VERSION, run=os.urandom(16).hex(), created_s=time.time()
             )
             try:
                 store.create(RUN_NAME, msgspec.json.encode(fresh))
@@ -170,15 +171,30 @@ class Run:
 
     # Writing
 
-    def claim_epoch(self, continues: Point | None, *, writer: Writer | None = None) -> int:
+    def newest_epoch(self) -> int:
+        """The newest epoch that there is now, by its record or by what it saved; 0 where there is
+        none. What is listed after this belongs to it or to a newer one."""
+        return newest_epoch(self.store)
+
+    def claim_epoch(
+        self,
+        continues: Point | None,
+        *,
+        seen: int | None = None,
+        writer: Writer | None = None,
+        orphan: bool = False,
+    ) -> int:
         """Become the writer: take the next epoch, then give up what older, dead writers left open.
 
-        `writer` is the trainer that this is done for; this process where none is named. The lock of
-        the epoch MUST be taken (`lock_epoch`) before the first attempt begins.
+        `Aborted` unless the newest epoch is the one that was `seen` when it was decided to continue
+        from there (None: that was just now); see `epochs`. `writer` is the trainer that this is
+        done for; this process where none is named. The lock of the epoch MUST be taken
+        (`lock_epoch`) before the first attempt begins.
         """
-        folders = self._scanner.names()
-        above = max((name.epoch for name in folders), default=0)
-        number = self._epochs.claim(continues, above=above, writer=writer)
+        number = self._epochs.claim(
+            continues, seen=self.newest_epoch() if seen is None else seen,
+            writer=writer or this_writer(), orphan=orphan,
+        )  # fmt: skip
         for item in self.attempts():
             if item.epoch < number and not item.alive:
                 decided = decision.abort(
@@ -196,13 +212,7 @@ class Run:
         """`Aborted` if another writer has taken a newer epoch."""
         newest = max(self._epochs.numbers(), default=0)
         if newest > epoch:
-            raise Aborted(
-                "the run was taken over by another writer",
-                where=self.store.url,
-                expected=f"epoch {epoch} to be the newest",
-                found=self._taken_by(newest),
-                remedy="end one of the two jobs; only one at a time may save to a run",
-            )
+            raise self._epochs.superseded(newest, expected=f"epoch {epoch} to be the newest")
 
     def lock_epoch(self, number: int) -> Lock:
         """Show that the writer of that epoch is alive, until this is closed or the process ends."""
@@ -229,15 +239,9 @@ class Run:
         self.store.make_folder(folder)
         newest = max(self._epochs.numbers(), default=0)
         if newest > epoch:
-            taken_by = self._taken_by(newest)
+            taken_by = self._epochs.described(newest)
             decision.abort(self.store, folder, f"the run was taken over by {taken_by}")
-            raise Aborted(
-                f"cannot save step {step}: the run was taken over by another writer",
-                where=self.store.url,
-                expected=f"epoch {epoch} to be the newest",
-                found=taken_by,
-                remedy="end one of the two jobs; only one at a time may save to a run",
-            )
+            raise self._epochs.superseded(newest, expected=f"epoch {epoch} to be the newest")
         if newest < epoch:
             raise Usage(
                 f"cannot save step {step} in an epoch that was not claimed",
@@ -246,15 +250,6 @@ class Run:
                 found=f"epoch {epoch}",
             )
         return folder
-
-    def _taken_by(self, epoch: int) -> str:
-        """The writer of that epoch, as a person knows it."""
-        try:
-            record = self._epochs.read(epoch)
-        except Corrupt as error:
-            return f"epoch {epoch} ({error.what})"
-        who = "" if record is None else f", process {record.pid} on {record.host}"
-        return f"epoch {epoch}{who}"
 
     def commit(self, folder: str, commit: Commit) -> None:
         """Make a checkpoint visible; see `decision.commit`."""
@@ -312,6 +307,13 @@ class Run:
         """Leave that checkpoint to the policy again."""
         _check_folder(folder)
         self.store.delete(f"{folder}/{PIN_NAME}")
+
+
+def newest_epoch(store: Store) -> int:
+    """The newest epoch of the run in a store, by its record or by what it saved; 0 where there is
+    none, or no run."""
+    folders = (name.epoch for name in Scanner(store).names())
+    return max((*Epochs(store).numbers(), *folders), default=0)
 
 
 def plan_prune(

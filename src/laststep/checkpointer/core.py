@@ -17,6 +17,8 @@ import weakref
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from laststep import interrupts
+from laststep.catalog.run import newest_epoch
+from laststep.catalog.starts import Start
 from laststep.checkpointer import (
     arguments,
     lifetimes,
@@ -100,6 +102,7 @@ class Checkpointer:
         self._jobs: weakref.WeakKeyDictionary[SaveHandle, Job] = weakref.WeakKeyDictionary()
         self._taken: set[int] = set()
         self._mixed: str | None = None
+        self._seen = 0
         self._resumed = False
         self._closed = False
         self._pid = os.getpid()
@@ -132,8 +135,9 @@ class Checkpointer:
         self._pool.want(expected, without_pauses=not staged)
         self._plans = PlanCache()
         self._memory = Memory()
-        launch = launcher(self.path, self._pool, self._settings, self._keep)
-        self._client = Client(launch, self._pool, self._bus)
+        start = Start(self._store)
+        launch = launcher(self.path, self._pool, self._settings, self._keep, start.writer)
+        self._client = Client(launch, self._pool, self._bus, start)
         self._team = None
         try:
             interrupts.let_in()
@@ -359,9 +363,13 @@ class Checkpointer:
             outcome = restore_into(
                 self._store, self._providers, self._pool, self._bus, wanted, ranks=self._group,
                 touched=functools.partial(setattr, self, "_mixed"),
+                saw=functools.partial(setattr, self, "_seen"),
             )  # fmt: skip
         if outcome is None:
             self._taken = set()
+            self._client.continue_from(
+                Continue(epoch=None, attempt=None, folder=None, seen=self._seen)
+            )
             return Restored(step=None, next_step=0)
         # A part that was restored does not make whole what an earlier restore left mixed.
         if not outcome.mixed:
@@ -371,7 +379,7 @@ class Checkpointer:
         if only is None or not (self._resumed or self._work.preflight):
             self._client.continue_from(
                 Continue(epoch=found.epoch, attempt=found.attempt, folder=found.folder,
-                         resumed_from=found.folder)
+                         seen=self._seen, resumed_from=found.folder)
             )  # fmt: skip
             self._taken = set(outcome.lineage_steps)
             self._resumed = True
@@ -384,11 +392,14 @@ class Checkpointer:
 
     def continue_newest(self) -> None:
         """Let saves continue the newest checkpoint without restoring it, as an import does."""
+        seen = newest_epoch(self._store)
         newest = newest_of(self._store)
         if newest is not None:
             self._abandons = None
             self._client.continue_from(
-                Continue(epoch=newest.epoch, attempt=newest.attempt, folder=newest.folder)
+                Continue(
+                    epoch=newest.epoch, attempt=newest.attempt, folder=newest.folder, seen=seen
+                )
             )
 
     # -- inside -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from laststep.catalog.names import EPOCHS_FOLDER
 from laststep.catalog.run import Run
 from laststep.errors import LaststepError, NotFound, StorageFailed, Usage
 from laststep.storage.directory import TEMPORARY, DirectoryStore
@@ -43,7 +44,8 @@ def look_at(store: Store) -> None:
         else:
             return
     _check_can_be_made(path, there)
-    strangers = [entry.name for entry in store.list("")]
+    # Of a run whose first save is only announced there is this.
+    strangers = [entry.name for entry in store.list("") if entry.name != EPOCHS_FOLDER]
     if strangers:
         shown = ", ".join(strangers[:3]) + (", …" if len(strangers) > 3 else "")
         log.warning(

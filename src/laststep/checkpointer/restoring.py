@@ -19,7 +19,8 @@ from laststep import interrupts
 from laststep.catalog.content import Content
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.names import parse_folder
-from laststep.catalog.run import Run
+from laststep.catalog.run import Run, newest_epoch
+from laststep.catalog.starts import coming, still_coming
 from laststep.checkpointer.loading import Fit, Transfer, fit, judge_twins, state_of_rank
 from laststep.checkpointer.parts import naming
 from laststep.dist.group import together
@@ -105,18 +106,20 @@ def restore_into(
     wanted: Wanted,
     *,
     touched: Callable[[str], None],
+    saw: Callable[[int], None],
     ranks: Ranks,
 ) -> Outcome | None:
     """Restore; None where there is nothing yet and no step was asked for. `touched` is called with
-    the folder's name before the first live byte changes. Saves of this process are over."""
+    the folder's name before the first live byte changes, `saw`, on the first rank, with the newest
+    epoch before each look at what there is. Saves of this process are over."""
+    look = functools.partial(_look, store, ranks, saw)
+    look(wait=True)
     try:
         run = together(ranks, lambda: Run.open(store))
     except NotFound:
         if wanted.step is not None:
             raise
         return None
-    if ranks.rank.is_first:
-        wait_for_flushers(run)
     lineage, left = together(ranks, lambda: _candidates(run, wanted))
     skipped: list[Skipped] = []
     last: Corrupt | None = None
@@ -134,6 +137,7 @@ def restore_into(
                 raise
             # Retention takes a checkpoint only after a commit, so there may be a newer one now.
             log.info("looking again: %s", gone)
+            look()
             lineage = together(ranks, run.lineage)
             left = [one.folder for one in lineage if one.folder not in passed]
             continue
@@ -173,6 +177,14 @@ def restore_into(
     if last is not None:
         raise _none_left(store, skipped) from last
     return None
+
+
+def _look(store: Store, ranks: Ranks, saw: Callable[[int], None], *, wait: bool = False) -> None:
+    """On the first rank, which decides: see which epoch is the newest, before what it has saved."""
+    if ranks.rank.is_first:
+        if wait:
+            wait_for_writers(store)
+        saw(newest_epoch(store))
 
 
 def _candidates(run: Run, wanted: Wanted) -> tuple[tuple[Listed, ...], list[str]]:
@@ -278,11 +290,38 @@ def newest_of(store: Store) -> Listed | None:
         return None  # there is no run yet, or restoring will say what is wrong with it
 
 
-def wait_for_flushers(run: Run) -> None:
+def wait_for_writers(store: Store) -> None:
+    """Let others finish what they have under way, up to a limit in all."""
+    deadline = time.monotonic() + PATIENCE_S
+    wait_for_announced(store, deadline)
+    try:
+        run = Run.open(store)
+    except LaststepError:
+        return  # whoever opens it says what is wrong
+    wait_for_flushers(run, deadline)
+
+
+def wait_for_announced(store: Store, deadline: float) -> None:
+    """Wait for the saves that somebody has announced and nobody has ended, whether there is
+    anything of them in the run yet or not."""
+    for announced in coming(store):
+        who, count = f"process {announced.pid}", len(announced.places)
+        log.info("waiting for the flusher of %s, which has %d saves to finish", who, count)
+        while still_coming(store, announced):
+            if time.monotonic() >= deadline:
+                log.warning(
+                    "the flusher of %s has not finished %d saves after %.0f s: restoring the "
+                    "newest checkpoint that is committed", who, count, PATIENCE_S,
+                )  # fmt: skip
+                break
+            interrupts.let_in()
+            time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
+
+
+def wait_for_flushers(run: Run, deadline: float) -> None:
     """A trainer that died may have left a flusher that is finishing its last save: let it. Whether
     its trainer is dead cannot be known, so a live one is waited for likewise. What a failed disk
     kept our own from deciding is not."""
-    deadline = time.monotonic() + PATIENCE_S
     for writer in _other_writers(run):
         whose = f"process {writer.pid} on {writer.host}" if writer.pid else "another process"
         who = f"the flusher of {whose}"

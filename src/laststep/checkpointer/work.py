@@ -14,6 +14,7 @@ from laststep.errors import LaststepError
 if TYPE_CHECKING:
     import socket
 
+    from laststep.catalog.epochs import Writer
     from laststep.checkpointer.keep import Keep
     from laststep.checkpointer.team import Team
     from laststep.config import Settings
@@ -23,17 +24,22 @@ if TYPE_CHECKING:
     from laststep.engine.pool import Pool
 
 
-def launcher(run: str, pool: Pool, settings: Settings, keep: Keep | None) -> Launch:
+def launcher(
+    run: str, pool: Pool, settings: Settings, keep: Keep | None, trainer: Writer
+) -> Launch:
     """How to start a flusher for that run."""
     rules = None if keep is None else keep.rules()
 
     def launch(end: socket.socket) -> flusher.Helper:
         writers = settings.writers
         if settings.flush is FlushIn.THREAD:
-            return flusher.start_thread(end, pool.memory(), run=run, writers=writers, keep=rules)
+            return flusher.start_thread(
+                end, pool.memory(), run=run, trainer=trainer, writers=writers, keep=rules
+            )
         return flusher.start_process(
-            end, run=run, pool_fd=pool.fd, pool_bytes=pool.cap_bytes, writers=writers, keep=rules
-        )
+            end, run=run, trainer=trainer, pool_fd=pool.fd, pool_bytes=pool.cap_bytes,
+            writers=writers, keep=rules,
+        )  # fmt: skip
 
     return launch
 

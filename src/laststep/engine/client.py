@@ -1,13 +1,14 @@
 """The trainer's side of the flusher: hand saves over, hear how they fare, notice its death.
 
 Owns the connection and one thread that receives. Slots go back to the pool, stages of handles are
-reached, and errors land in the handles from that thread. There is no flusher before something is to
-be saved. When it dies every save that was not committed fails at once, waiting included; `restart`
-begins anew with the same pool.
+reached, and errors land in the handles from that thread. When the flusher dies, or says what cannot
+be understood, it is ended, and every save that was not committed fails at once, waiting included;
+`restart` begins anew with the same pool, once the old one is dead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -36,6 +37,7 @@ from laststep.engine.wire import (
     Seal,
     ToFlusher,
     ToTrainer,
+    Witness,
 )
 from laststep.errors import Aborted, LaststepError, StorageFailed, from_wire
 from laststep.events import (
@@ -58,6 +60,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LAST_WORDS_S = 1.0
+"""So long a flusher that has hung up may take to end by itself, so that it is known how."""
+_END_S = 60.0
+"""So long one that was killed may take to be dead: a disk that hangs keeps it."""
+
 
 class Helper(Protocol):
     """The running flusher."""
@@ -65,9 +72,29 @@ class Helper(Protocol):
     @property
     def pid(self) -> int | None: ...
 
+    @property
+    def pidfd(self) -> int | None: ...
+
     def join(self, timeout_s: float) -> bool: ...
 
+    def end(self, timeout_s: float) -> bool: ...
+
     def how_it_ended(self) -> str: ...
+
+
+class Start(Protocol):
+    """This start of the job, as its run knows it."""
+
+    @property
+    def witness_name(self) -> str: ...
+
+    def newest_epoch(self) -> int: ...
+
+    def announce(self, save: int) -> int | None: ...
+
+    def over(self, save: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 Launch = Callable[[socket.socket], Helper]
@@ -148,6 +175,8 @@ class SaveLink:
                           parts=f.parts)
                 for f in self._plan.files
             )  # fmt: skip
+            if self._role == "alone":  # of several ranks no one can finish a save by itself
+                self._client.announce(self.number)
             self._client.send(
                 Begin(
                     save=self.number, step=self.handle.step, overwrite=self._overwrite,
@@ -202,12 +231,16 @@ def _spent() -> NoReturn:
 class Client:
     """Talks to one flusher at a time."""
 
-    def __init__(self, launch: Launch, pool: Pool, bus: Bus) -> None:
+    def __init__(self, launch: Launch, pool: Pool, bus: Bus, start: Start) -> None:
         self._launch = launch
+        self._job = start
         self._pool = pool
         self._bus = bus
         self._lock = threading.Lock()
         self._starting = threading.Lock()
+        self._announcing = threading.Lock()
+        self._has_witness = False
+        """Whether the flusher that runs holds the witness too."""
         self._helper: Helper | None = None
         self._links: dict[int, SaveLink] = {}
         self._count = 0
@@ -237,15 +270,21 @@ class Client:
                 self._start()
 
     def restart(self) -> None:
-        """A new flusher in place of a dead one; nobody may hold slots."""
+        """A new flusher in place of one that is over; nobody may hold slots. `StorageFailed` where
+        the old one cannot be ended, and may still touch them."""
         assert self._helper is not None  # noqa: S101 (it has died)
         with self._lock:
             awaited = [link.handle for link in self._links.values() if link.awaited]
         for handle in awaited:
             handle.committed.over_within(None)
-        self._connection.close()
+        if not self._helper.end(_END_S):
+            raise StorageFailed(
+                "cannot start a new flusher: the old one does not end",
+                expected=f"its death within {_END_S:g} s", found=self._helper.how_it_ended(),
+                remedy="a disk that hangs keeps it: look at `dmesg`; the next save tries again",
+            )  # fmt: skip
         self._receiver.join()
-        self._helper.join(0)
+        self._connection.close()
         self._pool.slots.reset()
         self._start()
         self._dead = None
@@ -267,6 +306,9 @@ class Client:
         role: Role = "alone",
     ) -> SaveLink:
         """Enter a save; its chunks may follow. Raises if the flusher is gone, or cannot start."""
+        if self._continues is None and role != "member":
+            seen = self._job.newest_epoch()
+            self.continue_from(Continue(epoch=None, attempt=None, folder=None, seen=seen))
         self.start()
         with self._lock:
             if self._dead is not None:
@@ -275,6 +317,17 @@ class Client:
             link = SaveLink(self, self._count, handle, plan, parts, overwrite=overwrite, role=role)
             self._links[self._count] = link
         return link
+
+    def announce(self, number: int) -> None:
+        """Show to others that a save is coming, before the flusher hears of it."""
+        with self._announcing:
+            descriptor = self._job.announce(number)
+            if descriptor is None or self._has_witness:
+                return
+            with contextlib.suppress(OSError):  # its death is noticed elsewhere
+                witness = Witness(name=self._job.witness_name)
+                self._connection.send(witness, descriptor=descriptor)
+                self._has_witness = True
 
     def send(self, message: ToFlusher) -> None:
         """Send; when the flusher is gone, its death is reported through the handles instead."""
@@ -310,12 +363,12 @@ class Client:
         """No more saves: wait for the flusher to finish all that it has and to end."""
         with self._starting:
             self._closing = True
-        if self._helper is None:
-            return
-        self.send(Bye())
-        self._receiver.join()
-        self._helper.join(60)
-        self._connection.close()
+        if self._helper is not None:
+            self.send(Bye())
+            self._receiver.join()
+            self._helper.join(_END_S)
+            self._connection.close()
+        self._job.close()
 
     def abandon(self) -> None:
         """In a forked child: let go of the connection without saying anything."""
@@ -334,7 +387,8 @@ class Client:
                 found=str(error),
                 remedy="free memory or processes, or pass flush='thread'",
             ) from error
-        self._connection = Connection(ours)
+        self._connection = Connection(ours, peer=helper.pidfd)
+        self._has_witness = False
         if self._continues is not None:
             self.send(self._continues)
         self._helper = helper  # from here on there is one, for other threads too
@@ -349,7 +403,8 @@ class Client:
                 message = self._connection.receive_in_trainer()
             except (OSError, ValueError) as error:
                 log.warning("the flusher spoke nonsense: %s", error)
-                message = None
+                self._mourn("it spoke nonsense")
+                return
             if message is None:
                 self._mourn()
                 return
@@ -358,7 +413,7 @@ class Client:
             except Exception:
                 # Nobody else listens: whoever waits must hear that nothing more will come.
                 log.exception("a message of the flusher could not be handled")
-                self._mourn()
+                self._mourn("a message of it could not be handled")
                 return
 
     def _handle(self, message: ToTrainer) -> None:
@@ -409,11 +464,12 @@ class Client:
             link = self._links.pop(message.save, None)
         if link is None:
             return
+        self._job.over(link.number)
         # Should this flusher die, the next one goes on from here.
         before = self._continues
         self._continues = Continue(
             epoch=message.epoch, attempt=message.attempt, folder=message.folder,
-            resumed_from=None if before is None else before.resumed_from, own_epoch=message.epoch,
+            seen=message.epoch, resumed_from=None if before is None else before.resumed_from,
         )  # fmt: skip
         report = link.handle.report
         report.committed_s, report.folder = link.handle.since_began_s(), message.folder
@@ -425,20 +481,24 @@ class Client:
         )  # fmt: skip
 
     def _fail(self, link: SaveLink, error: LaststepError) -> None:
+        self._job.over(link.number)
         link.handle.fail(error)
         link.note()
         self._bus.emit(SaveFailed(step=link.handle.step, reason=str(error)))
 
-    def _mourn(self) -> None:
-        """The flusher is gone: whatever it had not committed has failed."""
+    def _mourn(self, why: str | None = None) -> None:
+        """The flusher is gone, or is ended for that reason: whatever it had not committed has
+        failed. It MUST be dead before anybody hears so, or it might commit it after all."""
         if self._closing and not self.pending():
             return
         helper = self._helper
         assert helper is not None  # noqa: S101 (whose end this is)
-        helper.join(1)
+        self._connection.hang_up()  # who sends to it waits for nobody
+        if why is not None or not helper.join(_LAST_WORDS_S):
+            helper.end(_END_S)
         error = StorageFailed(
             "the flusher ended before its work was done",
-            found=helper.how_it_ended(),
+            found=why or helper.how_it_ended(),
             remedy="the checkpoints committed so far are whole; the next save starts a new flusher",
         )
         with self._lock:  # at once: a save that comes between the two would wait for ever

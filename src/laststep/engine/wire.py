@@ -7,19 +7,17 @@ Messages are validated while they are parsed. One thread may receive; any thread
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from laststep.format.header import PartEntry, TensorEntry
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -134,11 +132,17 @@ class Continue(_Message, frozen=True, kw_only=True):
     epoch: int | None
     attempt: int | None
     folder: str | None
+    seen: int
+    """The newest epoch when that was decided: if another start takes one, the run is its own."""
     resumed_from: str | None = None
     """The checkpoint that the trainer restored, which retention keeps."""
-    own_epoch: int | None = None
-    """The epoch in which this trainer wrote last, under a flusher that died: if a newer one was
-    taken since, the run is somebody else's."""
+
+
+class Witness(_Message, frozen=True, kw_only=True):
+    """Shows others which saves are coming, as long as any of the two holds it: the descriptor of a
+    lock goes with this message. The number of each save is marked in it before its `Begin`."""
+
+    name: str
 
 
 class Bye(_Message, frozen=True, kw_only=True):
@@ -217,44 +221,46 @@ class Ready(_Message, frozen=True, kw_only=True):
     pid: int
 
 
-ToFlusher = Begin | Located | Chunks | Seal | Gathered | Decide | Drop | Continue | Bye
+ToFlusher = Begin | Located | Chunks | Seal | Gathered | Decide | Drop | Continue | Witness | Bye
 ToTrainer = (
     Begun | Freed | Progress | Flushed | Grouped | Decided | Failed | Removed | NoMetric | Ready
 )
 
 _LENGTH = struct.Struct("<Q")
 _LIMIT_BYTES = 4 << 30
-_ASK_S = 0.5
+_DESCRIPTOR_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Connection:
-    """One end of the socket pair."""
+    """One end of the socket pair.
 
-    def __init__(self, end: socket.socket, *, peer_lives: Callable[[], bool] | None = None) -> None:
-        """`peer_lives` is asked while nothing arrives: forked children of a dead peer may hold its
-        end open, so that the socket alone would never tell."""
+    `peer` is the other side's process, as a pidfd: forked children of a dead process may hold its
+    end open, so that the socket alone would never tell. Without one, the peer is a thread of this
+    process.
+    """
+
+    def __init__(self, end: socket.socket, *, peer: int | None = None) -> None:
         self._socket = end
-        self._peer_lives = peer_lives
+        self._peer = peer
         self._sending = threading.Lock()
+        self._descriptors: list[int] = []
+        """What came with messages and was not taken yet."""
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, message: ToFlusher | ToTrainer) -> None:
-        """Send one message whole; `OSError` when the other side is gone."""
+    def send(self, message: ToFlusher | ToTrainer, *, descriptor: int | None = None) -> None:
+        """Send one message whole, with a copy of that descriptor; `OSError` when the other side is
+        gone."""
         data = _encode(message)
         with self._sending:
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            if descriptor is not None:
+                socket.send_fds(self._socket, [_LENGTH.pack(len(data))], [descriptor])
+                self._socket.sendall(data)
+            else:
+                self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
-    def _receive(self) -> bytes | None:
-        head = self._exactly(_LENGTH.size)
-        if head is None:
-            return None
-        (size,) = _LENGTH.unpack(head)
-        if size > _LIMIT_BYTES:
-            raise OSError(f"a message of {size} bytes is not one of ours")
-        return self._exactly(size)
+    def take_descriptor(self) -> int | None:
+        """The descriptor that came with the last message, if one did; the caller closes it."""
+        return self._descriptors.pop() if self._descriptors else None
 
     def receive_in_flusher(self) -> ToFlusher | None:
         """The next message, or None when the trainer is gone."""
@@ -266,38 +272,62 @@ class Connection:
         data = self._receive()
         return None if data is None else msgspec.msgpack.decode(data, type=ToTrainer)
 
+    def peer_is_dead(self) -> bool:
+        """Whether the process on the other side has ended, whatever it has left here to read."""
+        return self._peer is not None and bool(_ready([self._peer], 0.0))
+
     def detach(self) -> None:
         """Close this process's copy of the descriptor and leave the connection itself alone."""
         self._socket.close()
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """Nothing more goes either way; whoever waits to send or to receive hears so."""
         with contextlib.suppress(OSError):  # the other side closed first
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
         self._socket.close()
+        while (descriptor := self.take_descriptor()) is not None:
+            os.close(descriptor)
+
+    def _receive(self) -> bytes | None:
+        head = self._exactly(_LENGTH.size)
+        if head is None:
+            return None
+        (size,) = _LENGTH.unpack(head)
+        if size > _LIMIT_BYTES:
+            raise OSError(f"a message of {size} bytes is not one of ours")
+        return self._exactly(size)
 
     def _exactly(self, size: int) -> bytes | None:
         buffer = bytearray(size)
         view, got = memoryview(buffer), 0
         while got < size:
-            if self._peer_lives is not None and not self._wait_readable(self._peer_lives):
+            if self._peer is not None and not self._wait_readable(self._peer):
                 return None
             try:
-                n = self._socket.recv_into(view[got:])
+                n, sent, _, _ = self._socket.recvmsg_into(
+                    [view[got:]], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
             except ConnectionError:
                 return None
+            for _, _, packed in sent:
+                self._descriptors += struct.unpack(f"{len(packed) // 4}i", packed)
             if n == 0:
                 return None
             got += n
         return bytes(buffer)
 
-    def _wait_readable(self, peer_lives: Callable[[], bool]) -> bool:
+    def _wait_readable(self, peer: int) -> bool:
         """Wait for bytes; False when the peer died and left none."""
-        while not self._readable(_ASK_S):
-            if not peer_lives():
-                return self._readable(0)
-        return True
+        mine = self._socket.fileno()
+        return mine in _ready([mine, peer], None) or mine in _ready([mine], 0.0)
 
-    def _readable(self, timeout_s: float) -> bool:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1e3))
+
+def _ready(descriptors: list[int], timeout_s: float | None) -> list[int]:
+    """Which of them have something to read, or whose process has ended."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1e3)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog import groups
+from laststep.catalog import groups, starts
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import Run, plan_prune
 from laststep.codecs import objects
@@ -49,6 +49,7 @@ from laststep.engine.wire import (
     Seal,
     ToFlusher,
     ToTrainer,
+    Witness,
 )
 from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.flusher.under_way import Save
@@ -87,8 +88,10 @@ class Flusher:
         self._trainer = trainer
         self._keep = _policy(keep)
         self._run: Run | None = None
-        self._continues: Continue | None = None
+        self._continues = Continue(epoch=None, attempt=None, folder=None, seen=0)
         self._resumed_from: str | None = None
+        self._witness: tuple[str, Lock] | None = None
+        self._given_up = False
         self._epoch: int | None = None
         self._epoch_lock: Lock | None = None
         self._attempts = 0
@@ -120,6 +123,11 @@ class Flusher:
         finally:
             self._end()
 
+    def give_up(self) -> None:
+        """Commit nothing more, whatever was handed over: the trainer has reported it as failed. The
+        connection has been closed, so that `serve` comes to its end."""
+        self._given_up = True
+
     def _handle(self, message: ToFlusher) -> None:
         if isinstance(message, Begin):
             self._begin(message)
@@ -128,6 +136,8 @@ class Flusher:
             self._continues = message
             self._resumed_from = message.resumed_from
             self._epoch = None
+        elif isinstance(message, Witness):
+            self._hold(message)
         elif not isinstance(message, Bye):
             save = self._saves.get(message.save)
             if save is not None:
@@ -160,6 +170,11 @@ class Flusher:
                     save.decide = message
                 save.changed.notify_all()
 
+    def _hold(self, message: Witness) -> None:
+        descriptor = self._connection.take_descriptor()
+        if descriptor is not None:
+            self._witness = message.name, self._store.adopt_lock(message.name, descriptor)
+
     def _begin(self, begin: Begin) -> None:
         save = Save(begin=begin, began_s=time.monotonic())
         self._saves[begin.save] = save
@@ -168,7 +183,7 @@ class Flusher:
             self._order.put(save)
             return
         try:
-            run = self._open_epoch()
+            run = self._open_epoch(begin)
             self._attempts += 1
             assert self._epoch is not None  # noqa: S101 (set by _open_epoch)
             save.epoch, save.attempt = self._epoch, self._attempts
@@ -213,26 +228,27 @@ class Flusher:
         for chunk in early:
             self._chunks.put((save, chunk))
 
-    def _open_epoch(self) -> Run:
+    def _open_epoch(self, begin: Begin) -> Run:
         """The run, with an epoch of this writer's own."""
         if self._run is None:
             self._run = Run.open_or_create(self._store)
-        if self._epoch is None:
-            asked = self._continues
-            if asked is not None and asked.own_epoch is not None:
-                self._run.check_newest(asked.own_epoch)
-            where = None
-            if asked is not None and asked.epoch is not None and asked.attempt is not None:
-                where = (asked.epoch, asked.attempt)
-            if self._epoch_lock is not None:
-                self._epoch_lock.close()
-                self._epoch_lock = None
-            epoch = self._run.claim_epoch(where, writer=self._trainer)
-            self._epoch_lock = self._run.lock_epoch(epoch)
-            self._epoch = epoch  # only with its lock: without it the attempts would look dead
-            self._attempts = 0
-            self._last_folder = None if asked is None else asked.folder
-            self._run.clean()
+        if self._epoch is not None:
+            return self._run
+        asked, orphan = self._continues, self._connection.peer_is_dead()
+        if orphan and begin.role != "alone":
+            raise Aborted("the trainer died before the save began, which needs all ranks")
+        point = None
+        if asked.epoch is not None and asked.attempt is not None:
+            point = (asked.epoch, asked.attempt)
+        if self._epoch_lock is not None:
+            self._epoch_lock.close()
+            self._epoch_lock = None
+        epoch = self._run.claim_epoch(point, seen=asked.seen, writer=self._trainer, orphan=orphan)
+        self._epoch_lock = self._run.lock_epoch(epoch)
+        self._epoch = epoch  # only with its lock: without it the attempts would look dead
+        self._attempts = 0
+        self._last_folder = asked.folder
+        self._run.clean()
         return self._run
 
     def _drop(self, save: Save, reason: str) -> None:
@@ -316,16 +332,15 @@ class Flusher:
                     commit, items=decide.items, files=decide.files, ranks=decide.ranks,
                     groups=decide.groups, classes=decide.classes,
                 )  # fmt: skip
-                # It may have slept for long before it was told: a later start of the job goes on
-                # from another checkpoint by now.
-                self._run.check_newest(save.epoch)
+            # It may have slept for long: a later start goes on from another checkpoint by now.
+            self._run.check_newest(save.epoch)
             self._run.commit(save.flush.folder, commit)
             self._last_folder = save.flush.folder
         else:
             self._decided_by_all(save)
         self._send_decided(save)
         if not save.is_member:
-            self._retain(overwrote=save.begin.overwrite)
+            self._retain(save)
 
     def _decided_by_all(self, save: Save) -> Decide:
         """Wait for what the ranks agree on, and write the manifest of a group meanwhile, if this
@@ -350,18 +365,23 @@ class Flusher:
             continues=self._last_folder,
         )  # fmt: skip
 
-    def _retain(self, *, overwrote: bool) -> None:
+    def _retain(self, save: Save) -> None:
         """Retention failing costs disk space, never the checkpoint that was just committed."""
-        if self._run is None or (self._keep is None and not overwrote):
+        run = self._run
+        if run is None or (self._keep is None and not save.begin.overwrite):
             return
         try:
             # Without any rule everything stays, except what was overwritten.
             policy = self._keep or Policy()
-            plan = plan_prune(self._run, policy, resumed_from=self._resumed_from)
+            plan = plan_prune(run, policy, resumed_from=self._resumed_from)
             if plan.lacking is not None:
                 self._send(NoMetric(reason=plan.lacking))
             steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
-            plan.execute(each=lambda gone: self._send(Removed(step=steps[gone], folder=gone)))
+            plan.execute(
+                # What a successor continues from is not this writer's to judge.
+                before=lambda: run.check_newest(save.epoch),
+                each=lambda gone: self._send(Removed(step=steps[gone], folder=gone)),
+            )
         except (LaststepError, OSError) as error:
             log.warning("retention failed: %s", error)
 
@@ -390,6 +410,7 @@ class Flusher:
                         remedy="`laststep ls` shows it if it is",
                     )  # fmt: skip
         kind, fields = error.to_wire()
+        self._clear(save)
         self._send(Failed(save=save.begin.save, kind=kind, fields=fields))
 
     def _was_given_up(self, save: Save) -> bool:
@@ -424,10 +445,17 @@ class Flusher:
 
     def _send_decided(self, save: Save) -> None:
         assert save.flush is not None  # noqa: S101 (what was decided was begun)
+        self._clear(save)
         self._send(
             Decided(save=save.begin.save, epoch=save.epoch, attempt=save.attempt,
                     folder=save.flush.folder, seconds=time.monotonic() - save.began_s)
         )  # fmt: skip
+
+    def _clear(self, save: Save) -> None:
+        """Show that the save is over."""
+        if self._witness is not None:
+            with contextlib.suppress(LaststepError):  # it goes with this process at the latest
+                self._witness[1].clear(save.begin.save)
 
     def _send(self, message: ToTrainer) -> None:
         with contextlib.suppress(OSError):  # the trainer is gone; there is nobody to tell
@@ -440,7 +468,7 @@ class Flusher:
                 whole = save.seal is not None and (
                     save.begin.role == "alone" or save.decide is not None
                 )
-            if not whole:
+            if self._given_up or not whole:
                 self._drop(save, "the trainer ended in the middle of the capture")
         self._order.put(None)
         self._finisher.join()
@@ -450,7 +478,15 @@ class Flusher:
             thread.join()
         if self._epoch_lock is not None:
             self._epoch_lock.close()
+        if self._witness is not None:
+            self._let_witness_go(*self._witness)
         self._connection.close()
+
+    def _let_witness_go(self, name: str, lock: Lock) -> None:
+        if self._connection.peer_is_dead():
+            starts.forget(self._store, name, lock)
+        else:
+            lock.close()  # the trainer has it too
 
 
 def _policy(keep: KeepRules | None) -> Policy | None:

@@ -5,18 +5,20 @@ Knows nothing of what it does there.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from laststep.catalog.epochs import Writer, this_writer
+from laststep.catalog.epochs import Writer
 from laststep.engine.memory import Mapping
 from laststep.engine.wire import Connection, KeepRules
 from laststep.flusher.serving import Flusher
@@ -38,45 +40,90 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     keep: KeepRules | None
 
 
-class Helper:
+class Helper(Protocol):
     """The running flusher, as its trainer sees it."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes] | None, thread: threading.Thread | None
-    ) -> None:
-        self._process = process
-        self._thread = thread
+    @property
+    def pid(self) -> int | None: ...
 
     @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+    def pidfd(self) -> int | None: ...
+
+    def join(self, timeout_s: float) -> bool: ...
+
+    def end(self, timeout_s: float) -> bool: ...
+
+    def how_it_ended(self) -> str: ...
+
+
+class HelperProcess:
+    """A flusher in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        # It cannot be another's: nobody else takes note of the end of our children.
+        self.pidfd = os.pidfd_open(process.pid)
+        weakref.finalize(self, os.close, self.pidfd)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end; False when it has not ended by then."""
-        if self._process is not None:
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                return False
-            return True
-        assert self._thread is not None  # noqa: S101 (one of the two is always there)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def end(self, timeout_s: float) -> bool:
+        """Kill it, and wait until it is dead and reaped: after this it touches no slot and decides
+        nothing. False where a disk that hangs keeps it alive for longer."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        return self.join(timeout_s)
 
     def how_it_ended(self) -> str:
         """For the message of an error."""
-        if self._process is None:
-            return "its thread ended"
         code = self._process.poll()
         if code is None:
-            return "it closed the connection"
+            return "it does not end"
         return f"it was killed by signal {-code}" if code < 0 else f"it ended with code {code}"
+
+
+class HelperThread:
+    """The same flusher on a thread of the trainer."""
+
+    pid = None
+    pidfd = None
+
+    def __init__(self, flusher: Flusher) -> None:
+        self._flusher = flusher
+        self._thread = threading.Thread(target=flusher.serve, name="laststep-flusher", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end; False when it has not ended by then."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def end(self, timeout_s: float) -> bool:
+        """Have it give up all that it has, once its connection is closed, and wait for its end."""
+        self._flusher.give_up()
+        return self.join(timeout_s)
+
+    def how_it_ended(self) -> str:
+        """For the message of an error."""
+        return "its thread does not end" if self._thread.is_alive() else "its thread ended"
 
 
 def start_process(
     end: socket.socket,
     *,
     run: str,
+    trainer: Writer,
     pool_fd: int,
     pool_bytes: int,
     writers: int,
@@ -88,7 +135,7 @@ def start_process(
     pidfd = os.pidfd_open(os.getpid())
     setup = Setup(
         run=run, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
-        trainer=this_writer(), trainer_pidfd=pidfd, writers=writers, keep=keep,
+        trainer=trainer, trainer_pidfd=pidfd, writers=writers, keep=keep,
     )  # fmt: skip
     # The helper must find this very package, however the trainer found it.
     source = str(Path(__file__).resolve().parents[2])
@@ -108,25 +155,22 @@ def start_process(
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(pidfd)
     end.close()
-    return Helper(process, None)
+    return HelperProcess(process)
 
 
 def start_thread(
-    end: socket.socket, pool: memoryview, *, run: str, writers: int, keep: KeepRules | None
+    end: socket.socket,
+    pool: memoryview,
+    *,
+    run: str,
+    trainer: Writer,
+    writers: int,
+    keep: KeepRules | None,
 ) -> Helper:
     """The same flusher on a thread of this process, where a helper cannot be had."""
-    flusher = Flusher(
-        Connection(end), pool, run_path=run, trainer=this_writer(), writers=writers, keep=keep
+    return HelperThread(
+        Flusher(Connection(end), pool, run_path=run, trainer=trainer, writers=writers, keep=keep)
     )
-    thread = threading.Thread(target=flusher.serve, name="laststep-flusher", daemon=True)
-    thread.start()
-    return Helper(None, thread)
-
-
-def _trainer_lives(pidfd: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return not poll.poll(0)
 
 
 def main(arguments: list[str]) -> None:
@@ -135,8 +179,7 @@ def main(arguments: list[str]) -> None:
     for number in _NOT_FOR_THE_HELPER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_THE_HELPER)
-    end = socket.socket(fileno=setup.socket_fd)
-    connection = Connection(end, peer_lives=lambda: _trainer_lives(setup.trainer_pidfd))
+    connection = Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd)
     mapping = Mapping(setup.pool_fd, setup.pool_bytes)
     Flusher(
         connection, mapping.view, run_path=setup.run, trainer=setup.trainer,

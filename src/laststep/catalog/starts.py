@@ -1,0 +1,124 @@
+"""A start of a job as its run knows it, and what shows that a save of it is coming.
+
+Each start that saves has one lock file, its witness, in which it marks the number of every save
+before it hands over anything of it. The descriptor goes to the flusher within a message: the lock
+is then held by whoever of the two lives, or by the message alone, which outlives the trainer that
+sent it. Whoever knows how a save ended clears its mark. So a restore that finds no mark misses
+nothing that was promised, and one that finds some waits for them.
+
+A witness need not outlive a crash of the machine, so nothing of it is synced. Knows nothing of what
+is in a save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from laststep.catalog import names
+from laststep.catalog.epochs import new_start
+from laststep.catalog.run import newest_epoch
+from laststep.errors import Exists, LaststepError
+
+if TYPE_CHECKING:
+    from laststep.storage.store import Lock, Store
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coming:
+    """Saves of one start that were announced and are not over."""
+
+    witness: str
+    pid: int
+    """Of the trainer, on whatever machine."""
+    places: frozenset[int]
+
+
+class Start:
+    """The trainer's side. Any thread may call; nothing is written before the first save."""
+
+    def __init__(self, store: Store) -> None:
+        self.writer = new_start()
+        self._store = store
+        self._mutex = threading.Lock()
+        self._witness: Lock | None = None
+        self._without = False
+        """Whether this place has no such locks."""
+
+    @property
+    def witness_name(self) -> str:
+        """The name of the witness within the run."""
+        return names.witness_name(self.writer.start, self.writer.pid)
+
+    def newest_epoch(self) -> int:
+        """What a start sees that continues from nothing."""
+        return newest_epoch(self._store)
+
+    def announce(self, save: int) -> int | None:
+        """Mark a save that is coming; returns the descriptor to hand over with it. None where that
+        cannot be done: then a restore may miss what a trainer announced just before it died."""
+        with self._mutex:
+            if self._without:
+                return None
+            try:
+                self._witness = self._witness or self._made()
+                self._witness.mark(save)
+            except LaststepError as error:
+                self._without = True
+                _log.warning("nothing shows to others that a save is coming: %s", error)
+                return None
+            return self._witness.fileno()
+
+    def over(self, save: int) -> None:
+        """It is known how that save ended."""
+        with self._mutex:
+            if self._witness is not None and not self._without:
+                self._witness.clear(save)
+
+    def close(self) -> None:
+        """No more saves: the witness goes."""
+        with self._mutex:
+            if self._witness is not None:
+                forget(self._store, self.witness_name, self._witness)
+
+    def _made(self) -> Lock:
+        with contextlib.suppress(Exists):
+            self._store.make_folder(names.EPOCHS_FOLDER)
+        return self._store.lock(self.witness_name)
+
+
+def forget(store: Store, witness: str, lock: Lock) -> None:
+    """Remove a witness that nobody will mark any more; where that fails, the next writer does."""
+    with contextlib.suppress(LaststepError):
+        store.delete(witness)
+    lock.close()
+
+
+def coming(store: Store) -> tuple[Coming, ...]:
+    """The saves that are announced now."""
+    found = []
+    for name in store.file_names(names.EPOCHS_FOLDER):
+        pid = names.parse_witness(name)
+        if pid is None:
+            continue
+        path = f"{names.EPOCHS_FOLDER}/{name}"
+        places = frozenset(
+            place for first, last in store.marked(path) for place in range(first, last + 1)
+        )
+        if places:
+            found.append(Coming(witness=path, pid=pid, places=places))
+    return tuple(found)
+
+
+def still_coming(store: Store, before: Coming) -> bool:
+    """Whether any of those is not over."""
+    return any(
+        first <= place <= last
+        for first, last in store.marked(before.witness)
+        for place in before.places
+    )
