@@ -1,17 +1,20 @@
 """Commit or abort: the one create-only name for which both compete.
 
 Whoever creates `manifest.json` first has decided, for good; the other learns what was decided.
-Knows nothing of lineage, retention or what is in the data files. Any process may call any of this.
+Nobody is told of a commit before its name is durable, whoever made it: each who finds one syncs the
+folder first. A commit that cannot be made durable is taken back by who made it, folder and all, so
+that it is one thing to everybody: not there. Knows nothing of lineage, retention or what is in the
+data files. Any process may call any of this.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from laststep.catalog.names import parse_folder
-from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
+from laststep.errors import Aborted, Corrupt, Exists, NotFound, StorageFailed, Usage
 from laststep.format import manifest
 from laststep.format.manifest import Abort, Commit
 from laststep.terms import MANIFEST_NAME
@@ -51,10 +54,10 @@ def deleted(store: Store, folder: str) -> NotFound | None:
 
 
 def commit(store: Store, folder: str, decided: Commit) -> None:
-    """Make a checkpoint visible; `Aborted` where somebody has given it up.
+    """Make a checkpoint visible and durable; `Aborted` where somebody has given it up.
 
-    All data files MUST have been finished. A repeated call with the same commit is fine, which is
-    how a caller finds out after a `StorageFailed`, whose outcome is open.
+    All data files MUST have been finished. After `StorageFailed` it is not there, unless that says
+    that this is not known. A repeated call with the same commit is fine.
     """
     try:
         _check_place(decided, folder, where=f"{store.url}/{folder}")
@@ -74,30 +77,59 @@ def commit(store: Store, folder: str, decided: Commit) -> None:
             found="its folder has been cleaned up",
             remedy="only one job at a time may save to a run",
         ) from error
-    except Exists:
-        _accept(store, folder, decided)
+    except (Exists, StorageFailed) as error:
+        _settle(store, folder, decided, error)
 
 
 def abort(store: Store, folder: str, reason: str) -> Commit | Abort:
-    """Give an attempt up, unless it is decided already; returns the decision that stands."""
+    """Give an attempt up, unless it is decided already; returns the decision that stands, a commit
+    only once it is durable."""
     mine = Abort(reason=reason, by=f"process {os.getpid()} on {socket.gethostname()}")
     try:
         store.create(f"{folder}/{MANIFEST_NAME}", manifest.encode(mine))
     except NotFound:
         return mine  # The folder is gone: nobody can commit it any more.
     except Exists:
-        return read(store, folder) or mine
+        found = read(store, folder) or mine
+        if isinstance(found, Commit):
+            store.sync_folder(folder)
+        return found
     return mine
 
 
-def _accept(store: Store, folder: str, decided: Commit) -> None:
+def _settle(store: Store, folder: str, decided: Commit, error: Exists | StorageFailed) -> None:
+    """Find out what stands after a commit that was not plainly made, and make it durable."""
     found = read(store, folder)
     where = f"{store.url}/{folder}"
     if isinstance(found, Abort):
         raise Aborted("the save was given up", where=where, found=f"{found.reason} (by {found.by})")
+    if found is None:
+        raise error
     if found != decided:
         raise Exists("another commit is in this attempt's place", where=where)
-    store.sync_folder(folder)
+    try:
+        # A second sync does not lie about names, as it may about the bytes of a file: they are in
+        # the filesystem's journal, and a journal that failed stays so.
+        store.sync_folder(folder)
+    except StorageFailed as second:
+        _take_back(store, folder, second)
+
+
+def _take_back(store: Store, folder: str, error: StorageFailed) -> NoReturn:
+    """What a power cut might undo is not committed: nobody may find it there. Its folder goes with
+    its manifest, in one step, so it never looks undecided."""
+    where = f"{store.url}/{folder}"
+    try:
+        store.delete_folder(folder)
+    except StorageFailed as second:
+        raise StorageFailed(
+            "it is not known whether a checkpoint is committed", where=where,
+            found=f"{error}; then {second}", remedy="`laststep ls` shows it if it is",
+        ) from second  # fmt: skip
+    raise StorageFailed(
+        "cannot make a commit durable: the checkpoint was taken back", where=where,
+        found=error.found, remedy=error.remedy,
+    ) from error  # fmt: skip
 
 
 def _check_place(decided: Commit, folder: str, *, where: str) -> None:

@@ -301,7 +301,7 @@ class Run:
         try:
             self.store.create(f"{folder}/{PIN_NAME}", b"")
         except Exists:
-            return
+            self.store.sync_folder(folder)  # who made it may have failed to
 
     def unpin(self, folder: str) -> None:
         """Leave that checkpoint to the policy again."""

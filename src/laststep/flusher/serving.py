@@ -398,8 +398,8 @@ class Flusher:
                 save.flush.close()
                 abort = self._abort_as_member if member else self._abort
                 for_all = not member or (save.decide and save.decide.reason is not None)
-                if for_all and abort(self._run, save.flush.folder, str(error)) and save.decide:
-                    self._send_decided(save)  # others were quicker, and decided for it
+                if for_all and abort(self._run, save.flush.folder, str(error)):
+                    self._send_decided(save)  # it is committed after all, and durable
                     return
             except (LaststepError, OSError) as second:
                 log.warning("cannot clean up after a failed save: %s", second)

@@ -1,0 +1,95 @@
+"""A commit whose name cannot be made durable: one answer, and it is true."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.catalog.run import Run
+from laststep.errors import StorageFailed
+from laststep.format.manifest import Abort, Commit
+from laststep.storage.directory import DirectoryStore
+from laststep.storage.disk import Disk
+from laststep.testing.stores import write_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class Unsynced(Disk):
+    """Cannot sync folders once a manifest has got its name, so often; nor rename, if told so."""
+
+    def __init__(self, failures: int, *, renames: bool = True) -> None:
+        self.failures = failures
+        self._renames = renames
+        self._linked = False
+
+    def link(self, path: str, new: str) -> None:
+        super().link(path, new)
+        self._linked = self._linked or new.endswith("manifest.json")
+
+    def sync_folder(self, path: str) -> None:
+        if self._linked and self.failures:
+            self.failures -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync_folder(path)
+
+    def rename(self, path: str, new: str) -> None:
+        if not self._renames:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().rename(path, new)
+
+
+@pytest.fixture
+def begun(
+    tmp_path: Path, commit_of: Callable[..., Commit]
+) -> Callable[[Disk], tuple[Run, str, Commit]]:
+    """`begun(disk)`: a run, and an attempt in it that is ready to be committed."""
+
+    def make(disk: Disk) -> tuple[Run, str, Commit]:
+        run = Run.open_or_create(DirectoryStore(tmp_path / "run", disk=disk))
+        folder = run.begin(step=1, epoch=run.claim_epoch(None), attempt=1)
+        write_file(run.store, f"{folder}/m.safetensors", bytes(5000))
+        return run, folder, commit_of(step=1, epoch=1, attempt=1)
+
+    return make
+
+
+def test_a_sync_that_fails_once_is_repeated_and_the_commit_stands(begun: object) -> None:
+    disk = Unsynced(1)
+    run, folder, commit = begun(disk)
+    run.commit(folder, commit)
+    assert disk.failures == 0
+    assert [one.folder for one in run.lineage()] == [folder]
+
+
+def test_what_cannot_be_made_durable_is_taken_back_and_its_step_is_free(begun: object) -> None:
+    run, folder, commit = begun(Unsynced(2))
+    with pytest.raises(StorageFailed, match="taken back"):
+        run.commit(folder, commit)
+    assert run.checkpoints() == ()
+    assert run.decision(folder) is None
+    run.check_step_free(1)
+    assert isinstance(run.abort(folder, "it failed"), Abort)
+
+
+def test_where_it_cannot_be_taken_back_either_nobody_claims_to_know(begun: object) -> None:
+    run, folder, commit = begun(Unsynced(99, renames=False))
+    with pytest.raises(StorageFailed, match="not known whether"):
+        run.commit(folder, commit)
+    with pytest.raises(StorageFailed, match="sync"):
+        run.abort(folder, "it failed")  # as another rank would that looks for itself
+
+
+def test_who_finds_a_commit_makes_it_durable_before_it_tells(begun: object) -> None:
+    disk = Unsynced(0)
+    run, folder, commit = begun(disk)
+    run.commit(folder, commit)
+    disk.failures = 1
+    with pytest.raises(StorageFailed, match="sync"):
+        run.abort(folder, "too late")
+    assert isinstance(run.abort(folder, "too late"), Commit)
