@@ -1,4 +1,4 @@
-"""When the flusher starts: not before somebody trains or saves, and whatever comes of it."""
+"""When the flusher starts: with a restore, a step or a save, and whatever comes of it."""
 
 from __future__ import annotations
 
@@ -41,17 +41,25 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_who_only_restores_starts_none(run_folder: Path, starts: list[int]) -> None:
+def test_it_runs_when_a_restore_returns_and_goes_with_who_only_restored(
+    run_folder: Path, starts: list[int]
+) -> None:
     state = {"t": torch.ones(1000)}
     with laststep.Checkpointer(run_folder, state=state, flush="thread") as checkpointer:
         checkpointer.save(3)
+    before = sorted(path.name for path in run_folder.rglob("*"))
     with laststep.Checkpointer(run_folder, state=state) as checkpointer:
+        assert starts == []
         assert checkpointer.restore().step == 3
-        assert checkpointer.wait()
-    assert starts == []
+        assert checkpointer._client.up.is_set()
+        assert checkpointer.restore().step == 3
+        assert len(starts) == 1
+        assert not _is_gone(starts[0])
+    assert _is_gone(starts[0])
+    assert sorted(path.name for path in run_folder.rglob("*")) == before
 
 
-def test_the_first_optimizer_step_starts_it_and_the_save_after_a_restore_continues(
+def test_the_save_after_a_restore_continues_by_the_flusher_that_runs(
     run_folder: Path, starts: list[int]
 ) -> None:
     model = nn.Linear(3, 3)
@@ -61,13 +69,45 @@ def test_the_first_optimizer_step_starts_it_and_the_save_after_a_restore_continu
     with laststep.Checkpointer(run_folder, model=model) as checkpointer:
         checkpointer.restore()
         model(torch.ones(3)).sum().backward()
-        assert starts == []
-        optimizer.step()
-        wait_until(lambda: len(starts) == 1)
         optimizer.step()
         checkpointer.save(1)
     assert len(starts) == 1
     assert laststep.open(run_folder).steps() == [0, 1]
+
+
+def test_without_a_restore_the_first_optimizer_step_starts_it(
+    run_folder: Path, starts: list[int]
+) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laststep.Checkpointer(run_folder, model=model) as checkpointer:
+        model(torch.ones(3)).sum().backward()
+        assert starts == []
+        optimizer.step()
+        wait_until(lambda: len(starts) == 1)
+        checkpointer.save(1)
+    assert len(starts) == 1
+
+
+def test_a_restore_does_not_fail_where_no_flusher_can_be_started(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with laststep.Checkpointer(run_folder, state={"a": 1}) as checkpointer:
+        monkeypatch.setattr(subprocess, "Popen", fail)
+        assert checkpointer.restore().step is None
+
+
+def test_the_helper_needs_nothing_of_the_environment_to_find_its_packages(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("queue", "msgspec", "laststep"):  # what lies in the current folder is not meant
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    with laststep.Checkpointer(run_folder, state={"a": 1}) as checkpointer:
+        checkpointer.save(0).wait(PATIENCE_S)
 
 
 def test_a_start_that_fails_is_reported_by_the_save_and_the_next_one_works(

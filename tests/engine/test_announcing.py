@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from laststep.engine.client import SaveLink
 from laststep.engine.handle import SaveHandle
+from laststep.engine.links import SaveLink
 from laststep.engine.wire import Begin, Chunks, Filled
 from laststep.plan.save import plan_save
 

@@ -14,6 +14,7 @@ wins; the other is superseded, and never tries a higher number by itself.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -248,11 +249,10 @@ class Epochs:
         return self._store.file_names(names.EPOCHS_FOLDER)
 
     def _make_folder(self) -> None:
-        try:
+        # Where somebody made it and died before its name was durable, the sync after making the
+        # folder of the first attempt sees to that.
+        with contextlib.suppress(Exists):
             self._store.make_folder(names.EPOCHS_FOLDER)
-        except Exists:
-            # Whoever made it may have died before its name was durable.
-            self._store.sync_folder("")
 
 
 def later_format(where: str, version: int) -> Usage:

@@ -17,8 +17,6 @@ import weakref
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from laststep import interrupts
-from laststep.catalog.run import newest_epoch
-from laststep.catalog.starts import Start
 from laststep.checkpointer import (
     arguments,
     lifetimes,
@@ -33,14 +31,12 @@ from laststep.checkpointer.pausing import without_collection
 from laststep.checkpointer.restoring import Restored, Wanted, newest_of, restore_into
 from laststep.checkpointer.share import Sharing
 from laststep.checkpointer.watching import ProgressBar, log_event, somebody_watches
-from laststep.checkpointer.work import Work, launcher
+from laststep.checkpointer.work import Work, client_of, continuing
 from laststep.config import Capture, FlushIn, OnBusy, Settings
 from laststep.dist.ranks import ranks_on_this_node, this_rank
-from laststep.engine.client import Client
 from laststep.engine.copy.capture import Capturer
 from laststep.engine.handle import SaveHandle
 from laststep.engine.pool import Pool
-from laststep.engine.wire import Continue
 from laststep.errors import Aborted, Exists, LaststepError, Usage
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
 from laststep.plan.save import PlanCache
@@ -135,9 +131,7 @@ class Checkpointer:
         self._pool.want(expected, without_pauses=not staged)
         self._plans = PlanCache()
         self._memory = Memory()
-        start = Start(self._store)
-        launch = launcher(self.path, self._pool, self._settings, self._keep, start.writer)
-        self._client = Client(launch, self._pool, self._bus, start)
+        self._client = client_of(self._store, self._pool, self._settings, self._keep, self._bus)
         self._team = None
         try:
             interrupts.let_in()
@@ -341,7 +335,10 @@ class Checkpointer:
         this process are waited for; what failed of one's own is raised.
         """
         with interrupts.held():
-            return self._restore(step, only, strict=strict)
+            self._work.start_early()  # whoever restores is about to train, and to save
+            restored = self._restore(step, only, strict=strict)
+            self._work.await_start()
+            return restored
 
     def _restore(
         self, step: SupportsIndex | None, only: Sequence[str] | str | None, *, strict: bool
@@ -367,9 +364,7 @@ class Checkpointer:
             )  # fmt: skip
         if outcome is None:
             self._taken = set()
-            self._client.continue_from(
-                Continue(epoch=None, attempt=None, folder=None, seen=self._seen)
-            )
+            self._client.continue_from(continuing(None, self._seen))
             return Restored(step=None, next_step=0)
         # A part that was restored does not make whole what an earlier restore left mixed.
         if not outcome.mixed:
@@ -377,10 +372,7 @@ class Checkpointer:
         found = outcome.listed
         # A part taken from an older checkpoint in mid-run does not turn the run back to it.
         if only is None or not (self._resumed or self._work.preflight):
-            self._client.continue_from(
-                Continue(epoch=found.epoch, attempt=found.attempt, folder=found.folder,
-                         seen=self._seen, resumed_from=found.folder)
-            )  # fmt: skip
+            self._client.continue_from(continuing(found, self._seen))
             self._taken = set(outcome.lineage_steps)
             self._resumed = True
         commit = outcome.commit
@@ -392,15 +384,11 @@ class Checkpointer:
 
     def continue_newest(self) -> None:
         """Let saves continue the newest checkpoint without restoring it, as an import does."""
-        seen = newest_epoch(self._store)
+        seen = self._client.newest_epoch()
         newest = newest_of(self._store)
         if newest is not None:
             self._abandons = None
-            self._client.continue_from(
-                Continue(
-                    epoch=newest.epoch, attempt=newest.attempt, folder=newest.folder, seen=seen
-                )
-            )
+            self._client.continue_from(continuing(newest, seen, resumed=False))
 
     # -- inside -----------------------------------------------------------------------------------
 

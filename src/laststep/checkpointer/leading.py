@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.checkpointer.rounds import Desk, Round
-    from laststep.engine.client import SaveLink
+    from laststep.engine.links import SaveLink
     from laststep.format.manifest import ClassRecord
     from laststep.plan.groups import Groups
     from laststep.plan.job import Agreement

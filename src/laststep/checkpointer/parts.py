@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from laststep.engine.client import SealParts
+    from laststep.engine.links import SealParts
     from laststep.state.pieces import Collected, Piece
     from laststep.state.provider import StateProvider
 

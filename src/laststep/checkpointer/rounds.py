@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from laststep.checkpointer.agreeing import Agreements
     from laststep.dist.board import Board
     from laststep.dist.ranks import Rank
-    from laststep.engine.client import Client, SaveLink
+    from laststep.engine.client import Client
+    from laststep.engine.links import SaveLink
     from laststep.format.manifest import FileRecord, GroupRecord
     from laststep.plan.groups import Groups
     from laststep.plan.job import Agreement

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from laststep.checkpointer.parts import Taken
     from laststep.checkpointer.rounds import Desk
     from laststep.dist.group import Ranks
-    from laststep.engine.client import SaveLink
     from laststep.engine.handle import SaveHandle
+    from laststep.engine.links import SaveLink
     from laststep.plan.groups import Groups
     from laststep.plan.job import Agreement
     from laststep.plan.save import SavePlan

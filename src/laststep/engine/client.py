@@ -13,33 +13,30 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from laststep.engine.links import SaveLink, SealParts
 from laststep.engine.wire import (
-    Begin,
     Begun,
     Bye,
-    Chunks,
     Connection,
     Continue,
     Decided,
     Drop,
     Failed,
-    FileBegin,
-    Filled,
     Flushed,
     Freed,
     Grouped,
     NoMetric,
     Progress,
+    Ready,
     Removed,
     Role,
-    Seal,
     ToFlusher,
     ToTrainer,
     Witness,
 )
-from laststep.errors import Aborted, LaststepError, StorageFailed, from_wire
+from laststep.errors import LaststepError, StorageFailed, from_wire
 from laststep.events import (
     Bus,
     Captured,
@@ -50,7 +47,6 @@ from laststep.events import (
     SaveFailed,
     Written,
 )
-from laststep.format.manifest import FileRecord, GroupRecord, ItemRecord
 
 if TYPE_CHECKING:
     from laststep.engine.copy.job import CaptureTiming
@@ -98,134 +94,6 @@ class Start(Protocol):
 
 
 Launch = Callable[[socket.socket], Helper]
-SealParts = Callable[
-    [], tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes]
-]
-
-
-class SaveLink:
-    """The sink of one capture: passes its chunks on and seals the save when all are there."""
-
-    def __init__(
-        self,
-        client: Client,
-        number: int,
-        handle: SaveHandle,
-        plan: SavePlan,
-        parts: SealParts,
-        *,
-        overwrite: bool,
-        role: Role = "alone",
-    ) -> None:
-        self._client = client
-        self.number = number
-        self.place: Begun | None = None
-        """Where the first rank's flusher has begun a save of all ranks."""
-        self.files: tuple[FileRecord, ...] = ()
-        """What this rank has made durable of it."""
-        self.group: GroupRecord | None = None
-        """The manifest of the group of ranks that this one speaks for, once it is durable."""
-        self.lost: LaststepError | None = None
-        """Why the flusher is gone that had made all of it durable: others may still commit it, so
-        whoever takes part in that finds out and reports."""
-        self._news = threading.Event()
-        self._role = role
-        self.handle = handle
-        self._plan = plan
-        self._parts = parts
-        self._overwrite = overwrite
-        self._begun = False
-        self._dropped = False
-        self._beginning = threading.Lock()
-        self.size_bytes = plan.tensor_bytes
-        self.telling = threading.Lock()
-
-    @property
-    def decided_by_all(self) -> bool:
-        """Whether the ranks of a job decide about it, and all is durable that they may."""
-        return self._role != "alone" and self.handle.durable.done()
-
-    @property
-    def awaited(self) -> bool:
-        """Whether the next flusher has to know what becomes of it: saves go on from there."""
-        return self._role == "first" and self.lost is not None
-
-    def rest(self, timeout_s: float) -> None:
-        """Wait for news of the flusher; for one thread, which then looks what they are."""
-        self._news.wait(timeout_s)
-        self._news.clear()
-
-    def note(self, message: Begun | Grouped | None = None) -> None:
-        """The flusher has said so; or, where that is nothing more, the save is over for it."""
-        if isinstance(message, Begun):
-            self.place = message
-        elif message is not None:
-            self.group = message.group
-        self._news.set()
-
-    def begin(self) -> None:
-        """Announce the save to the flusher, once; by whichever thread has something to hand over
-        first, which is the capture thread unless host state is copied at once."""
-        with self._beginning:  # several threads copy host state: no chunk may overtake this
-            if self._begun or self._dropped:
-                return
-            files = tuple(
-                FileBegin(name=f.name, item=f.item, region_bytes=f.region_bytes, entries=f.entries,
-                          tensor_bytes=f.tensor_bytes, has_objects=bool(f.object_names),
-                          parts=f.parts)
-                for f in self._plan.files
-            )  # fmt: skip
-            if self._role == "alone":  # of several ranks no one can finish a save by itself
-                self._client.announce(self.number)
-            self._client.send(
-                Begin(
-                    save=self.number, step=self.handle.step, overwrite=self._overwrite,
-                    files=files, role=self._role,
-                )
-            )  # fmt: skip
-            self._begun = True
-
-    def chunks(self, filled: list[Filled]) -> None:
-        self.begin()
-        if self._dropped:
-            self._client.release([chunk.slot for chunk in filled])
-            return
-        self._client.send(Chunks(save=self.number, filled=filled))
-
-    def captured(self, timing: CaptureTiming) -> None:
-        """All chunks are handed over: serialise the objects, seal, and tell."""
-        if self._dropped:
-            return
-        try:
-            objects, items, metrics, metadata = self._parts()
-        except LaststepError as error:
-            self.failed(error)
-            return
-        except Exception as error:  # such as a device error that a metric's value brings to light
-            log.exception("the objects of step %d cannot be serialised", self.handle.step)
-            self.failed(StorageFailed("a capture failed", found=repr(error)))
-            return
-        self.begin()
-        seal = Seal(
-            save=self.number, objects=objects, items=items, metrics=metrics, metadata=metadata
-        )
-        # Sealed first: once somebody is told "captured", the death of the trainer loses nothing.
-        # The lock keeps the flusher's answer from overtaking that.
-        with self.telling:
-            self._client.send(seal)
-            self._client.note_captured(self, timing)
-        self._parts = _spent
-
-    def failed(self, error: LaststepError) -> None:
-        with self._beginning:
-            self._dropped = True
-        self._parts = _spent
-        self._client.drop(self.number, error, begun=self._begun)
-
-
-def _spent() -> NoReturn:
-    """In place of what a save would seal, once it is over: that held the state's trees."""
-    raise Aborted("the save is over")
 
 
 class Client:
@@ -242,6 +110,8 @@ class Client:
         self._has_witness = False
         """Whether the flusher that runs holds the witness too."""
         self._helper: Helper | None = None
+        self.up = threading.Event()
+        """Set while a flusher runs that listens, or when it is known that none will."""
         self._links: dict[int, SaveLink] = {}
         self._count = 0
         self._dead: LaststepError | None = None
@@ -289,6 +159,10 @@ class Client:
         self._start()
         self._dead = None
 
+    def newest_epoch(self) -> int:
+        """The newest epoch of the run now."""
+        return self._job.newest_epoch()
+
     def continue_from(self, continues: Continue) -> None:
         """Saves from now on continue that checkpoint, under a new epoch."""
         with self._starting:
@@ -307,8 +181,7 @@ class Client:
     ) -> SaveLink:
         """Enter a save; its chunks may follow. Raises if the flusher is gone, or cannot start."""
         if self._continues is None and role != "member":
-            seen = self._job.newest_epoch()
-            self.continue_from(Continue(epoch=None, attempt=None, folder=None, seen=seen))
+            self.continue_from(Continue(seen=self.newest_epoch()))
         self.start()
         with self._lock:
             if self._dead is not None:
@@ -389,6 +262,7 @@ class Client:
             ) from error
         self._connection = Connection(ours, peer=helper.pidfd)
         self._has_witness = False
+        self.up.clear()
         if self._continues is not None:
             self.send(self._continues)
         self._helper = helper  # from here on there is one, for other threads too
@@ -417,7 +291,9 @@ class Client:
                 return
 
     def _handle(self, message: ToTrainer) -> None:
-        if isinstance(message, Freed):
+        if isinstance(message, Ready):
+            self.up.set()
+        elif isinstance(message, Freed):
             self._pool.slots.release(message.slots)
         elif isinstance(message, Removed):
             self._bus.emit(Pruned(step=message.step, folder=message.folder))
@@ -493,6 +369,7 @@ class Client:
             return
         helper = self._helper
         assert helper is not None  # noqa: S101 (whose end this is)
+        self.up.set()
         self._connection.hang_up()  # who sends to it waits for nobody
         if why is not None or not helper.join(_LAST_WORDS_S):
             helper.end(_END_S)

@@ -127,11 +127,11 @@ class Drop(_Message, frozen=True, kw_only=True):
 
 
 class Continue(_Message, frozen=True, kw_only=True):
-    """From here on, saves continue this checkpoint (epoch, attempt) under a new epoch."""
+    """From here on, saves continue this checkpoint (epoch, attempt) under a new epoch; or none."""
 
-    epoch: int | None
-    attempt: int | None
-    folder: str | None
+    epoch: int | None = None
+    attempt: int | None = None
+    folder: str | None = None
     seen: int
     """The newest epoch when that was decided: if another start takes one, the run is its own."""
     resumed_from: str | None = None
@@ -230,6 +230,8 @@ _LENGTH = struct.Struct("<Q")
 _LIMIT_BYTES = 4 << 30
 _DESCRIPTOR_BYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 _encode = msgspec.msgpack.Encoder().encode
+_decode_in_flusher = msgspec.msgpack.Decoder(ToFlusher).decode
+_decode_in_trainer = msgspec.msgpack.Decoder(ToTrainer).decode
 
 
 class Connection:
@@ -265,12 +267,12 @@ class Connection:
     def receive_in_flusher(self) -> ToFlusher | None:
         """The next message, or None when the trainer is gone."""
         data = self._receive()
-        return None if data is None else msgspec.msgpack.decode(data, type=ToFlusher)
+        return None if data is None else _decode_in_flusher(data)
 
     def receive_in_trainer(self) -> ToTrainer | None:
         """The next message, or None when the flusher is gone."""
         data = self._receive()
-        return None if data is None else msgspec.msgpack.decode(data, type=ToTrainer)
+        return None if data is None else _decode_in_trainer(data)
 
     def peer_is_dead(self) -> bool:
         """Whether the process on the other side has ended, whatever it has left here to read."""

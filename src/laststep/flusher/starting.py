@@ -8,36 +8,31 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+import xxhash
 
-from laststep.catalog.epochs import Writer
-from laststep.engine.memory import Mapping
 from laststep.engine.wire import Connection, KeepRules
+from laststep.flusher.__main__ import NOT_FOR_THE_HELPER, Setup
 from laststep.flusher.serving import Flusher
 
-_NOT_FOR_THE_HELPER = (signal.SIGINT, signal.SIGTERM)
-"""A person's Ctrl-C is for the trainer; the helper ends with it, after its work is done."""
+if TYPE_CHECKING:
+    import socket
 
+    from laststep.catalog.epochs import Writer
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What the helper process is told on its command line."""
-
-    run: str
-    pool_fd: int
-    pool_bytes: int
-    socket_fd: int
-    trainer: Writer
-    trainer_pidfd: int
-    writers: int
-    keep: KeepRules | None
+_BARE = ("-S", "-P", "-c")
+"""Nothing of `site`: what packages put into its folder to be run takes longer than all the rest."""
+_CODE = (
+    "import sys; sys.path[:0], sys.path[len(sys.path):] = sys.argv[2:3], sys.argv[3:]; "
+    "from laststep.flusher.__main__ import main; main(sys.argv[1])"
+)
 
 
 class Helper(Protocol):
@@ -137,16 +132,12 @@ def start_process(
         run=run, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
         trainer=trainer, trainer_pidfd=pidfd, writers=writers, keep=keep,
     )  # fmt: skip
-    # The helper must find this very package, however the trainer found it.
-    source = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(p for p in (source, os.environ.get("PYTHONPATH")) if p)
     # Blocked signals are inherited: the helper is deaf to them from its first instruction on.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_THE_HELPER)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_HELPER)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "laststep.flusher", msgspec.json.encode(setup).decode()],
+            [sys.executable, *_BARE, _CODE, msgspec.json.encode(setup).decode(), *_places()],
             pass_fds=(pool_fd, end.fileno(), pidfd),
-            env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -173,15 +164,8 @@ def start_thread(
     )
 
 
-def main(arguments: list[str]) -> None:
-    """The helper process: one argument, a `Setup` as JSON."""
-    setup = msgspec.json.decode(arguments[0], type=Setup)
-    for number in _NOT_FOR_THE_HELPER:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_THE_HELPER)
-    connection = Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd)
-    mapping = Mapping(setup.pool_fd, setup.pool_bytes)
-    Flusher(
-        connection, mapping.view, run_path=setup.run, trainer=setup.trainer,
-        writers=setup.writers, keep=setup.keep,
-    ).serve()  # fmt: skip
+def _places() -> list[str]:
+    """Where the helper finds this very package, and the others that it needs, however the trainer
+    found them."""
+    needed = [str(Path(module.__file__ or "").resolve().parents[1]) for module in (msgspec, xxhash)]
+    return [str(Path(__file__).resolve().parents[2]), *dict.fromkeys(needed)]
