@@ -113,6 +113,9 @@ class Found:
     is_link: bool = False
     """Whether the folder lies elsewhere."""
 
+    incomplete: str | None = None
+    """Which file is not there as the manifest lists it, in words; None where all are."""
+
     @property
     def size_bytes(self) -> int:
         """The bytes of all its files: as they are, and as the manifest says of those that were
@@ -134,21 +137,20 @@ class Found:
         """Whether it counts as a checkpoint: an unreadable manifest does, it is evidence."""
         return self.decided is not None and not isinstance(self.decided, Abort)
 
-    @property
-    def incomplete(self) -> str | None:
-        """Which file is not there as the manifest lists it, in words; None where all are."""
-        if not isinstance(self.decided, Commit):
-            return None
-        sizes = {entry.name: entry.size_bytes for entry in self.entries if not entry.is_folder}
-        return _incomplete(self.decided, sizes, is_part=bool(self.passed_over))
-
 
 def _is_deep(commit: Commit) -> bool:
     """Whether it has very many data files, in folders."""
     return commit.file_count > _VERY_MANY and any("/" in item.file for item in commit.items)
 
 
-def _incomplete(commit: Commit, sizes: dict[str, int], *, is_part: bool) -> str | None:
+def _incomplete(
+    decided: Commit | Abort | LaststepError | None, entries: Iterable[Entry], *, is_part: bool
+) -> str | None:
+    """What a commit lists and is not there like that; with `is_part` not all was looked at."""
+    if not isinstance(decided, Commit):
+        return None
+    commit = decided
+    sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
     wrong = [group.name for group in commit.groups if group.name not in sizes]
     if not is_part:
         wrong += [file.name for file in commit.files if sizes.get(file.name) != file.size_bytes]
@@ -180,11 +182,12 @@ class Scanner:
 
     def names(self) -> tuple[AttemptName, ...]:
         """All attempts that have a folder, decided or not."""
-        return tuple(name for name, _ in self._folders())
+        found = map(parse_folder, self._store.folder_names(""))
+        return tuple(name for name in found if name is not None)
 
     def scan(self, through: Through = Through.NOTHING) -> tuple[Found, ...]:
         """Every attempt and what was decided about it."""
-        found = tuple(self._look(name, entry, through) for name, entry in self._folders())
+        found = tuple(self._look(name, entry, through) for name, entry in self.folders())
         if any(item.decided is None for item in found):
             # An attempt, or a checkpoint that lost its manifest, and by now its name, meanwhile.
             there = set(self.names())
@@ -195,10 +198,15 @@ class Scanner:
                 self._read.pop(folder, None)
         return found
 
-    def _folders(self) -> list[tuple[AttemptName, Entry]]:
+    def folders(self) -> list[tuple[AttemptName, Entry]]:
+        """The folders of all attempts, to be looked at one by one."""
         entries = [entry for entry in self._store.list("") if entry.is_folder]
         parsed = [(parse_folder(entry.name), entry) for entry in entries]
         return [(name, entry) for name, entry in parsed if name is not None]
+
+    def look(self, name: AttemptName, folder: Entry) -> Found:
+        """One attempt, as `scan` finds it."""
+        return self._look(name, folder, Through.NOTHING)
 
     def _look(self, name: AttemptName, folder: Entry, through: Through) -> Found:
         found = self._look_once(name, folder, fully=False)
@@ -227,6 +235,7 @@ class Scanner:
         return Found(
             name=name, touched_s=folder.modified_s, entries=tuple(entries), decided=decided,
             passed_over=tuple(passed_over), is_link=folder.is_link,
+            incomplete=_incomplete(decided, entries, is_part=bool(passed_over)),
         )  # fmt: skip
 
     def _has_all_names(self, found: Found) -> bool:

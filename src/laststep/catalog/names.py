@@ -6,6 +6,7 @@ be written this way again is not an attempt's name.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -50,8 +51,10 @@ def format_folder(*, step: int, epoch: int, attempt: int) -> str:
     return AttemptName(step=step, epoch=epoch, attempt=attempt).folder
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def parse_folder(folder: str) -> AttemptName | None:
-    """The attempt of that folder, or None where it is not the name of one."""
+    """The attempt of that folder, or None where it is not the name of one. Remembered: every look
+    at a run asks for each of its folders, more than once."""
     match = _FOLDER.fullmatch(folder)
     if match is None:
         return None

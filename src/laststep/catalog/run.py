@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from laststep.catalog import cleaning, decision, listing, prune
+from laststep.catalog import cleaning, decision, lineage, listing, prune
 from laststep.catalog.epochs import (
     RECORD_LIMIT_BYTES,
     EpochRecord,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from laststep.catalog.cleaning import Orphan
     from laststep.catalog.epochs import Writer
     from laststep.catalog.lineage import Point
+    from laststep.catalog.listing import Found
     from laststep.catalog.prune import PrunePlan
     from laststep.catalog.retention import Policy
     from laststep.storage.store import Lock, Store
@@ -80,6 +81,7 @@ class Run:
         self.record = record
         self._epochs = Epochs(store)
         self._scanner = Scanner(store)
+        self._listed: dict[str, tuple[Found, Listed]] = {}
 
     @classmethod
     def open(cls, store: Store) -> Run:
@@ -122,7 +124,11 @@ class Run:
         return self._checkpoints(Through.NOTHING)
 
     def _checkpoints(self, through: Through) -> tuple[Listed, ...]:
-        return listing.checkpoints(self._scanner.scan(through), self._epochs.chain())
+        found = self._scanner.scan(through)
+        listed = listing.checkpoints(found, self._epochs.chain())
+        looks = {one.name.folder: one for one in found}
+        self._listed = {one.folder: (looks[one.folder], one) for one in listed}
+        return listed
 
     def look(self) -> tuple[tuple[Listed, ...], tuple[Attempt, ...]]:
         """The committed checkpoints and the undecided attempts, as they were at one look, which
@@ -139,9 +145,27 @@ class Run:
         return tuple(item for item in self.checkpoints() if item.on_lineage)
 
     def newest(self) -> Listed | None:
-        """The last of the lineage that is whole, as far as its manifest and sizes tell."""
-        good = [item for item in self.lineage() if item.is_whole]
-        return good[-1] if good else None
+        """The last of the lineage that is whole, as far as its manifest and sizes tell. Looks into
+        no more folders than it has to."""
+        folders = dict(self._scanner.folders())
+        chain = self._epochs.chain()
+        for name in reversed(lineage.order(folders, chain)):
+            found = self._scanner.look(name, folders[name])
+            if found.is_committed:
+                (listed,) = listing.checkpoints((found,), chain)
+                if listed.is_whole:
+                    return listed
+        return None
+
+    def find(self, folder: str) -> Listed | None:
+        """One checkpoint as it is now: if it is as it was when all were listed last, so is all that
+        follows from the others. None where it is not there."""
+        name, known = parse_folder(folder), self._listed.get(folder)
+        if name is not None and known is not None:
+            entries = dict(self._scanner.folders())
+            if name in entries and self._scanner.look(name, entries[name]) == known[0]:
+                return known[1]
+        return next((one for one in self.checkpoints() if one.folder == folder), None)
 
     def attempts(self) -> tuple[Attempt, ...]:
         """The undecided attempts."""
@@ -220,7 +244,7 @@ class Run:
 
     def check_step_free(self, step: int) -> None:
         """`Exists` where that step is committed on the lineage and whole."""
-        if all(item.step != step for item in self.lineage()):
+        if all(name.step != step for name in self._scanner.names()):
             return
         for item in self._checkpoints(Through.ALL):
             if item.on_lineage and item.step == step and item.is_whole:

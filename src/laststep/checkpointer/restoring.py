@@ -247,7 +247,7 @@ def _pass_over(
 
 
 def _open(run: Run, folder: str, ranks: Ranks) -> tuple[Listed, Content]:
-    listed = next((one for one in run.checkpoints() if one.folder == folder), None)
+    listed = run.find(folder)
     if listed is None:
         raise NotFound("the checkpoint was deleted meanwhile", where=f"{run.store.url}/{folder}")
     if listed.commit is None:

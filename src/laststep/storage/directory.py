@@ -15,11 +15,15 @@ import errno
 import logging
 import os
 import re
+from typing import TYPE_CHECKING
 
 from laststep.errors import Exists, NotFound, StorageFailed, Usage
 from laststep.storage import files, locks
 from laststep.storage.disk import UNSUPPORTED, Disk, failed
 from laststep.storage.store import Entry, check_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +79,10 @@ def _is_file(item: os.DirEntry[str]) -> bool:
     return os.path.isfile(item.path) if item.is_symlink() else item.is_file()
 
 
+def _is_folder(item: os.DirEntry[str]) -> bool:
+    return os.path.isdir(item.path) if item.is_symlink() else item.is_dir()
+
+
 class DirectoryStore:
     """A `Store` in the folder `path`, which is made by the first change if it is absent."""
 
@@ -113,10 +121,17 @@ class DirectoryStore:
     def file_names(self, folder: str) -> tuple[str, ...]:
         """The names of the files in one folder: the filesystem tells them without being asked for
         each."""
+        return self._names(folder, _is_file)
+
+    def folder_names(self, folder: str) -> tuple[str, ...]:
+        """The names of the folders in one folder, likewise."""
+        return self._names(folder, _is_folder)
+
+    def _names(self, folder: str, wanted: Callable[[os.DirEntry[str]], bool]) -> tuple[str, ...]:
         path = self._path(folder) if folder else self._root
         try:
             with os.scandir(path) as found:
-                return tuple(item.name for item in found if _is_file(item))
+                return tuple(item.name for item in found if wanted(item))
         except FileNotFoundError:
             return ()
         except OSError as error:
@@ -126,16 +141,7 @@ class DirectoryStore:
         """A whole small file."""
         path = self._path(name)
         try:
-            with open(path, "rb", buffering=0) as file:
-                size_bytes = os.fstat(file.fileno()).st_size
-                if size_bytes > limit_bytes:
-                    raise StorageFailed(
-                        "refused to read a file that is too large",
-                        where=path,
-                        expected=f"at most {limit_bytes} bytes",
-                        found=f"{size_bytes} bytes",
-                    )
-                return file.readall()
+            return files.read_whole(path, limit_bytes)
         except FileNotFoundError as error:
             raise NotFound("there is no such file", where=path) from error
         except OSError as error:

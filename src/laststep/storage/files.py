@@ -170,6 +170,28 @@ class FileReader:
         return done
 
 
+def read_whole(path: str, limit_bytes: int) -> bytes:
+    """All of a small file, with few calls; `StorageFailed` where it is larger than that."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes > limit_bytes:
+            raise StorageFailed(
+                "refused to read a file that is too large",
+                where=path,
+                expected=f"at most {limit_bytes} bytes",
+                found=f"{size_bytes} bytes",
+            )
+        found = b""
+        while data := os.read(fd, size_bytes + 1):
+            found += data
+            if len(found) == size_bytes:  # one byte more was asked for and not there
+                break
+        return found
+    finally:
+        os.close(fd)
+
+
 def address_of(flat: memoryview) -> int:
     """Where the bytes of a writable view lie."""
     return ctypes.addressof(ctypes.c_char.from_buffer(flat)) if flat.nbytes else 0

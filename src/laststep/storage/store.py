@@ -69,6 +69,9 @@ class Store(Protocol):
     def file_names(self, folder: str) -> tuple[str, ...]:
         """The names of the files in one folder, in any order, which costs much less than `list`."""
 
+    def folder_names(self, folder: str) -> tuple[str, ...]:
+        """The names of the folders in one folder, likewise."""
+
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """A whole small file. `StorageFailed` where it is larger than `limit_bytes`."""
 

@@ -392,6 +392,7 @@ def calls_with(store: Store, name: str) -> list[Callable[[], object]]:
         calls += [
             lambda: store.list(name),
             lambda: store.file_names(name),
+            lambda: store.folder_names(name),
             lambda: store.sync_folder(name),
         ]
     return calls

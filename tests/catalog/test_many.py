@@ -1,0 +1,130 @@
+"""What a look at a run costs: counted in calls and comparisons, which grow with its checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.catalog.names import AttemptName
+from laststep.catalog.retention import Policy
+from laststep.catalog.run import Run, plan_prune
+from laststep.format import manifest
+from laststep.storage.directory import DirectoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from laststep.format.manifest import Commit
+
+MANY = 400
+
+
+@pytest.fixture
+def many(tmp_path: Path, commit_of: Callable[..., Commit]) -> DirectoryStore:
+    """A run of many small checkpoints, written past everything that would sync them."""
+    store = DirectoryStore(tmp_path / "run")
+    Run.open_or_create(store).claim_epoch(None)
+    for step in range(1, MANY + 1):
+        folder = tmp_path / "run" / f"step-{step:08d}.1-{step}"
+        folder.mkdir()
+        (folder / "m.safetensors").write_bytes(bytes(5000))
+        commit = commit_of(step=step, epoch=1, attempt=step)
+        (folder / "manifest.json").write_bytes(manifest.encode(commit))
+    return store
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each way to look at a store was called, and names of attempts were compared."""
+    found: Counter[str] = Counter()
+
+    def count(kind: type, name: str) -> None:
+        real = getattr(kind, name)
+
+        def counted(*arguments: object, **more: object) -> object:
+            found[name] += 1
+            return real(*arguments, **more)
+
+        monkeypatch.setattr(kind, name, counted)
+
+    for name in ("list", "read", "file_names", "folder_names"):
+        count(DirectoryStore, name)
+    for name in ("__hash__", "__eq__"):
+        count(AttemptName, name)
+    return found
+
+
+def test_listing_looks_once_into_each_folder_and_compares_each_name_a_few_times(
+    many: DirectoryStore, calls: Counter[str]
+) -> None:
+    run = Run.open(many)
+    calls.clear()
+    assert len(run.lineage()) == MANY
+    assert calls["list"] == MANY + 1
+    assert calls["read"] == MANY + 1  # manifests, and the record of the epoch
+    assert calls["file_names"] == 1
+    assert calls["__hash__"] + calls["__eq__"] < 20 * MANY
+
+
+def test_a_second_look_reads_nothing_again(many: DirectoryStore, calls: Counter[str]) -> None:
+    run = Run.open(many)
+    run.lineage()
+    calls.clear()
+    plan = plan_prune(run, Policy(keep_last=3))
+    assert len(plan.deletions) == MANY - 3
+    assert calls["read"] == 0
+    assert calls["list"] == MANY + 1
+    assert calls["__hash__"] + calls["__eq__"] < 20 * MANY
+
+
+def test_the_newest_is_found_by_looking_into_one_folder(
+    many: DirectoryStore, calls: Counter[str]
+) -> None:
+    newest = Run.open(many).newest()
+    assert newest is not None
+    assert newest.step == MANY
+    assert newest == Run.open(many).lineage()[-1]
+    calls.clear()
+    Run.open(many).newest()
+    assert calls["list"] == 2
+    assert calls["read"] == 3  # run, epoch, manifest
+
+
+def test_a_step_that_no_folder_has_is_free_without_a_look_into_any(
+    many: DirectoryStore, calls: Counter[str]
+) -> None:
+    run = Run.open(many)
+    calls.clear()
+    run.check_step_free(MANY + 1)
+    run.newest_epoch()
+    assert calls["list"] == calls["read"] == 0
+    assert calls["folder_names"] == 2
+
+
+def test_one_that_was_listed_is_found_again_by_looking_into_it_alone(
+    many: DirectoryStore, calls: Counter[str], tmp_path: Path
+) -> None:
+    run = Run.open(many)
+    wanted = run.lineage()[-2]
+    calls.clear()
+    assert run.find(wanted.folder) == wanted
+    assert calls["list"] == 2
+    assert calls["read"] == 0
+    (tmp_path / "run" / wanted.folder / "m.safetensors").unlink()
+    changed = run.find(wanted.folder)
+    assert changed is not None
+    assert changed.incomplete == "m.safetensors is missing"
+    (tmp_path / "run" / wanted.folder / "manifest.json").unlink()
+    assert run.find(wanted.folder) is None
+
+
+def test_the_newest_is_the_last_that_is_whole(many: DirectoryStore, tmp_path: Path) -> None:
+    (tmp_path / "run" / f"step-{MANY:08d}.1-{MANY}" / "m.safetensors").unlink()
+    (tmp_path / "run" / f"step-{MANY - 1:08d}.1-{MANY - 1}" / "manifest.json").write_bytes(b"x")
+    (tmp_path / "run" / f"step-{MANY - 2:08d}.1-{MANY - 2}" / "manifest.json").unlink()
+    newest = Run.open(many).newest()
+    assert newest is not None
+    assert newest.step == MANY - 3
