@@ -78,7 +78,8 @@ class Start:
         """It is known how that save ended."""
         with self._mutex:
             if self._witness is not None and not self._without:
-                self._witness.clear(save)
+                with contextlib.suppress(LaststepError):  # it goes with this process at the latest
+                    self._witness.clear(save)
 
     def close(self) -> None:
         """No more saves: the witness goes."""

@@ -58,7 +58,9 @@ class HelperProcess:
         self._process = process
         # It cannot be another's: nobody else takes note of the end of our children.
         self.pidfd = os.pidfd_open(process.pid)
-        weakref.finalize(self, os.close, self.pidfd)
+        self._close_pidfd = weakref.finalize(self, os.close, self.pidfd)
+        # Not at the end of the program: saves that are finished then are still waited for by it.
+        self._close_pidfd.atexit = False
 
     @property
     def pid(self) -> int:
@@ -70,6 +72,7 @@ class HelperProcess:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return False
+        self._close_pidfd()  # it is reaped, and whoever waited for it knows
         return True
 
     def end(self, timeout_s: float) -> bool:
