@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +14,9 @@ from laststep.engine.memory import Mapping
 from laststep.engine.pool import Pool
 from laststep.errors import StorageFailed
 from laststep.terms import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.fixture(autouse=True)
@@ -156,3 +161,59 @@ def test_memory_that_is_ready_is_pinned_when_a_device_turns_up_late(
         assert sorted(pinned) == [0, 1, 2, 3, 4]
     finally:
         made.close()
+
+
+def _status_of(child: Callable[[], object]) -> int:
+    """How a forked child that does this ends: 0, or the negative number of a signal."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+        except BaseException:  # noqa: BLE001 (a fork must not go on as its parent)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_pool_that_is_closed_in_a_forked_child_leaves_alone_what_lies_there_now() -> None:
+    made = make(4)
+
+    def child() -> None:
+        own = make(4)
+        # A child does not have the parent's mapping, so its own goes into the same hole.
+        assert own._mapping.address == made._mapping.address
+        made.close()
+        slot = own.lease(20)
+        assert slot is not None
+        own.tensor(slot).fill_(1)
+        own.close()
+
+    try:
+        assert _status_of(child) == 0
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_mapping_that_is_collected_in_a_forked_child_leaves_alone_what_lies_there_now(
+    closed: bool,
+) -> None:
+    fd = memory.create(CHUNK_BYTES)
+    inherited = [Mapping(fd, CHUNK_BYTES)]
+    looking = inherited[0].view[:1] if closed else None  # so that it stays mapped
+    if closed:
+        inherited[0].close()
+
+    def child() -> None:
+        nonlocal looking
+        own = Mapping(fd, CHUNK_BYTES)
+        assert own.address == inherited[0].address
+        inherited.clear()
+        looking = None
+        gc.collect()
+        own.populate(0, CHUNK_BYTES)
+        own.view[0] = 1
+
+    assert _status_of(child) == 0
+    inherited.clear()
+    os.close(fd)

@@ -4,6 +4,9 @@ A memfd rather than /dev/shm, whose size in a container is often 64 MB. The file
 from the start and costs nothing until pages are touched. Both ways of having pages ahead of time
 work outside the GIL: `allocate` makes them, without any lock of this process; `populate` also maps
 them into it, so that the first save does not pay for page faults.
+
+A mapping belongs to the process that made it. A forked child does not have it, and may have mapped
+something else at its address: there its end unmaps nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 _MADV_DONTFORK = 10
@@ -33,13 +37,15 @@ class Mapping:
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
-        self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
-        self.view = memoryview(self._map)
+        mapped = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
+        self._map: mmap.mmap | None = mapped
+        self.view = memoryview(mapped)
         self.size_bytes = size_bytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         # A forked loader worker must neither keep the pages nor trip over registered memory.
         self._advise(0, size_bytes, _MADV_DONTFORK)
         self._advise(0, size_bytes, _MADV_HUGEPAGE)
+        _mappings.add(self)
 
     def allocate(self, start: int, size_bytes: int) -> None:
         """Make pages of the file; whoever touches them first maps them."""
@@ -53,12 +59,33 @@ class Mapping:
 
     def close(self) -> None:
         """Let go of the memory, unless somebody still looks at it: then it goes with the last."""
+        if self._map is None:
+            return
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()
 
+    def disown(self) -> None:
+        """In a forked child: nothing of this is mapped here. The mmap object would unmap whatever
+        lies at its address whenever it is collected, so it never is."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
+        self._map = None
+
     def _advise(self, start: int, size_bytes: int, advice: int) -> bool:
         return bool(_libc.madvise(self.address + start, size_bytes, advice) == 0)
+
+
+_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+"""Those of this process that are not collected yet, closed or not."""
+
+
+def _in_child() -> None:
+    for mapping in list(_mappings):
+        mapping.disown()
+    _mappings.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def available_bytes() -> int:

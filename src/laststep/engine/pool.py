@@ -59,6 +59,7 @@ class Pool:
         """How many wait for memory and keep training waiting."""
         self._resting_at: int | None = None
         self._closed = False
+        self._pid = os.getpid()
         self._changed = threading.Condition()
         self._grower = threading.Thread(target=self._grow, name="laststep-pool", daemon=True)
         self._grower.start()
@@ -144,7 +145,10 @@ class Pool:
         return self._bytes[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
 
     def close(self) -> None:
-        """Stop growing and unpin. The memory itself goes with the last reference to it."""
+        """Stop growing and unpin. The memory itself goes with the last reference to it. In a forked
+        child there is nothing to end: all of it is the parent's."""
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             if self._closed:
                 return
