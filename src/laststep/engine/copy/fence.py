@@ -6,11 +6,17 @@ never recorded would be a no-op), then makes the stream that is current at every
 them. It also keeps the evidence that it fires at all: steps replayed from a CUDA graph, traced by
 Dynamo or taken by foreign optimizers never call it, and lazy capture is only chosen where it was
 seen to fire.
+
+Optimizers that step inside of backward call the hook from a thread per device, so what the fence
+keeps is kept under a lock. A fence belongs to the process that made it: in a forked child, whose
+copies nobody makes, it is gone.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -40,6 +46,7 @@ class Fence:
         self._count = 0
         self._errands: list[tuple[int, Callable[[], bool]]] = []
         self._handle = register_optimizer_step_pre_hook(self._before_step)
+        _fences.add(self)
 
     def add(self, capture: Fenced) -> None:
         with self._lock:
@@ -48,7 +55,8 @@ class Fence:
     def at_step(self, number: int, errand: Callable[[], bool]) -> None:
         """Run an errand at that firing of the hook; when it says False, again after twice as
         many."""
-        self._errands.append((number, errand))
+        with self._lock:
+            self._errands.append((number, errand))
 
     def take_evidence(self) -> bool:
         """Whether the hook fired since this was last asked."""
@@ -66,18 +74,34 @@ class Fence:
             self._fired = True
             self._fenced = [capture for capture in self._fenced if not capture.is_over()]
             fenced = tuple(self._fenced)
-        self._count += 1
-        if self._errands:
-            self._run_errands()
+            self._count += 1
+            count, due = self._count, self._take_due()
+        for errand in due:
+            if not errand():
+                self.at_step(2 * count, errand)
         for capture in fenced:
             capture.hold_back()
 
-    def _run_errands(self) -> None:
+    def _take_due(self) -> list[Callable[[], bool]]:
+        """The errands of this firing, which are its own now; with the lock held."""
+        if not self._errands:
+            return []
         due = [errand for number, errand in self._errands if number <= self._count]
         self._errands = [one for one in self._errands if one[0] > self._count]
-        for errand in due:
-            if not errand():
-                self._errands.append((2 * self._count, errand))
+        return due
+
+
+_fences: weakref.WeakSet[Fence] = weakref.WeakSet()
+"""Those of this process."""
+
+
+def _in_child() -> None:
+    for fence in list(_fences):
+        fence.close()
+    _fences.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _capturing_graph() -> bool:
