@@ -36,13 +36,13 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate()
-    gather = mover.gather
+    land = mover.land
 
     def held(*arguments: object) -> None:
         made.pass_through()
-        gather(*arguments)
+        land(*arguments)
 
-    monkeypatch.setattr(mover, "gather", held)
+    monkeypatch.setattr(mover, "land", held)
     yield made
     made.opened.set()
 

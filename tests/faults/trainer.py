@@ -31,16 +31,16 @@ class Numbers(torch.utils.data.Dataset):
 
 def hold(copies: int) -> None:
     """After so many more copies of host memory the capture thread stands still."""
-    gather = mover.gather
+    land = mover.land
     left = iter(range(copies))
 
     def stand_still(*arguments: object) -> None:
         if next(left, None) is None:
             say("held")
             threading.Event().wait()
-        gather(*arguments)
+        land(*arguments)
 
-    mover.gather = stand_still
+    mover.land = stand_still
 
 
 class Waiting(logging.Handler):

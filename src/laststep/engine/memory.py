@@ -11,18 +11,28 @@ something else at its address: there its end unmaps nothing.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import weakref
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long)
+_libc.pwritev.restype = ctypes.c_ssize_t
+_IOV_MAX = 1024
 
 
 def create(size_bytes: int) -> int:
@@ -30,6 +40,36 @@ def create(size_bytes: int) -> int:
     fd = os.memfd_create("laststep", os.MFD_CLOEXEC)
     os.ftruncate(fd, size_bytes)
     return fd
+
+
+def write_from(fd: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Write memory of this process, ranges of (address, bytes), one behind the other into a file,
+    from `at` on. False where some of it is gone: the system looks before it reads, so that nobody
+    dies of memory that another thread has just freed."""
+    for first in range(0, len(ranges), _IOV_MAX):
+        some = [one for one in ranges[first : first + _IOV_MAX] if one[1]]
+        while some:
+            vector = array.array("L", [number for one in some for number in one])
+            written = _libc.pwritev(fd, vector.buffer_info()[0], len(some), at)
+            if written < 0:
+                number = ctypes.get_errno()
+                if number == errno.EINTR:
+                    continue
+                if number == errno.EFAULT:
+                    return False
+                raise OSError(number, os.strerror(number))
+            at += written
+            some = _rest(some, written)
+    return True
+
+
+def _rest(ranges: list[tuple[int, int]], written: int) -> list[tuple[int, int]]:
+    """What is left of ranges of which so many bytes are done."""
+    for number, (address, size) in enumerate(ranges):
+        if written < size:
+            return [(address + written, size - written), *ranges[number + 1 :]]
+        written -= size
+    return []
 
 
 class Mapping:
@@ -64,6 +104,13 @@ class Mapping:
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()
+
+    def protect(self, start: int, size_bytes: int, *, writable: bool) -> None:
+        """Have writes through this mapping to that part end the process, or allow them again."""
+        allowed = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        if _libc.mprotect(self.address + start, size_bytes, allowed) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def disown(self) -> None:
         """In a forked child: nothing of this is mapped here. The mmap object would unmap whatever

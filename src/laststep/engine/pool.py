@@ -16,17 +16,17 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from laststep.engine import memory
 from laststep.engine.slots import Slots
-from laststep.errors import LaststepError, StorageFailed
+from laststep.errors import LaststepError, StorageFailed, Usage
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,14 @@ without a pause held it up by 150 ms, with this one by nothing that could be tol
 
 
 class Pool:
-    """A capped set of slots of CHUNK_BYTES each, in memory shared with the flusher."""
+    """A capped set of slots of CHUNK_BYTES each, in memory shared with the flusher.
+
+    A slot is written by whoever has leased it, until it is sealed for the flusher.
+    """
+
+    guarded: ClassVar[bool] = False
+    """For tests: memory of a slot is read-only from its sealing until its next lease. What writes
+    past the end of its slot, into one of the flusher's, dies of it and spoils no other save."""
 
     def __init__(self, cap_bytes: int, *, pinned: bool) -> None:
         self.cap_slots = max(cap_bytes // CHUNK_BYTES, 1)
@@ -60,6 +67,7 @@ class Pool:
         self._resting_at: int | None = None
         self._closed = False
         self._pid = os.getpid()
+        self._guards = self.guarded
         self._changed = threading.Condition()
         self._grower = threading.Thread(target=self._grow, name="laststep-pool", daemon=True)
         self._grower.start()
@@ -116,17 +124,35 @@ class Pool:
         """A free slot; more memory is made ready if there is none and the cap allows it, at once
         if it is urgent."""
         if self.slots.free:
-            return self.slots.lease(timeout_s)
+            return self._opened(self.slots.lease(timeout_s))
         with self._changed:
             if self._ready == self._wanted < self.cap_slots:
                 self._wanted = min(self._wanted + _STEP_SLOTS, self.cap_slots)
             self._urgent += urgent
             self._changed.notify_all()
         try:
-            return self.slots.lease(timeout_s)
+            return self._opened(self.slots.lease(timeout_s))
         finally:
             with self._changed:
                 self._urgent -= urgent
+
+    def lease_more(self, count: int) -> list[int]:
+        """Up to `count` slots that are free right now, unless others wait for them."""
+        slots = self.slots.lease_more(count)
+        for slot in slots:
+            self._opened(slot)
+        return slots
+
+    def seal(self, slots: Iterable[int]) -> None:
+        """Nobody writes into these any more: they are about to be handed over."""
+        if self._guards:
+            for slot in slots:
+                self._mapping.protect(slot * CHUNK_BYTES, CHUNK_BYTES, writable=False)
+
+    def _opened(self, slot: int | None) -> int | None:
+        if self._guards and slot is not None:
+            self._mapping.protect(slot * CHUNK_BYTES, CHUNK_BYTES, writable=True)
+        return slot
 
     def release(self, slot: int) -> None:
         """Give a slot back."""
@@ -143,6 +169,15 @@ class Pool:
     def tensor(self, slot: int) -> torch.Tensor:
         """A slot as a tensor of bytes."""
         return self._bytes[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
+
+    def land(self, slot: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Copy memory of the host, ranges of (address, bytes), one behind the other into a slot.
+        False where some of it is gone; then the slot holds anything."""
+        size = sum(length for _, length in ranges)
+        if at < 0 or at + size > CHUNK_BYTES:
+            raise Usage("a copy does not fit into its slot", expected=f"{CHUNK_BYTES} bytes",
+                        found=f"{size} at {at}")  # fmt: skip
+        return memory.write_from(self.fd, slot * CHUNK_BYTES + at, ranges)
 
     def close(self) -> None:
         """Stop growing and unpin. The memory itself goes with the last reference to it. In a forked
@@ -237,6 +272,7 @@ class Pool:
         self._pinned_at_s = time.monotonic()
 
     def _add(self, slot: int) -> None:
+        self.seal([slot])
         self.slots.add(range(slot, slot + 1))
         with self._changed:
             self._ready += 1

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from laststep.engine.copy.device import CopyStreams
+from laststep.engine.copy.exact import copy_each
 from laststep.engine.copy.place import MANY
 from laststep.state.boxes import Box
 from laststep.state.tensors import TORCH_DTYPES, Held, box_of
@@ -228,5 +229,4 @@ class BoxPlacer:
 
     def _scatter(self, memory: torch.Tensor, copies: Sequence[_Copy]) -> None:
         source = [box_of(self._view(memory, c.at, c.tensor, c.box), c.taken) for c in copies]
-        with torch.no_grad():
-            torch._foreach_copy_([copy.into for copy in copies], source, non_blocking=True)
+        copy_each([copy.into for copy in copies], source, non_blocking=True)

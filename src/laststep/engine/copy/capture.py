@@ -4,7 +4,7 @@
 fenced; one capture thread moves what was staged, and copies what is lazy, into slots of the pool
 and hands them to the sink, job by job in order. Every way carries its proof that what is stored is
 the state at `save()`: stream order for what is staged on the device, the copy itself for what is
-copied at once, the fence and equal fingerprints before and after for what is lazy.
+copied at once, the fence and the fingerprint of the bytes that landed for what is lazy.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from laststep.config import Capture
 from laststep.engine.copy.device import SideStreams, record
 from laststep.engine.copy.early import Early, Remembered
 from laststep.engine.copy.fence import Fence
-from laststep.engine.copy.fingerprint import Fingerprint
-from laststep.engine.copy.gather import Gatherer, elements
+from laststep.engine.copy.gather import Gatherer
 from laststep.engine.copy.host import HostCopier, fill
 from laststep.engine.copy.job import Job, Sink
 from laststep.engine.copy.kernels import prepare_kernels
 from laststep.engine.copy.layout import ChunkLayout, Layout, Way, lower
-from laststep.engine.copy.mover import Mover, host_digest
+from laststep.engine.copy.mover import Mover, host_digest, torn
+from laststep.engine.copy.ring import RING_CHUNKS, Ring, Route, chunks_through, ring_chunks
+from laststep.engine.copy.sources import Views, hold
 from laststep.engine.copy.staging import DeviceShort, DeviceStaging
 from laststep.engine.copy.ways import Choice, choose
 from laststep.errors import LaststepError, StorageFailed, Torn, Usage
+from laststep.terms import CHUNK_BYTES, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +60,7 @@ class Capturer:
         self._chosen: Choice | None = None
         self._layout: tuple[SavePlan, Layout] | None = None
         self._gatherers: dict[str, Gatherer] = {}
-        self._fingerprints: dict[str, Fingerprint] = {}
+        self._routes: dict[str, Route] = {}
         self._copier = HostCopier()
         self._compiled = threading.Event()
         self._torn = False
@@ -71,9 +73,13 @@ class Capturer:
     def start(self, expected_bytes: dict[str, int]) -> bool:
         """Begin; what is expected on each device is set aside now, if it is spare. False where it
         is not, or not wanted: then captures will need all their host memory at once."""
-        staged = self._mode in (Capture.AUTO, Capture.DEVICE)
-        for device, size in expected_bytes.items() if staged else ():
-            staged = self._staging_on(device).set_aside(size) and staged
+        wanted = staged = self._mode in (Capture.AUTO, Capture.DEVICE)
+        for device, size in expected_bytes.items():
+            staging = self._staging_on(device)
+            fits = wanted and staging.set_aside(size)
+            staged = staged and fits
+            if not fits and self._mode in (Capture.AUTO, Capture.LAZY):
+                staging.set_aside(min(RING_CHUNKS * CHUNK_BYTES, size))
         self._devices = tuple(expected_bytes)
         self._thread.start()
         return staged
@@ -97,12 +103,14 @@ class Capturer:
         job = Job(plan=plan, layout=layout, sources=sources, pieces=pieces, sink=sink,
                   began_s=began)  # fmt: skip
         try:
-            job = self._stage_or_choose_again(job, early)
+            self._stage_or_choose_again(job, early)
             if early is None:
                 self._remember(job.layout, job.sources)
-            lazily = [device for device in job.layout.direct if device != "cpu"]
+            self._hold_direct(job)
+            devices = [device for device in job.layout.direct if device != "cpu"]
+            rings = lazy and self._take_rings(job, devices)
             host_lazy = lazy and self._mode is Capture.LAZY and "cpu" in job.layout.direct
-            self._mark(job, lazily, fingerprinted=lazy)
+            self._mark(job, devices)
             if host_lazy:
                 self._digest_host(job)
             else:
@@ -112,15 +120,15 @@ class Capturer:
             self._let_go(job)
             raise
         self._last = job
-        if lazy and (lazily or host_lazy):
+        if (rings and devices) or host_lazy:
             self._fence.add(job)
         self._jobs.put(job)
-        if lazily and not lazy:
+        if devices and not rings:
             self._wait_for(job)
         job.timing.stall_s = time.perf_counter() - began
         return job
 
-    def _stage_or_choose_again(self, job: Job, early: Early | None) -> Job:
+    def _stage_or_choose_again(self, job: Job, early: Early | None) -> None:
         """Stage; where training has taken what was set aside, choose anew with what there is."""
         try:
             self._stage(job, early)
@@ -128,11 +136,8 @@ class Capturer:
             self._forget_staging(job)
             if self._mode is not Capture.AUTO:
                 raise
-            layout = self._lower(job.plan, self._choose(job.pieces))
-            job = Job(plan=job.plan, layout=layout, sources=job.sources, pieces=job.pieces,
-                      sink=job.sink, began_s=job.began_s)  # fmt: skip
+            job.layout = self._lower(job.plan, self._choose(job.pieces))
             self._stage(job, None)
-        return job
 
     def _forget_staging(self, job: Job | None) -> None:
         """Count on none of the device memory that was set aside."""
@@ -140,10 +145,7 @@ class Capturer:
             staging.forget()
         self._chosen = None
         if job is not None:
-            for device, buffer in job.staging.items():
-                if device != "cpu":
-                    self._staging[device].give_back(buffer.nbytes)
-            job.staging.clear()
+            self._give_back_staging(job)
 
     def _wait_for(self, job: Job) -> None:
         """Block until a capture is over, Ctrl-C or not: its copies read the live state."""
@@ -203,9 +205,17 @@ class Capturer:
         if known is not None and known.pieces is pieces and self._fits(known):
             return known.ways
         devices = dict.fromkeys(piece.device for piece in pieces if piece.device != "cpu")
-        rooms = {device: self._staging_on(device).room() for device in devices}
+        rooms = {device: self._room_on(device, pieces) for device in devices}
         self._chosen = choose(pieces, self._mode, rooms)
         return self._chosen.ways
+
+    def _room_on(self, device: str, pieces: Sequence[Piece]) -> int:
+        """What of a device's memory may be staged into; a ring has to fit in beside it, unless
+        nothing is left to be lazy."""
+        room = self._staging_on(device).room()
+        needed = sum(piece.size_bytes for piece in pieces if piece.device == device)
+        lazy = needed > room and self._mode is Capture.AUTO
+        return max(room - RING_CHUNKS * CHUNK_BYTES, 0) if lazy else room
 
     def _fits(self, known: Choice) -> bool:
         needs = known.needs.items()
@@ -234,6 +244,10 @@ class Capturer:
 
     def _stage(self, job: Job, early: Early | None) -> None:
         """Gather what is staged, on the stream that training uses, so that it stands in order."""
+        if early is not None:
+            # All of it is this job's now, to be given back with it.
+            job.staging.update(early.staging)
+            early.staging.clear()
         for device, size in job.layout.staging_bytes.items():
             gatherer = self._gatherers[device]
             if device == "cpu":
@@ -241,14 +255,12 @@ class Capturer:
                 gatherer.run(job.staging[device], job.sources, None)
                 continue
             if early is not None:
-                job.staging[device] = early.staging[device]
                 job.staging_began[device], job.ready[device] = early.events[device]
                 continue
             with torch.cuda.device(device):
-                buffer = self._staging_on(device).take(size)
+                job.staging[device] = self._staging_on(device).take(size)
                 job.staging_began[device] = record(torch.cuda.current_stream(), timing=True)
-                gatherer.run(buffer, job.sources, self._streams.stream(device))
-                job.staging[device] = buffer
+                gatherer.run(job.staging[device], job.sources, self._streams.stream(device))
                 job.ready[device] = record(torch.cuda.current_stream(), timing=True)
 
     def _remember(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
@@ -289,6 +301,9 @@ class Capturer:
             self.cancel(early)
             self._forget_staging(None)
             return None
+        except BaseException:
+            self.cancel(early)
+            raise
         return early
 
     def _guessed(
@@ -309,24 +324,61 @@ class Capturer:
         """Give up what was staged early."""
         early.let_go(self._staging)
 
-    def _mark(self, job: Job, devices: list[str], *, fingerprinted: bool) -> None:
+    def _hold_direct(self, job: Job) -> None:
+        """Hold what is copied after the planning as it is now."""
+        for pieces in job.layout.direct.values():
+            for piece in pieces:
+                try:
+                    job.direct[piece] = hold(job.sources[piece], job.pieces[piece])
+                except Torn as error:
+                    raise torn(job, [piece], found=error.found) from error
+
+    def _take_rings(self, job: Job, devices: list[str]) -> bool:
+        """The memory that lazy copies pass through, and the fingerprints of what is to pass. False
+        where a device has none: then the capture blocks."""
+        for device in devices:
+            staging = self._staging_on(device)
+            wanted = len(chunks_through(job.layout, device))
+            count = ring_chunks(wanted, staging.room_for_little())
+            if count == 0:
+                return self._give_up_rings(job, device)
+            with torch.cuda.device(device):
+                try:
+                    memory = staging.take(count * CHUNK_BYTES)
+                except DeviceShort:
+                    return self._give_up_rings(job, device)
+                try:
+                    job.rings[device] = Ring(self._route(job, device, memory), memory, job.direct)
+                except BaseException:
+                    staging.give_back(memory.nbytes)
+                    raise
+        return True
+
+    def _give_up_rings(self, job: Job, device: str) -> bool:
+        log.warning("save() blocks: %s has no room for what a lazy capture needs", device)
+        self._give_back_rings(job)
+        return False
+
+    def _route(self, job: Job, device: str, memory: torch.Tensor) -> Route:
+        known = self._routes.get(device)
+        if known is None or not known.fits(job.layout, job.direct, memory):
+            stream = self._streams.stream(device)
+            known = self._routes[device] = Route(job.layout, device, job.direct, memory, stream)
+        return known
+
+    def _mark(self, job: Job, devices: list[str]) -> None:
         """Mark the state of pieces that are copied straight from a device, on training's stream."""
         for device in devices:
             with torch.cuda.device(device):
-                if fingerprinted:
-                    tensors = [job.sources[piece] for piece in job.layout.direct[device]]
-                    known = self._fingerprints.get(device)
-                    if known is None or not known.fits(tensors):
-                        known = Fingerprint(tensors, self._streams.stream(device))
-                        self._fingerprints[device] = known
-                    job.before[device] = known, known.rows(tensors)
                 job.ready[device] = record(torch.cuda.current_stream(), timing=True)
 
     def _digest_host(self, job: Job) -> None:
         for group in (g for c in job.chunks() for g in c.direct if g.device == "cpu"):
+            size = DTYPES[group.dtype].size_bytes
             for span in group.spans:
-                key = (span.piece, span.first, span.last)
-                job.host_before[key] = host_digest(elements(job.sources[span.piece], span))
+                start = job.direct[span.piece].address + span.first * size
+                before = host_digest(start, (span.last - span.first) * size)
+                job.host_before[span.piece, span.first, span.last] = before
 
     def _fill_from_host(self, job: Job) -> None:
         """Copy host state that is not staged straight into slots, and hand over whole chunks."""
@@ -350,7 +402,7 @@ class Capturer:
 
     def _fill_chunk(self, job: Job, chunk: ChunkLayout, slot: int) -> None:
         """A chunk that is all of the host; on a copying thread."""
-        fill(self._pool.tensor(slot), chunk.direct, job.sources)
+        fill(self._pool.tensor(slot), chunk.direct, Views(job.direct))
         self._mover.hand_over(job, [(chunk, slot)], [])
         job.filled.add((chunk.file, chunk.start))
 
@@ -359,7 +411,8 @@ class Capturer:
         too few to keep any waiting. There is at most one such chunk where devices meet in a
         file."""
         buffer = torch.empty(chunk.size_bytes, dtype=torch.uint8)
-        fill(buffer, [group for group in chunk.direct if group.device == "cpu"], job.sources)
+        own = [group for group in chunk.direct if group.device == "cpu"]
+        fill(buffer, own, Views(job.direct))
         job.aside[chunk.file, chunk.start] = buffer
 
     # -- on the capture thread --------------------------------------------------------------------
@@ -408,8 +461,17 @@ class Capturer:
 
     def _let_go(self, job: Job) -> None:
         """The copies have ended: staging memory goes back, and live tensors are let go of."""
+        self._give_back_staging(job)
+        self._give_back_rings(job)
+        job.let_go()
+
+    def _give_back_staging(self, job: Job) -> None:
         for device, buffer in job.staging.items():
             if device != "cpu":
                 self._staging[device].give_back(buffer.nbytes)
         job.staging.clear()
-        job.sources = ()
+
+    def _give_back_rings(self, job: Job) -> None:
+        for device, ring in job.rings.items():
+            self._staging[device].give_back(ring.memory.nbytes)
+        job.rings.clear()

@@ -34,11 +34,23 @@ class SideStreams:
 
     def __init__(self) -> None:
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self._filling: dict[str, torch.cuda.Stream] = {}
 
     def stream(self, device: str) -> torch.cuda.Stream:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device=device)
         return self._streams[device]
+
+    def filling(self, device: str) -> torch.cuda.Stream:
+        """One more, for short kernels that copies of the first wait for: they go before those of
+        training, or the bus would stand still."""
+        if device not in self._filling:
+            self._filling[device] = torch.cuda.Stream(device=device, priority=-1)
+        return self._filling[device]
+
+    def both(self, device: str) -> tuple[torch.cuda.Stream, ...]:
+        """Those of a device."""
+        return self.stream(device), self.filling(device)
 
 
 def record(

@@ -1,8 +1,9 @@
-"""A fingerprint of device tensors, to prove that they did not change during a lazy copy.
+"""A fingerprint of ranges of device memory, to prove that a copy is what was there at `save()`.
 
-Every word is mixed with its position by a non-linear bijection before it is summed, so that sign
-flips, swaps and shifts cannot cancel, which they do under a plain multiply-and-sum. Two 64-bit sums
-per stretch; made on the current stream without synchronising. It detects accidents, not attackers.
+Every word is mixed with its position in its range by a non-linear bijection before it is summed, so
+that sign flips, swaps and shifts cannot cancel, which they do under a plain multiply-and-sum. Two
+64-bit sums per stretch; made on the current stream without synchronising. It depends on the bytes
+alone, not on where they lie. It detects accidents, not attackers.
 """
 
 from __future__ import annotations
@@ -11,52 +12,55 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laststep.engine.copy.kernels import Tiles, kernels_on
+from laststep.engine.copy.kernels import Tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from laststep.engine.copy.kernels import Kernels
 
 _STEP = 1 << 24
 """Words at a time without kernels: bounds the temporary memory to a few hundred megabytes."""
 
 
 class Fingerprint:
-    """How a set of contiguous, non-empty tensors is fingerprinted; holds on to none of them."""
+    """How some ranges are fingerprinted; holds on to none of the memory. Two fingerprints can be
+    compared if their ranges have the same sizes and both have kernels or both have none."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
-        """`stream` is a side stream for uploads; None for tensors of the host."""
-        self._places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    def __init__(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        kernels: Kernels | None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Ranges of (address, bytes), none of them empty; `stream` is a side stream for uploads,
+        which kernels need."""
         self._tiles: Tiles | None = None
-        self._rest = list(range(len(tensors)))
-        self.owners: list[int] = []
-        kernels = None if stream is None else kernels_on(stream.device)
-        if stream is not None and kernels is not None:
-            fast = [n for n, t in enumerate(tensors) if t.nbytes % 4 == 0 and t.data_ptr() % 4 == 0]
-            if fast:
-                self._tiles = Tiles(kernels, [tensors[n] for n in fast], stream)
-                self.owners = [fast[owner] for owner in self._tiles.owners]
-                self._rest = sorted(set(self._rest) - set(fast))
-        self.owners += self._rest
+        self.owners = list(range(len(ranges)))
+        """Of each row: the range that it is of."""
+        if kernels is not None and stream is not None and ranges:
+            self._tiles = Tiles(kernels, ranges, stream)
+            self.owners = self._tiles.owners
 
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are tensors of the same sizes at the same places."""
-        return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors] == self._places
-
-    def rows(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One row of two sums per stretch, on the current stream; `owners` says whose."""
-        parts = [] if self._tiles is None else [self._tiles.sums()]
-        if self._rest:
-            parts.append(torch.stack([_plain(tensors[number]) for number in self._rest]))
-        return torch.cat(parts)
+    def sums(
+        self, first: int, last: int, bytes_of: Callable[[int], torch.Tensor]
+    ) -> tuple[slice, torch.Tensor]:
+        """Rows of two sums for the ranges [first, last), on the current stream, and which of all
+        rows these are; `bytes_of` gives the bytes of a range where there are no kernels."""
+        if self._tiles is not None:
+            return self._tiles.rows(first, last), self._tiles.sums(first, last)
+        rows = [mixed(bytes_of(number)) for number in range(first, last)]
+        return slice(first, last), torch.stack(rows)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same idea in plain operations: several passes, bounded temporaries."""
-    raw = tensor.detach().view(-1).view(torch.uint8)
+def mixed(raw: torch.Tensor) -> torch.Tensor:
+    """The same idea in plain operations, of a flat tensor of bytes: several passes, bounded
+    temporaries."""
     whole = raw.numel() // 8 * 8
     total = torch.zeros(2, dtype=torch.int64, device=raw.device)
-    aligned = raw if raw.data_ptr() % 8 == 0 else raw.clone()
-    words = aligned[:whole].view(torch.int64)
+    odd = raw.data_ptr() % 8 or raw.storage_offset() % 8
+    aligned = raw[:whole].clone() if odd else raw[:whole]
+    words = aligned.view(torch.int64)
     for start in range(0, words.numel(), _STEP):
         total += _mix(words[start : start + _STEP], start)
     if whole < raw.numel():

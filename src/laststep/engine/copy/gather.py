@@ -2,15 +2,18 @@
 
 Knows nothing of files. On a GPU a multi-tensor copy is one kernel for hundreds of tensors; on the
 host it is one call that runs outside the GIL. Copies are of bits: element types that the
-multi-tensor kernels do not take are viewed as integers of their size.
+multi-tensor kernels do not take are viewed as integers of their size. What is copied is always a
+view made here, whose sizes are compared with those of its place (`exact`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import operator
+from typing import TYPE_CHECKING, Final
 
 import torch
 
+from laststep.engine.copy.exact import copy_each, join
 from laststep.engine.copy.kernels import Copies, Kernels, kernels_on
 from laststep.engine.copy.layout import Group, Span
 from laststep.state.tensors import TORCH_DTYPES
@@ -18,6 +21,9 @@ from laststep.state.tensors import TORCH_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from laststep.engine.copy.sources import Tensors
+
+_FORM: Final = operator.attrgetter("shape", "dtype")
 _AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
     dtype: {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[
         dtype.itemsize
@@ -28,10 +34,17 @@ _AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in row-major order as one dimension; a copy only if they do not lie so."""
-    if tensor.dim() == 1 and tensor.is_contiguous():
-        return tensor
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.contiguous().view(-1)
+    """All elements in row-major order as one dimension, never the tensor itself; a copy only if
+    they do not lie so."""
+    if not tensor.is_contiguous():
+        return tensor.contiguous().view(-1)
+    return tensor.detach() if tensor.dim() == 1 else tensor.view(-1)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as flat bytes, in the same memory."""
+    # as_strided, not view: a contiguous tensor of one element may have any stride.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,7 +80,7 @@ def elements(source: torch.Tensor, span: Span) -> torch.Tensor:
     return bits(whole if span.whole else whole[span.first : span.last])
 
 
-def gather(buffer: torch.Tensor, groups: Sequence[Group], sources: Sequence[torch.Tensor]) -> None:
+def gather(buffer: torch.Tensor, groups: Sequence[Group], sources: Tensors) -> None:
     """Fill a buffer of bytes from the pieces that its groups name, on the current stream."""
     into: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     with torch.no_grad():
@@ -77,26 +90,27 @@ def gather(buffer: torch.Tensor, groups: Sequence[Group], sources: Sequence[torc
             parts = [elements(sources[span.piece], span) for span in group.spans]
             if group.device == "cpu" and len(parts) > 1:
                 # One call that knows nothing of the single places beats one view for each.
-                whole = buffer[group.start : group.stop].view(parts[0].dtype)
-                torch.cat(parts, out=whole)
+                join(buffer[group.start : group.stop].view(parts[0].dtype), parts)
                 continue
             places = windows(buffer, group)
             dsts, srcs = into.setdefault(places[0].dtype, ([], []))
             dsts += places
             srcs += parts
         for dsts, srcs in into.values():
-            torch._foreach_copy_(dsts, srcs, non_blocking=True)
+            copy_each(dsts, srcs, non_blocking=True)
 
 
-def _gather_scalars(buffer: torch.Tensor, group: Group, sources: Sequence[torch.Tensor]) -> bool:
+def _gather_scalars(buffer: torch.Tensor, group: Group, sources: Tensors) -> bool:
     """The same for tensors without dimensions, such as an optimizer's counts of steps, of which
     there is one for each parameter: no view of each is needed. False where others are among
     them."""
     dtype = TORCH_DTYPES[group.dtype]
     tensors = [sources[span.piece] for span in group.spans]
-    if dtype in _AS_INTEGERS or any(map(torch.Tensor.dim, tensors)):
+    if dtype in _AS_INTEGERS or set(map(_FORM, tensors)) != {(torch.Size(), dtype)}:
         return False
-    torch.stack(tensors, out=buffer[group.start : group.stop].view(dtype))
+    # Into memory of its own first: whatever becomes of a tensor meanwhile, only bytes that are
+    # just as many as planned get into the buffer.
+    copy_each([buffer[group.start : group.stop].view(dtype)], [torch.stack(tensors)])
     return True
 
 

@@ -12,6 +12,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Self
 
+from laststep.engine.copy.exact import changed, copy_each
 from laststep.engine.copy.gather import gather, strided_bits
 from laststep.engine.copy.layout import Group, Span
 from laststep.state.boxes import boxes_of_range
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
+
+    from laststep.engine.copy.sources import Tensors
 
 _LARGE_BYTES = 256 << 10
 _MAX_THREADS = 4
@@ -79,9 +82,12 @@ class Batch:
             raise errors[0]
 
 
-def fill(target: torch.Tensor, groups: Sequence[Group], sources: Sequence[torch.Tensor]) -> None:
-    """Fill a buffer of bytes of the host from pieces of the host."""
+def fill(target: torch.Tensor, groups: Sequence[Group], sources: Tensors) -> None:
+    """Fill a buffer of bytes of the host from pieces of the host, which MUST be as large as they
+    were planned: what is large is copied by its address."""
     for group in groups:
+        if group.stop > target.nbytes:
+            raise changed((group.stop, "bytes"), (target.nbytes, "bytes"))
         size = DTYPES[group.dtype].size_bytes
         small: list[Span] = []
         at = small_at = group.start
@@ -110,7 +116,7 @@ def _fill_strided(target: torch.Tensor, source: torch.Tensor, span: Span) -> Non
     for box in boxes_of_range(tuple(source.shape), span.first, span.last):
         place, typed = typed[: box.volume], typed[box.volume :]
         indices = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-        place.view(box.shape).copy_(source[indices])
+        copy_each([place.view(box.shape)], [source[indices]])
 
 
 def _fill_small(
@@ -119,7 +125,7 @@ def _fill_small(
     spans: list[Span],
     start: int,
     stop: int,
-    sources: Sequence[torch.Tensor],
+    sources: Tensors,
 ) -> None:
     if spans:
         part = Group(

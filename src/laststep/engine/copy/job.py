@@ -19,8 +19,9 @@ from laststep import interrupts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.engine.copy.fingerprint import Fingerprint
     from laststep.engine.copy.layout import ChunkLayout, Layout
+    from laststep.engine.copy.ring import Ring
+    from laststep.engine.copy.sources import Source
     from laststep.engine.wire import Filled
     from laststep.errors import LaststepError
     from laststep.plan.save import SavePlan
@@ -78,6 +79,8 @@ class Job:
     sink: Sink
     began_s: float
     timing: CaptureTiming = field(default_factory=CaptureTiming)
+    direct: dict[int, Source] = field(default_factory=dict)
+    """What is copied after the planning, by piece: held as it was at `save()`."""
     staging: dict[str, torch.Tensor] = field(default_factory=dict)
     filled: set[tuple[int, int]] = field(default_factory=set)
     """(file, start) of chunks that the training thread has filled and handed over."""
@@ -91,8 +94,8 @@ class Job:
     fence_began: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = field(
         default_factory=dict
     )
-    before: dict[str, tuple[Fingerprint, torch.Tensor]] = field(default_factory=dict)
-    """Per device: fingerprints of what is copied lazily, taken at save()."""
+    rings: dict[str, Ring] = field(default_factory=dict)
+    """Per device: what is copied lazily passes through these, and is proven there."""
     host_before: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
     """Digests at save() of host spans that are copied lazily."""
     copied: dict[str, torch.cuda.Event] = field(default_factory=dict)
@@ -130,10 +133,16 @@ class Job:
     def forget(self) -> None:
         """Once it is over, only its figures are of interest; a report may be kept for long."""
         self.sink = _Nobody()
-        self.sources = ()
-        self.before.clear()
+        self.let_go()
         self.host_before.clear()
         self.aside.clear()
+
+    def let_go(self) -> None:
+        """The copies have ended: hold no memory of the state any more."""
+        self.sources = ()
+        self.direct.clear()
+        self.rings.clear()
+        self.staging.clear()
 
     def full_name(self, piece: int) -> str:
         """A piece as a person knows it: `item/name`."""

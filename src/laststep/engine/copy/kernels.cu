@@ -30,8 +30,9 @@ COPY(copy_16, uint4)
 COPY(copy_4, unsigned int)
 COPY(copy_1, unsigned char)
 
-// Two sums over the 32-bit words of each tile. murmur3's finaliser is a bijection: a single changed
-// word always changes the sum; the position in it keeps swaps and shifts from cancelling out.
+// Two sums over the 32-bit words of each tile, counted from its first byte, wherever that lies; the
+// last word is filled up with zeros. murmur3's finaliser is a bijection: a single changed word always
+// changes the sum; the position in it keeps swaps and shifts from cancelling out.
 __device__ void mix(unsigned int word, int at, unsigned long long& one, unsigned long long& two) {
     unsigned int mixed = word ^ (unsigned int)at * 0x9E3779B1u;
     mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6Bu;
@@ -43,11 +44,22 @@ __device__ void mix(unsigned int word, int at, unsigned long long& one, unsigned
     two += other ^ (other >> 15);
 }
 
-extern "C" __global__ void mix_tiles(const unsigned long long* addresses, const int* counts,
+// `count` bytes at any address, as the low bytes of a word.
+__device__ unsigned int gather_word(const unsigned char* bytes, int count) {
+    unsigned int word = 0;
+    for (int i = 0; i < count; ++i) word |= (unsigned int)__ldcs(bytes + i) << (8 * i);
+    return word;
+}
+
+extern "C" __global__ void mix_tiles(const unsigned long long* addresses, const int* sizes,
                                      const int* firsts, unsigned long long* sums) {
-    const unsigned int* words = reinterpret_cast<const unsigned int*>(addresses[blockIdx.x]);
-    const int count = counts[blockIdx.x], first = firsts[blockIdx.x];
-    const int quads = addresses[blockIdx.x] % 16 == 0 ? count / 4 : 0;
+    const unsigned long long address = addresses[blockIdx.x];
+    const unsigned char* bytes = reinterpret_cast<const unsigned char*>(address);
+    const unsigned int* words = reinterpret_cast<const unsigned int*>(address);
+    const int size = sizes[blockIdx.x], first = firsts[blockIdx.x];
+    const int count = size / 4, rest = size % 4;
+    const int quads = address % 16 == 0 ? count / 4 : 0;
+    const bool aligned = address % 4 == 0;
     unsigned long long one = 0, two = 0;
 #pragma unroll 4
     for (int quad = threadIdx.x; quad < quads; quad += blockDim.x) {
@@ -59,7 +71,9 @@ extern "C" __global__ void mix_tiles(const unsigned long long* addresses, const 
         mix(four.w, at + 3, one, two);
     }
     for (int at = 4 * quads + threadIdx.x; at < count; at += blockDim.x)
-        mix(__ldcs(words + at), first + at, one, two);
+        mix(aligned ? __ldcs(words + at) : gather_word(bytes + 4 * at, 4), first + at, one, two);
+    if (threadIdx.x == 0 && rest)
+        mix(gather_word(bytes + 4 * count, rest), first + count, one, two);
     __shared__ unsigned long long ones[32], twos[32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int reach = 16; reach; reach /= 2) {

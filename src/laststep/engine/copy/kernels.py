@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import logging
 from importlib import resources
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from laststep.engine.copy.nvrtc import Kernel, Module, compile_source
+from laststep.engine.copy.nvrtc import Kernel, LaunchFailed, Module, compile_source
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -91,17 +95,24 @@ def _copies_are_exact(kernels: Kernels, stream: torch.cuda.Stream) -> bool:
 
 
 def _changes_are_seen(kernels: Kernels, stream: torch.cuda.Stream) -> bool:
-    def sums_of(sample: np.ndarray) -> np.ndarray:
-        tensor = torch.from_numpy(sample).to(stream.device)
-        return Tiles(kernels, [tensor], stream).sums().cpu().numpy()
+    """Equal bytes have equal sums, at even and odd addresses; a changed one, a swap and a changed
+    last byte are seen, in their tile."""
+    size = _TILE_BYTES + 4099  # two tiles, the second ending within a word
 
-    sample = _sample(2 * _TILE_BYTES)
-    changed, swapped = sample.copy(), sample.copy()
-    changed[7] ^= 1
-    swapped[:4], swapped[4:8] = sample[4:8], sample[:4]
+    def sums_of(sample: np.ndarray, at: int = 0) -> np.ndarray:
+        tensor = torch.from_numpy(np.concatenate((sample[:at], sample))).to(stream.device)
+        tiles = Tiles(kernels, [(tensor.data_ptr() + at, size)], stream)
+        return tiles.sums(0, 1).cpu().numpy()
+
+    sample = _sample(size)
     before = sums_of(sample)
-    seen = [(before != sums_of(other)).any(axis=1).tolist() for other in (changed, swapped)]
-    return np.array_equal(before, sums_of(sample)) and seen == [[True, False], [True, False]]
+    changes = [sample.copy() for _ in range(3)]
+    changes[0][7] ^= 1
+    changes[1][:4], changes[1][4:8] = sample[4:8], sample[:4]
+    changes[2][-1] ^= 1
+    seen = [(before != sums_of(one)).any(axis=1).tolist() for one in changes]
+    alike = all(np.array_equal(before, sums_of(sample, at)) for at in (0, 1, 2, 4, 8, 16))
+    return alike and seen == [[True, False], [True, False], [False, True]]
 
 
 class _Table:
@@ -137,29 +148,43 @@ def _tiles(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return owners, starts, np.minimum(_TILE_BYTES, sizes[owners] - starts)
 
 
+def _before_each(counts: np.ndarray) -> list[int]:
+    """How many tiles come before each range, and before the end."""
+    return [0, *np.cumsum(counts).tolist()]
+
+
 class Tiles:
-    """Fingerprints of tensors that stay in place; sizes MUST be multiples of 4 bytes."""
+    """Fingerprints of ranges of memory, which MUST be there whenever they are taken."""
 
     def __init__(
-        self, kernels: Kernels, tensors: list[torch.Tensor], stream: torch.cuda.Stream
+        self, kernels: Kernels, ranges: Sequence[tuple[int, int]], stream: torch.cuda.Stream
     ) -> None:
+        """Ranges of (address, bytes), none of them empty."""
         self._kernels = kernels
-        addresses = np.array([t.data_ptr() for t in tensors], dtype=np.int64)
-        owners, starts, sizes = _tiles(np.array([t.nbytes for t in tensors], dtype=np.int64))
+        address, size = np.array(ranges, dtype=np.int64).T
+        owners, starts, sizes = _tiles(size)
         self.owners: list[int] = owners.tolist()
+        self._before = _before_each(-(-size // _TILE_BYTES))
         self._table = _Table(
             stream,
-            addresses=addresses[owners] + starts,
-            counts=(sizes // 4).astype(np.int32),
+            addresses=address[owners] + starts,
+            sizes=sizes.astype(np.int32),
             firsts=(starts // 4 & 0x7FFFFFFF).astype(np.int32),
         )
 
-    def sums(self) -> torch.Tensor:
-        """Two sums per tile, made on the current stream."""
-        addresses, counts, firsts = self._table.columns("addresses", "counts", "firsts")
-        sums = torch.empty(len(self.owners), 2, dtype=torch.int64, device=addresses.device)
-        self._kernels.mix.launch(len(self.owners), _MIX_THREADS, addresses, counts, firsts, sums)
+    def sums(self, first: int, last: int) -> torch.Tensor:
+        """Two sums for each tile of the ranges [first, last), made on the current stream."""
+        low, high = self._before[first], self._before[last]
+        columns = [
+            column[low:high] for column in self._table.columns("addresses", "sizes", "firsts")
+        ]
+        sums = torch.empty(high - low, 2, dtype=torch.int64, device=columns[0].device)
+        self._kernels.mix.launch(high - low, _MIX_THREADS, *columns, sums)
         return sums
+
+    def rows(self, first: int, last: int) -> slice:
+        """Where the sums of these ranges are among those of all."""
+        return slice(self._before[first], self._before[last])
 
 
 class Copies:
@@ -169,10 +194,11 @@ class Copies:
         self, kernels: Kernels, rows: list[tuple[int, int, int]], stream: torch.cuda.Stream
     ) -> None:
         """Rows of (source address, offset in the buffer, bytes)."""
+        self.size_bytes = max(at + size for _, at, size in rows)
         address, offset, size = np.array(rows, dtype=np.int64).T
         bits = address | offset | size
         widest = np.where(bits % 16 == 0, 16, np.where(bits % 4 == 0, 4, 1))
-        self._launches: list[tuple[Kernel, int, _Table]] = []
+        self._launches: list[tuple[Kernel, list[int], _Table]] = []
         for width in _WIDTHS:
             mine = widest == width
             if not mine.any():
@@ -184,10 +210,18 @@ class Copies:
                 offsets=offset[mine][owners] + starts,
                 counts=(sizes // width).astype(np.int32),
             )
-            self._launches.append((kernels.copy[width], len(owners), table))
+            before = _before_each(np.where(mine, -(-size // _TILE_BYTES), 0))
+            self._launches.append((kernels.copy[width], before, table))
 
-    def run(self, target: torch.Tensor) -> None:
-        """Copy everything into the buffer, on the current stream."""
-        for kernel, tiles, table in self._launches:
-            columns = table.columns("sources", "offsets", "counts")
-            kernel.launch(tiles, _COPY_THREADS, *columns, target)
+    def run(self, target: torch.Tensor, first: int = 0, last: int | None = None) -> None:
+        """Copy the rows [first, last), or all from `first` on, into the buffer, on the current
+        stream."""
+        if target.nbytes < self.size_bytes:
+            raise LaunchFailed(f"{self.size_bytes} bytes do not go into {target.nbytes}")
+        for kernel, before, table in self._launches:
+            low, high = before[first], before[-1 if last is None else last]
+            if low < high:
+                columns = table.columns("sources", "offsets", "counts")
+                kernel.launch(
+                    high - low, _COPY_THREADS, *(column[low:high] for column in columns), target
+                )

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from laststep.engine.copy.device import CopyStreams
+from laststep.engine.copy.exact import copy_each
+from laststep.engine.copy.gather import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from laststep.engine.pool import Pool
     from laststep.plan.load import Part, Read
@@ -28,7 +30,7 @@ class Placer:
 
     def __init__(self, pool: Pool, targets: Sequence[torch.Tensor]) -> None:
         self._pool = pool
-        self._bytes = [_bytes_of(target) for target in targets]
+        self._bytes = [bytes_of(target) for target in targets]
         self._devices = [target.device for target in targets]
         self._streams = CopyStreams(self._devices)
 
@@ -52,10 +54,4 @@ class Placer:
     def _scatter(self, chunk: torch.Tensor, parts: list[Part]) -> None:
         into = [self._bytes[p.target][p.target_at : p.target_at + p.size_bytes] for p in parts]
         source = [chunk[p.at : p.at + p.size_bytes] for p in parts]
-        with torch.no_grad():
-            torch._foreach_copy_(into, source, non_blocking=True)
-
-
-def _bytes_of(target: torch.Tensor) -> torch.Tensor:
-    # as_strided, not view: a contiguous tensor of one element may have any stride.
-    return target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8)
+        copy_each(into, source, non_blocking=True)

@@ -56,7 +56,14 @@ class DeviceStaging:
 
     def room(self) -> int:
         """Bytes that may be taken now without training missing them."""
-        return spare_bytes(self._device, self._margin) + max(self._set_aside - self._out, 0)
+        return self._room(self._margin)
+
+    def room_for_little(self) -> int:
+        """The same for a little memory, which may be out of the margin."""
+        return self._room(0)
+
+    def _room(self, margin_bytes: int) -> int:
+        return spare_bytes(self._device, margin_bytes) + max(self._set_aside - self._out, 0)
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """A buffer of bytes, on the current stream; give it back with `give_back`."""
@@ -73,7 +80,7 @@ class DeviceStaging:
                 "parameters",
             ) from error
         self._out += size_bytes
-        self._set_aside = max(self._set_aside, size_bytes)
+        self._set_aside = max(self._set_aside, self._out)
         return buffer
 
     def forget(self) -> None:

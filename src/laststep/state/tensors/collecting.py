@@ -19,6 +19,7 @@ from laststep.state.known import Known, know
 from laststep.state.names import name_of
 from laststep.state.pieces import Collected, Piece, View
 from laststep.state.sharing import Extent, find_overlaps, find_ties
+from laststep.state.tensors.backing import is_backed, not_backed
 from laststep.state.tensors.kinds import DTYPE_NAMES, PLAIN_TENSORS, handler_for
 from laststep.state.tensors.laid import Laid, is_dtensor, laid_of
 from laststep.state.tensors.lying import Lying
@@ -107,6 +108,13 @@ class Collector:
         kind = type(tensor)
         if kind not in PLAIN_TENSORS:
             return self._take_subclass(path, tensor)
+        if tensor.is_nested:
+            raise Usage(
+                "cannot save a nested tensor",
+                where=show_path(path),
+                expected="tensors of one shape",
+                remedy="save the list of its parts, tensor.unbind(), instead",
+            )
         if tensor.layout is not torch.strided:
             return self._take_sparse(path, tensor)
         if tensor.is_meta:
@@ -118,6 +126,8 @@ class Collector:
         if tensor.dtype not in DTYPE_NAMES:
             raise Usage(f"cannot save a tensor of {tensor.dtype}", where=show_path(path),
                         expected="a plain dtype", remedy="dequantise it first")  # fmt: skip
+        if not is_backed(tensor):
+            raise not_backed(tensor, show_path(path))
         detached = tensor.detach() if tensor.requires_grad else tensor
         if tensor.is_conj() or tensor.is_neg():
             return self._keep(path, detached.resolve_conj().resolve_neg())
@@ -176,7 +186,12 @@ class Collector:
                 "values": tensor.values(),
             }
         else:
-            raise Usage(f"cannot save a tensor of layout {tensor.layout}", where=show_path(path))
+            raise Usage(
+                f"cannot save a tensor of layout {tensor.layout}",
+                where=show_path(path),
+                expected="a strided or sparse tensor",
+                remedy="make it dense first, with to_dense()",
+            )
         parts = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in parts.items()}
         layout = str(tensor.layout).removeprefix("torch.")
         copied = copy_tree(parts, self, path, allow_pickle=False)

@@ -22,6 +22,9 @@ _DATA_PTR: Final = torch.Tensor.data_ptr
 _IS_CONTIGUOUS: Final = torch.Tensor.is_contiguous
 _FORM: Final = operator.attrgetter("shape", "dtype")
 _NBYTES: Final = operator.attrgetter("nbytes")
+_STRIDED: Final = operator.attrgetter("layout", "is_nested")
+_PLAINLY: Final = {(torch.strided, False)}
+"""Only of these may memory and shape be asked for at all."""
 _LOCAL: Final = operator.attrgetter("_local_tensor")
 _LAYOUT: Final = operator.attrgetter("_spec.mesh", "_spec.placements", "shape")
 """What `laid_of` makes the layout of a DTensor from."""
@@ -40,6 +43,7 @@ class Lying:
         memories = self._memories(leaves)
         self._memory_kinds = list(map(type, memories)) if self._spread else self._kinds
         self._addresses = list(map(_DATA_PTR, memories))
+        self._storages = _storages(memories)
         self._forms = list(map(_FORM, memories))
         self._contiguous = list(map(_IS_CONTIGUOUS, memories))
         # Of these more than address, shape, dtype and being contiguous tells what they are.
@@ -63,7 +67,9 @@ class Lying:
         memories = self._memories(tensors)
         same = (
             (memories is leaves or list(map(type, memories)) == self._memory_kinds)
+            and set(map(_STRIDED, memories)) <= _PLAINLY
             and list(map(_DATA_PTR, memories)) == self._addresses
+            and _storages(memories) == self._storages
             and list(map(_FORM, memories)) == self._forms
             and list(map(_IS_CONTIGUOUS, memories)) == self._contiguous
             and [_details(memories[number]) for number in self._odd] == self._details
@@ -79,6 +85,11 @@ class Lying:
         return memories
 
 
+def _storages(memories: Sequence[torch.Tensor]) -> list[int]:
+    """How large their storages are, which can shrink under a tensor that keeps its shape."""
+    return list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, memories)))
+
+
 def _details(memory: torch.Tensor) -> tuple[object, ...]:
     return memory.stride(), memory.is_conj(), memory.is_neg(), memory.device
 
@@ -90,6 +101,7 @@ class Kept:
         self._refs = list(map(weakref.ref, tensors))
         self._addresses = list(map(_DATA_PTR, tensors))
         self._sizes = list(map(_NBYTES, tensors))
+        self._storages = _storages(tensors)
 
     def in_place(self) -> list[torch.Tensor] | None:
         """All of them, held, if each is alive and has as many bytes where it had them."""
@@ -98,7 +110,9 @@ class Kept:
             return None
         tensors: list[torch.Tensor] = found  # type: ignore[assignment]
         same = (
-            list(map(_DATA_PTR, tensors)) == self._addresses
+            set(map(_STRIDED, tensors)) <= _PLAINLY
+            and list(map(_DATA_PTR, tensors)) == self._addresses
             and list(map(_NBYTES, tensors)) == self._sizes
+            and _storages(tensors) == self._storages
         )
         return tensors if same else None

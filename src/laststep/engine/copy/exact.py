@@ -1,0 +1,51 @@
+"""Copies that write just what they were meant to write, or fail before they write anything.
+
+Every copy of tensors into a slot, a buffer or a restored tensor goes through here, or is bounded by
+a number of bytes that was fixed when it was planned. torch's own copies would rather resize the
+target, repeat a single element or convert numbers than fail.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Final
+
+import torch
+
+from laststep.errors import Torn
+
+_FORM: Final = operator.attrgetter("shape", "dtype")
+_DTYPE: Final = operator.attrgetter("dtype")
+
+
+def copy_each(
+    into: list[torch.Tensor], parts: list[torch.Tensor], *, non_blocking: bool = False
+) -> None:
+    """Copy each part into its place, which has its shape and its dtype."""
+    places, forms = list(map(_FORM, into)), list(map(_FORM, parts))
+    if places != forms:
+        pairs = zip(places, forms, strict=True)
+        raise changed(*next(pair for pair in pairs if pair[0] != pair[1]))
+    with torch.no_grad():
+        torch._foreach_copy_(into, parts, non_blocking=non_blocking)
+
+
+def join(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Copy flat parts one behind the other into a flat place, which has room for just all of them.
+    The parts MUST be views of the caller's own, whose sizes nobody else changes."""
+    found = sum(map(torch.Tensor.numel, parts))
+    if found != into.numel() or set(map(_DTYPE, parts)) != {into.dtype}:
+        dtypes = {str(part.dtype) for part in parts}
+        raise changed((into.numel(), into.dtype), (found, "/".join(sorted(dtypes))))
+    with torch.no_grad():
+        torch.cat(parts, out=into)
+
+
+def changed(expected: tuple[object, object], found: tuple[object, object]) -> Torn:
+    """The error for a tensor that is not what it was when its copy was planned."""
+    return Torn(
+        "a tensor was replaced or resized while it was copied",
+        expected=f"{expected[0]} elements of {expected[1]}",
+        found=f"{found[0]} of {found[1]}",
+        remedy="let no other thread change the state while it is saved or restored",
+    )
