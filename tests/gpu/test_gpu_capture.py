@@ -304,14 +304,38 @@ def test_fingerprints_notice_sign_flips_and_swaps(
     change: Callable[[torch.Tensor], object], fast: bool
 ) -> None:
     prepare_kernels(CUDA)
-    assert kernels_on(CUDA) is not None
+    kernels = kernels_on(CUDA)
+    assert kernels is not None
     x = torch.randn(1_000_001, device="cuda")
-    stream = torch.cuda.Stream() if fast else None
-    fingerprint = Fingerprint([x], stream)
-    before = fingerprint.rows([x])
-    assert torch.equal(before, fingerprint.rows([x]))
+    place = [(x.data_ptr(), x.nbytes)]
+    fingerprint = Fingerprint(place, kernels if fast else None, torch.cuda.Stream())
+
+    def sums() -> torch.Tensor:
+        return fingerprint.sums(0, 1, lambda _: x.view(torch.uint8))[1]
+
+    before = sums()
+    assert torch.equal(before, sums())
     change(x)
-    assert not torch.equal(before, fingerprint.rows([x]))
+    assert not torch.equal(before, sums())
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 63, 4099, (1 << 18) + 5, 1 << 20])
+def test_a_fingerprint_by_kernels_depends_on_the_bytes_alone(size: int) -> None:
+    prepare_kernels(CUDA)
+    kernels = kernels_on(CUDA)
+    assert kernels is not None
+    raw = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+    wanted: torch.Tensor | None = None
+    for at in (0, 1, 2, 3, 4, 8, 16):
+        room = torch.zeros(size + 16, dtype=torch.uint8, device="cuda")
+        room[at : at + size] = raw
+        place = [(room.data_ptr() + at, size)]
+        found = Fingerprint(place, kernels, torch.cuda.Stream()).sums(0, 1, lambda _: raw)[1]
+        assert wanted is None or torch.equal(found, wanted), at
+        wanted = found
+        room[at + size - 1] ^= 1
+        other = Fingerprint(place, kernels, torch.cuda.Stream()).sums(0, 1, lambda _: raw)[1]
+        assert not torch.equal(other, wanted), at
 
 
 def test_enqueueing_a_thousand_tensors_makes_few_launches(tmp_path: Path) -> None:

@@ -362,7 +362,7 @@ class Capturer:
     def _route(self, job: Job, device: str, memory: torch.Tensor) -> Route:
         known = self._routes.get(device)
         if known is None or not known.fits(job.layout, job.direct, memory):
-            stream = self._streams.stream(device)
+            stream = self._streams.filling(device)
             known = self._routes[device] = Route(job.layout, device, job.direct, memory, stream)
         return known
 
