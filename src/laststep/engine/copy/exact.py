@@ -32,13 +32,16 @@ def copy_each(
 
 def join(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
     """Copy flat parts one behind the other into a flat place, which has room for just all of them.
-    The parts MUST be views of the caller's own, whose sizes nobody else changes."""
-    found = sum(map(torch.Tensor.numel, parts))
-    if found != into.numel() or set(map(_DTYPE, parts)) != {into.dtype}:
+    In a slot the parts MUST be views of our own, whose sizes nobody else changes; where they are
+    live tensors and the place is in a buffer of this save alone, a change is noticed."""
+    room, found = into.numel(), sum(map(torch.Tensor.numel, parts))
+    if found != room or set(map(_DTYPE, parts)) != {into.dtype}:
         dtypes = {str(part.dtype) for part in parts}
-        raise changed((into.numel(), into.dtype), (found, "/".join(sorted(dtypes))))
+        raise changed((room, into.dtype), (found, "/".join(sorted(dtypes))))
     with torch.no_grad():
         torch.cat(parts, out=into)
+    if into.numel() != room:  # another thread was quicker, and it was resized
+        raise changed((room, into.dtype), (into.numel(), into.dtype))
 
 
 def changed(expected: tuple[object, object], found: tuple[object, object]) -> Torn:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from laststep.engine.copy.kernels import Kernels
 
-_STEP = 1 << 24
-"""Words at a time without kernels: bounds the temporary memory to a few hundred megabytes."""
-
 
 class Fingerprint:
     """How some ranges are fingerprinted; holds on to none of the memory. Two fingerprints can be
@@ -54,18 +51,13 @@ class Fingerprint:
 
 
 def mixed(raw: torch.Tensor) -> torch.Tensor:
-    """The same idea in plain operations, of a flat tensor of bytes: several passes, bounded
-    temporaries."""
+    """The same idea in plain operations, of a flat tensor of bytes: several passes, and temporaries
+    of several times its size. A range is never larger than a chunk."""
     whole = raw.numel() // 8 * 8
-    total = torch.zeros(2, dtype=torch.int64, device=raw.device)
     odd = raw.data_ptr() % 8 or raw.storage_offset() % 8
-    aligned = raw[:whole].clone() if odd else raw[:whole]
-    words = aligned.view(torch.int64)
-    for start in range(0, words.numel(), _STEP):
-        total += _mix(words[start : start + _STEP], start)
-    if whole < raw.numel():
-        total += _mix(raw[whole:].to(torch.int64), whole)
-    return total
+    words = (raw[:whole].clone() if odd else raw[:whole]).view(torch.int64)
+    total = _mix(words, 0)
+    return total + _mix(raw[whole:].to(torch.int64), whole) if whole < raw.numel() else total
 
 
 def _mix(words: torch.Tensor, first: int) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 Knows nothing of files. On a GPU a multi-tensor copy is one kernel for hundreds of tensors; on the
 host it is one call that runs outside the GIL. Copies are of bits: element types that the
-multi-tensor kernels do not take are viewed as integers of their size. What is copied is always a
-view made here, whose sizes are compared with those of its place (`exact`).
+multi-tensor kernels do not take are viewed as integers of their size, and never of more or fewer
+bytes than their place has (`exact`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ _AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in row-major order as one dimension, never the tensor itself; a copy only if
-    they do not lie so."""
+    """All elements in row-major order as one dimension; a copy only if they do not lie so."""
     if not tensor.is_contiguous():
         return tensor.contiguous().view(-1)
-    return tensor.detach() if tensor.dim() == 1 else tensor.view(-1)
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 
 _DATA_PTR: Final = torch.Tensor.data_ptr
 _IS_CONTIGUOUS: Final = torch.Tensor.is_contiguous
-_FORM: Final = operator.attrgetter("shape", "dtype")
-_NBYTES: Final = operator.attrgetter("nbytes")
-_STRIDED: Final = operator.attrgetter("layout", "is_nested")
-_PLAINLY: Final = {(torch.strided, False)}
-"""Only of these may memory and shape be asked for at all."""
+_FORM: Final = operator.attrgetter("shape", "dtype", "layout")
+_IS_NESTED: Final = operator.attrgetter("is_nested")
 _LOCAL: Final = operator.attrgetter("_local_tensor")
 _LAYOUT: Final = operator.attrgetter("_spec.mesh", "_spec.placements", "shape")
 """What `laid_of` makes the layout of a DTensor from."""
@@ -49,7 +46,7 @@ class Lying:
         # Of these more than address, shape, dtype and being contiguous tells what they are.
         self._odd = [
             number
-            for number, (address, (_, dtype), contiguous) in enumerate(
+            for number, (address, (_, dtype, _), contiguous) in enumerate(
                 zip(self._addresses, self._forms, self._contiguous, strict=True)
             )
             if not contiguous or not address or dtype.is_complex
@@ -67,10 +64,11 @@ class Lying:
         memories = self._memories(tensors)
         same = (
             (memories is leaves or list(map(type, memories)) == self._memory_kinds)
-            and set(map(_STRIDED, memories)) <= _PLAINLY
+            # In this order: a nested tensor has no shape, a sparse one no address.
+            and not any(map(_IS_NESTED, memories))
+            and list(map(_FORM, memories)) == self._forms
             and list(map(_DATA_PTR, memories)) == self._addresses
             and _storages(memories) == self._storages
-            and list(map(_FORM, memories)) == self._forms
             and list(map(_IS_CONTIGUOUS, memories)) == self._contiguous
             and [_details(memories[number]) for number in self._odd] == self._details
         )
@@ -99,20 +97,20 @@ class Kept:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._refs = list(map(weakref.ref, tensors))
+        self._forms = list(map(_FORM, tensors))
         self._addresses = list(map(_DATA_PTR, tensors))
-        self._sizes = list(map(_NBYTES, tensors))
         self._storages = _storages(tensors)
 
     def in_place(self) -> list[torch.Tensor] | None:
-        """All of them, held, if each is alive and has as many bytes where it had them."""
+        """All of them, held, if each is alive and has the form and the memory that it had."""
         found: list[torch.Tensor | None] = list(map(operator.call, self._refs))
         if any(map(operator.is_, found, repeat(None))):
             return None
         tensors: list[torch.Tensor] = found  # type: ignore[assignment]
         same = (
-            set(map(_STRIDED, tensors)) <= _PLAINLY
+            not any(map(_IS_NESTED, tensors))
+            and list(map(_FORM, tensors)) == self._forms
             and list(map(_DATA_PTR, tensors)) == self._addresses
-            and list(map(_NBYTES, tensors)) == self._sizes
             and _storages(tensors) == self._storages
         )
         return tensors if same else None
