@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 import torch
@@ -35,6 +35,11 @@ laststep.register_tensor_type(
 )
 
 
+class Pair(NamedTuple):
+    one: object
+    two: object
+
+
 class Counting(laststep.StateProvider):
     """A provider of a user's own; what it does when it is asked is up to them."""
 
@@ -47,6 +52,18 @@ class Counting(laststep.StateProvider):
         return laststep.State(value=self.data)
 
     def restore(self, value: object) -> None: ...
+
+
+EQUAL_KEYS: list[tuple[object, object]] = [
+    ((1, "a"), (True, "a")),
+    (0.0, -0.0),
+    ((2,), (2.0,)),
+    (frozenset({1}), frozenset({True})),
+    (complex(0.0, 0.0), complex(0.0, -0.0)),
+    (((0, 3), "deep"), ((False, 3), "deep")),
+    (Pair(1, 2), Pair(1, 2.0)),
+]
+"""Pairs of keys that a dict takes for one."""
 
 
 class World:
@@ -64,6 +81,7 @@ class World:
             "ordered": ordered, 1: torch.zeros(5), "log": [0.5], "strided": torch.randn(4, 4)[::2],
             "tied": None,
         }  # fmt: skip
+        self.plain |= {keys[0]: torch.zeros(2) for keys in EQUAL_KEYS}
         self.own = Counting()
 
     def items(self) -> dict[str, object]:
@@ -226,6 +244,13 @@ class World:
         key = next(key for key in self.plain if key in (1, True))
         self.plain[True if type(key) is int else 1] = self.plain.pop(key)
 
+    def key_that_is_equal_and_another(self) -> None:
+        of = {name: other for one, two in EQUAL_KEYS for name, other in
+              ((repr(one), two), (repr(two), one))}  # fmt: skip
+        entries = [(of.get(repr(key), key), value) for key, value in self.plain.items()]
+        self.plain.clear()
+        self.plain.update(entries)
+
     def order_made_plain(self) -> None:
         self.plain["ordered"] = dict(self.plain["ordered"])
 
@@ -325,6 +350,22 @@ def test_a_state_taken_again_is_what_a_first_look_finds_after_any_changes(
     for change in ["values_changed", "values_changed", *changes, "values_changed"]:
         apply(world, change)
         check_same(taken(providers, memory), taken(providers_for(items), Memory()))
+
+
+@pytest.mark.parametrize("keys", EQUAL_KEYS, ids=repr)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_key_that_is_equal_and_another_is_stored_as_it_is_now(
+    keys: tuple[object, object], tmp_path: Path, *, nested: bool
+) -> None:
+    tensor = torch.arange(3.0)
+    state: dict[str, object] = {"value": None}
+    with laststep.Checkpointer(tmp_path / "run", state=state, flush="thread") as ckpt:
+        for step, key in enumerate((*keys, *keys)):
+            state["value"] = {key: {"x": tensor}} if nested else {key: tensor}
+            ckpt.save(step).wait()
+    for step, key in enumerate((*keys, *keys)):
+        stored = laststep.load(tmp_path / "run", step=step)["state"]["value"]  # type: ignore[index]
+        assert list(map(repr, stored)) == [repr(key)]
 
 
 @pytest.mark.parametrize("change", SAVED)

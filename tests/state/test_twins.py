@@ -186,6 +186,17 @@ def test_two_whose_moments_differ_are_not_made_one(carry: Carry) -> None:
     )
 
 
+def test_two_whose_plain_values_are_equal_and_not_the_same_are_not_made_one(carry: Carry) -> None:
+    source, target = Training(Apart(0), 3), Training(Tied(1))
+    states = [source.optimizer.state[getattr(source.model, n).weight] for n in ("embed", "head")]
+    for state in states:
+        state["note"] = float("nan")
+    carry(source.items(), target.items())
+    states[0]["note"], states[1]["note"] = 1, True
+    with pytest.raises(laststep.Mismatch, match=r"state of head\.weight: .* differs"):
+        carry(source.items(), target.items())
+
+
 @pytest.mark.parametrize(("live", "taken"), [(Tied, "embed."), (TiedFromTheHead, "head.")])
 def test_of_two_that_differ_the_first_is_taken_if_that_will_do(
     live: type[Apart], taken: str, carry: Carry

@@ -274,6 +274,16 @@ def test_lists_and_dicts_take_the_length_that_was_stored(carry: Callable[..., ob
     assert target == source
 
 
+def test_dicts_take_the_keys_that_were_stored_to_the_last_bit_and_in_their_order(
+    carry: Callable[..., object],
+) -> None:
+    source = {"b": 1, (1, "a"): 2, True: 3, 0.0: 4, "a": {frozenset({1}): 5}}
+    target = {"a": {frozenset({True}): 0}, 1: 0, -0.0: 0, (True, "a"): 0, "b": 0}
+    assert target.keys() == source.keys()
+    carry({"state": source}, {"state": target})
+    assert repr(target) == repr(source)
+
+
 def test_a_lone_tensor_or_array_is_an_item_too(carry: Callable[..., object]) -> None:
     tensor, array = torch.zeros(3), np.zeros(3)
     parameter = nn.Parameter(torch.zeros(2))

@@ -100,15 +100,15 @@ class Memory:
     ) -> ItemSpec:
         """The item's spec: the very same value while its pieces are."""
         known = self.specs.get(name)
-        same = known is not None and (known.pieces is pieces or known.pieces == pieces)
-        if known is None or not same or known.standalone != standalone:
-            known = ItemSpec(
-                name=name, kind=provider.kind, standalone=standalone, pieces=pieces,
-                per_rank=provider.per_rank,
-            )  # fmt: skip
-            self.specs[name] = known
-            self.pieces = ()
-        return known
+        spec = ItemSpec(
+            name=name, kind=provider.kind, standalone=standalone, pieces=pieces,
+            per_rank=provider.per_rank,
+        )  # fmt: skip
+        if known == spec:
+            return known
+        self.specs[name] = spec
+        self.pieces = ()
+        return spec
 
 
 def take_state(

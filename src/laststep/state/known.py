@@ -14,6 +14,8 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 
 from laststep.codecs.objects import Tagged
+from laststep.errors import Usage
+from laststep.state.names import name_of
 from laststep.state.tree import OWNED, PLAIN, Owned, Path
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ share theirs with those of other saves."""
 _CONTAINERS: Final = frozenset({dict, OrderedDict, list, tuple, Owned})
 _NO_LEAVES: Final = PLAIN | _CONTAINERS
 _DICT: Final = frozenset({dict})
+_EXACT: Final = frozenset({str, int, bool, bytes, type(None)})
+"""Keys of these types are the same key if they are equal; others may be equal and yet differ, as
+0.0 and -0.0 do, or (1,) and (True,)."""
 
 
 class _Different(Exception):
@@ -126,6 +131,8 @@ class Known:
         self._keys = walk.keys
         self._kinds = list(map(type, walk.keys))  # 1, True and 1.0 are equal keys of different name
         self._sizes = walk.sizes
+        self._inexact = [n for n, kind in enumerate(self._kinds) if kind not in _EXACT]
+        self._names = self._names_in(walk.keys)
 
     def walk(self, value: object) -> tuple[object, list[object]] | None:
         """(tree, leaves) of a state that is built just so, whatever its plain values are."""
@@ -136,8 +143,17 @@ class Known:
             and walk.sizes == self._sizes
             and list(map(type, walk.keys)) == self._kinds
             and walk.keys == self._keys
+            and self._names_in(walk.keys) == self._names
         )
         return (tree, walk.leaves) if same else None
+
+    def _names_in(self, keys: list[object]) -> list[str] | None:
+        """The names of the keys of which equality does not tell that they are the same: different
+        keys have different names, to the last bit. None where one has no name."""
+        try:
+            return [name_of((keys[number],)) for number in self._inexact]
+        except Usage:
+            return None
 
 
 def know(value: object, leaves: Sequence[object], refs: Sequence[TensorRef]) -> Known | None:

@@ -177,8 +177,9 @@ class OptimizerProvider(StateProvider):
                 self._optimizer.state.pop(parameter, None)
                 continue
             kept = self._optimizer.state[parameter]
-            for key in [key for key in kept if key not in stored[name]]:
-                del kept[key]
+            entries = {key: kept[key] for key in stored[name]}
+            kept.clear()
+            kept.update(entries)
 
     def _walk(self) -> list[tuple[torch.Tensor, str, dict[str, object]]]:
         names = self._named()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from laststep.codecs import objects
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.state.names import name_of, path_of
 from laststep.state.optimizers import group_of, is_optimizer_state
@@ -151,7 +152,8 @@ class _Renaming:
         pairs: list[tuple[str, str]] | None = None
         if name in self._state and twin in self._state:
             state, moved = self._moved(name, twin)
-            if state == self._state[twin]:
+            # By their bytes: 1 and True are equal, and so are 0.0 and -0.0; nan is not even itself.
+            if objects.encode(state) == objects.encode(self._state[twin]):
                 pairs = [(old, self._ties.get(new, new)) for old, new in moved.items()]
         spec_of = self._so_far.item.spec_of
         if pairs is None or any(spec_of(one) != spec_of(other) for one, other in pairs):

@@ -165,13 +165,7 @@ def _put(live: Any, loaded: Any) -> Any:
     if loaded is ABSENT:
         return live
     if type(live) in (dict, OrderedDict) and isinstance(loaded, dict):
-        for key, inner in loaded.items():
-            if key in live or not has_absent(inner):
-                live[key] = _put(live.get(key), inner)
-        # What came to be after the checkpoint goes, as in a list; what is to stay is ABSENT here.
-        for key in [key for key in live if key not in loaded]:
-            del live[key]
-        return live
+        return _put_entries(live, loaded)
     if isinstance(live, list | deque) and isinstance(loaded, list | deque):
         merged = _merged(list(live), list(loaded))
         live.clear()
@@ -185,6 +179,22 @@ def _put(live: Any, loaded: Any) -> Any:
     if is_tensor(live) and is_tensor(loaded):
         return put_tensor(live, loaded)
     return loaded
+
+
+def _put_entries(live: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict as it was stored. What came to be after the checkpoint goes, as in a list; what is to
+    stay is ABSENT here."""
+    entries = {
+        key: _put(live.get(key), inner)
+        for key, inner in loaded.items()
+        if key in live or not has_absent(inner)
+    }
+    if all(inner is not ABSENT for inner in loaded.values()):
+        live.clear()  # assignment would keep a key that is equal and another, as 1 and True are
+    for key in [key for key in live if key not in loaded]:
+        del live[key]
+    live.update(entries)
+    return live
 
 
 def _merged(live: list[Any], loaded: list[Any]) -> list[Any]:
