@@ -6,7 +6,7 @@ import json
 import sys
 from collections import Counter, OrderedDict
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pytest
@@ -155,6 +155,11 @@ def test_one_item_may_be_chosen(export: Callable, run_folder: Path, tmp_path: Pa
     assert not (tmp_path / "other").exists()
 
 
+class Pair(NamedTuple):
+    one: int
+    two: int
+
+
 def test_what_dcp_cannot_hold_is_told(export: Callable, run_folder: Path, tmp_path: Path) -> None:
     state = {"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}
     save(run_folder / "names", state=state)
@@ -167,6 +172,10 @@ def test_what_dcp_cannot_hold_is_told(export: Callable, run_folder: Path, tmp_pa
     assert status == 2
     assert "cannot export a pickled object" in err
     assert "at state.pair.code" in err
+    save(run_folder / "pair", state={"pair": (Pair(1, 2),)})
+    status, _, err = export(run_folder / "pair", tmp_path / "dcp")
+    assert status == 2
+    assert "cannot export a value whose class nobody else has at state.pair" in err
     status, _, err = export(run_folder / "code", tmp_path / "dcp", "--dtype", "bf16")
     assert status == 2
     assert "belong to --format hf" in " ".join(err.replace("│", " ").split())

@@ -295,6 +295,8 @@ def test_a_raise_in_a_load_state_dict_names_the_item(run_folder: Path) -> None:
 
     with laststep.Checkpointer(run_folder, mine=Choosy(), flush="thread") as checkpointer:
         checkpointer.save(0).wait()
-        with pytest.raises(KeyError) as caught:
+        with pytest.raises(laststep.Mismatch) as caught:
             checkpointer.restore()
-    assert caught.value.__notes__ == ["while laststep restored item 'mine'"]
+    assert caught.value.where == "item 'mine'"
+    assert caught.value.found == "KeyError: 'n'"
+    assert isinstance(caught.value.__cause__, KeyError)

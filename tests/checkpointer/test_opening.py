@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -176,3 +177,46 @@ def test_arguments_that_cannot_work_are_usage(
     laststep.save({"w": 1}, "~/home")
     assert (tmp_path / "home").is_dir()
     assert laststep.load("~/home") == {"w": 1}
+
+
+def test_all_of_a_tensor_is_read_by_the_same_words_whatever_its_shape(run_folder: Path) -> None:
+    state = {
+        "one": torch.tensor(2.5),
+        "none": torch.empty(0, 3),
+        "some": torch.arange(6).view(2, 3),
+    }
+    with laststep.Checkpointer(run_folder, state=state, flush="thread") as ckpt:
+        ckpt.save(0).wait()
+    checkpoint = laststep.open(run_folder).latest()
+    for name, tensor in state.items():
+        stored = checkpoint.tensor(f"state/{name}")
+        assert torch.equal(stored[:], tensor)
+        assert torch.equal(stored[...], tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("one", 0), ("one", slice(0, 1)), ("some", 2), ("some", (0, 3)), ("some", (0, 0, 0)),
+     ("some", torch.tensor([5])), ("some", object())],
+    ids=repr,
+)  # fmt: skip
+def test_an_index_that_a_tensor_does_not_have_is_told_and_ends_a_loop(
+    name: str, index: object, run_folder: Path
+) -> None:
+    state = {"one": torch.tensor(2.5), "some": torch.arange(6).view(2, 3)}
+    with laststep.Checkpointer(run_folder, state=state, flush="thread") as ckpt:
+        ckpt.save(0).wait()
+    stored = laststep.open(run_folder).latest().tensor(f"state/{name}")
+    with pytest.raises(laststep.Usage, match=f"state/{name}") as caught:
+        stored[index]
+    assert isinstance(caught.value, IndexError)
+    assert len(list(stored)) == len(state[name]) if stored.shape else True
+
+
+def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(run: Path) -> None:
+    for name in ("state.safetensors", "manifest.json"):
+        path = files(run, 90) / name
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(laststep.StorageFailed, match="not a file"):
+            laststep.load(run, step=90)

@@ -156,7 +156,14 @@ class _Writer:
             value = rebuild(leaf.node, leaf=lambda ref: self._tensors.whole(ref.name),
                             revive=lambda tagged: self._revived(tagged, leaf))  # fmt: skip
             self._metadata.state_dict_metadata[leaf.name] = BytesStorageMetadata()
-            self._metadata.storage_data[MetadataIndex(leaf.name)] = self._append(value)
+            try:
+                self._metadata.storage_data[MetadataIndex(leaf.name)] = self._append(value)
+            except pickle.PicklingError as error:
+                raise Usage(
+                    "cannot export a value whose class nobody else has", where=leaf.name,
+                    expected="what torch.save can pickle", found=str(error)[:200],
+                    remedy="export the items without it, each with --item",
+                ) from error  # fmt: skip
 
     def _write_tensor(self, name: str, stored: str) -> None:
         source = self._tensors.source_of(stored)

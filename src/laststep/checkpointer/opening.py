@@ -233,6 +233,10 @@ class Checkpoint:
         return f"<Checkpoint step={self.step} {self.folder}{whose}>"
 
 
+class NoSuchElements(Usage, IndexError):
+    """An index that a stored tensor does not have; an `IndexError` too, at which loops end."""
+
+
 class StoredTensor:
     """A tensor in a checkpoint; slicing reads just what is asked for: `t[10:20]`, `t[:]`."""
 
@@ -245,18 +249,28 @@ class StoredTensor:
         self.dtype, self.shape = spec
 
     def __getitem__(self, index: object) -> torch.Tensor:
-        """The slice as a CPU tensor. A leading int or slice limits what is read."""
+        """The slice as a CPU tensor. A leading int or slice limits what is read. `t[:]` is all of
+        it, also where the tensor is a single number."""
         self._check(index)
+        if not self.shape and index == slice(None):
+            index = ...
         lead = index[0] if isinstance(index, tuple) and index else index
         found = self._rows(lead)
         if found is None:
-            return self._box(whole(self.shape))[index]  # type: ignore[index]
+            return self._indexed(self._box(whole(self.shape)), index)
         rows, rest = found
         inner = whole(self.shape[1:])
         part = self._box(Box((rows.start, *inner.start), (rows.stop, *inner.stop)))
-        if isinstance(index, tuple):
-            return part[(rest, *index[1:])]
-        return part[rest]
+        return self._indexed(part, (rest, *index[1:]) if isinstance(index, tuple) else rest)
+
+    def _indexed(self, part: torch.Tensor, index: object) -> torch.Tensor:
+        try:
+            return part[index]  # type: ignore[index]
+        except (IndexError, TypeError, ValueError, RuntimeError) as error:  # torch has no one type
+            raise NoSuchElements(
+                f"cannot index {self.name}", expected=f"an index into the shape {list(self.shape)}",
+                found=str(error).partition("\n")[0], remedy="t[:] reads all of it",
+            ) from error  # fmt: skip
 
     def _box(self, wanted: Box) -> torch.Tensor:
         """A box of the tensor, put together from where its parts lie."""
@@ -301,7 +315,10 @@ class StoredTensor:
         if isinstance(lead, int) and not isinstance(lead, bool):
             row = lead + self.shape[0] if lead < 0 else lead
             if not 0 <= row < self.shape[0]:
-                raise IndexError(f"row {lead} of {self.name}, which has {self.shape[0]}")
+                raise NoSuchElements(
+                    f"there is no row {lead} of {self.name}",
+                    found=f"{self.shape[0]} rows", remedy="t[:] reads all of it",
+                )  # fmt: skip
             return range(row, row + 1), 0
         if isinstance(lead, slice):
             start, stop, step = lead.indices(self.shape[0])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laststep.codecs import objects
-from laststep.errors import Usage
+from laststep.errors import Mismatch, Usage
 from laststep.format.manifest import ItemRecord
 from laststep.plan.save import TABLE_NAME, ItemSpec, SavePlan, tree_name
 from laststep.state.modules import one_moment
@@ -150,19 +150,22 @@ def naming(item: str, did: str = "looked at") -> Iterator[None]:
     """Have errors inside say whose state they are about, and what laststep did with it."""
     try:
         yield
-    except Usage as error:
-        raise _about(error, f"item {item!r}") from None
+    except (Usage, Mismatch) as error:
+        raise _about(error, f"item {item!r}") from error.__cause__
     except Exception as error:  # out of a state_dict or a provider of the user's own
         error.add_note(f"while laststep {did} item {item!r}")
         raise
 
 
-def _about(error: Usage, whose: str, *, remedy: str | None = None) -> Usage:
+def _about(error: Usage | Mismatch, whose: str, *, remedy: str | None = None) -> Usage | Mismatch:
     """The same error, which also says whose value it is about."""
-    return Usage(
+    told = type(error)(
         error.what, where=whose if error.where is None else f"{error.where} of {whose}",
         expected=error.expected, found=error.found, remedy=remedy or error.remedy,
     )  # fmt: skip
+    if isinstance(error, Mismatch) and isinstance(told, Mismatch):
+        told.problems = error.problems
+    return told
 
 
 def _encoded(name: str, collected: Collected, kept: objects.Kept) -> bytes:

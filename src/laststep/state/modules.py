@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from itertools import accumulate, chain, compress, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from laststep.state.provider import ABSENT, State, StateProvider
+from laststep.state.provider import ABSENT, State, StateProvider, handing_over
 from laststep.state.tensors import is_module, is_tensor, same_memory
 
 if TYPE_CHECKING:
@@ -259,9 +259,12 @@ class ModuleProvider(StateProvider):
             fresh = _extra(value)
         return State(value=value, fresh=fresh, volatile=volatile, standalone=True)
 
+    def check(self, stored: object) -> list[str]:
+        return [] if isinstance(stored, dict) else ["is not the state of a module"]
+
     def restore(self, value: object) -> None:
         if not isinstance(value, dict):
-            return
+            return  # which was told
         live = self._module.state_dict(keep_vars=False)
         nodes = walk_modules(self._module)
         plain_of = _plain_names(nodes)
@@ -277,7 +280,8 @@ class ModuleProvider(StateProvider):
                 continue  # restored in place
             by_hook[own] = entry
         if by_hook:
-            self._module.load_state_dict(by_hook, strict=False)
+            with handing_over(f"load_state_dict of {type(self._module).__name__}"):
+                self._module.load_state_dict(by_hook, strict=False)
 
 
 @functools.cache

@@ -13,7 +13,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from laststep.errors import Usage
-from laststep.state.provider import ABSENT, State, StateProvider, has_absent
+from laststep.state.provider import ABSENT, State, StateProvider, handing_over, has_absent
+from laststep.state.stored import TensorSpec
 from laststep.state.tensors import is_tensor, put_tensor
 from laststep.state.tree import Owned
 
@@ -75,7 +76,7 @@ class OptimizerProvider(StateProvider):
         )
 
     def check(self, stored: object) -> list[str]:
-        if isinstance(stored, dict) and set(stored) == {"state", "param_groups"}:
+        if _is_of_torch(stored):
             if any(isinstance(key, str) for key in stored["state"]):
                 what = "was stored by DCP, as get_state_dict() has it"
                 how = "dcp.load(…, storage_reader=laststep.adapters.dcp.Reader(run))"
@@ -130,6 +131,11 @@ class OptimizerProvider(StateProvider):
                 ours = live.get(name, theirs)
                 if ours != theirs:
                     found["state", name] = f"state of {name}: stored for {theirs}, live is {ours}"
+        if _keeps_to_forms(type(self._optimizer)):
+            for parameter, name, _ in self._walk():
+                odd = _odd_entry(stored["state"].get(name, {}), tuple(parameter.shape))
+                if odd is not None:
+                    found.setdefault(("state", name), f"state of {name}: {odd}")
         return found
 
     def devices(self, paths: list[Path]) -> list[str]:
@@ -146,8 +152,11 @@ class OptimizerProvider(StateProvider):
         return [device(path) for path in paths]
 
     def restore(self, value: object) -> None:
-        if not isinstance(value, dict):
-            return
+        if is_optimizer_state(value):  # else that was told
+            with handing_over(type(self._optimizer).__name__):
+                self._restore(value)
+
+    def _restore(self, value: dict[str, Any]) -> None:
         parameters = {name: p for p, name, _ in self._walk()}
         for name, entries in value["state"].items():
             parameter = parameters.get(name)
@@ -233,12 +242,51 @@ def _forms_of(forms: tuple[tuple[torch.dtype, torch.Size], ...]) -> tuple[str, .
 
 
 def is_optimizer_state(stored: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a tree is what an `OptimizerProvider` describes."""
+    """Whether a tree is what an `OptimizerProvider` describes; parts of it may be ABSENT."""
+    if not isinstance(stored, dict) or not {"state", "groups"} <= set(stored):
+        return False
+    state, groups = stored["state"], stored["groups"]
+    return (
+        isinstance(state, dict)
+        and all(isinstance(name, str) for name in state)
+        and all(isinstance(entry, dict) or entry is ABSENT for entry in state.values())
+        and isinstance(groups, list)
+        and all(map(_is_group, groups))
+    )
+
+
+def _is_group(group: object) -> bool:
+    match group:
+        case {"params": dict(params), "options": dict()}:
+            return all(
+                isinstance(name, str) and (isinstance(form, str) or form is ABSENT)
+                for name, form in params.items()
+            )
+    return False
+
+
+def _is_of_torch(stored: object) -> TypeGuard[dict[str, Any]]:
+    """Whether it is what an optimizer's own state_dict() gives."""
     return (
         isinstance(stored, dict)
-        and {"state", "groups"} <= set(stored)
-        and all(isinstance(group["params"], dict) for group in stored["groups"])
+        and set(stored) == {"state", "param_groups"}
+        and isinstance(stored["state"], dict)
     )
+
+
+def _keeps_to_forms(kind: type) -> bool:
+    """Whether state of a parameter is single numbers, or has the parameter's own shape: that is so
+    of torch's own optimizers, but for those that factorise moments or keep a history."""
+    of_torch = kind.__module__.startswith("torch.optim.")
+    return of_torch and kind.__name__ not in ("Adafactor", "LBFGS")
+
+
+def _odd_entry(entries: object, shape: tuple[int, ...]) -> str | None:
+    """What of a parameter's state has a shape of its own, in words."""
+    for key, entry in entries.items() if isinstance(entries, dict) else ():
+        if isinstance(entry, TensorSpec) and entry.shape not in ((), (1,), shape):
+            return f"stored {key} is {list(entry.shape)}, the parameter is {list(shape)}"
+    return None
 
 
 def group_of(stored: dict[str, Any]) -> dict[str, int]:

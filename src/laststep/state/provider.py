@@ -7,13 +7,18 @@ the loaded tree to `restore`.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from laststep.errors import LaststepError, Mismatch
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from laststep.state.tree import Path
 
 
@@ -57,6 +62,25 @@ def has_absent(entry: object) -> bool:
     if isinstance(entry, list | tuple | deque):
         return any(has_absent(inner) for inner in entry)
     return False
+
+
+@contextlib.contextmanager
+def handing_over(to: str) -> Iterator[None]:
+    """`Mismatch` where code of others does not take what is stored. That this process is short of
+    memory, or a file cannot be read, says nothing about what is stored."""
+    try:
+        yield
+    except (LaststepError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not known here
+            raise
+        why = str(error).partition("\n")[0]
+        raise Mismatch(
+            f"{to} does not take what is stored",
+            found=f"{type(error).__name__}: {why}"[:300],
+            remedy="restore into what was saved, or leave it out: only=[…]",
+        ) from error
 
 
 WhenRanksChange = Literal["keep", "derive", "drop", "refuse"] | Callable[[list[Any], int, int], Any]

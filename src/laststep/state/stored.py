@@ -5,14 +5,18 @@ Knows nothing of files or torch. The object is the item's tree in `shared.safete
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from laststep.codecs import objects
 from laststep.errors import Corrupt
 from laststep.state.pieces import Collected, Shape, View
-from laststep.state.tree import merge_trees, tensor_names
+from laststep.state.tree import merge_trees, owners, tensor_names
 from laststep.terms import DTYPES
+
+MAX_BYTES = (1 << 63) - 1
+"""The most that torch counts."""
 
 
 class TensorSpec(NamedTuple):
@@ -87,6 +91,10 @@ def decode_item(
         entries = _dict(plain["views"], where).items()
         views.update({key: _view(entry, where) for key, entry in entries})
     where = trees[0][1]
+    try:
+        owners(tree)
+    except Corrupt as error:
+        raise Corrupt(error.what, where=where, found=error.found) from None
     item = StoredItem(name=name, kind=kind, tree=tree, ties=ties, views=views, tensors=tensors)
     for leaf in item.names():
         source = item.source_of(leaf)
@@ -104,9 +112,13 @@ def _lies_in(view: View, base: TensorSpec) -> bool:
     if view.dtype not in DTYPES or base.dtype != "uint8" or len(base.shape) != 1:
         return False
     size = DTYPES[view.dtype].size_bytes
+    # A step of 0 makes any number of elements of one; torch counts their bytes all the same.
+    if math.prod(max(n, 1) for n in view.shape) * size > MAX_BYTES:
+        return False
     reach = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))
     stop = view.offset_bytes + (0 if 0 in view.shape else (reach + 1) * size)
-    return view.offset_bytes % size == 0 and stop <= base.shape[0]
+    fits = all(step * size <= MAX_BYTES for step in view.stride)
+    return fits and view.offset_bytes % size == 0 and stop <= base.shape[0]
 
 
 def _dict(value: object, where: str) -> dict[str, object]:

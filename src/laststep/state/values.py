@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
 from laststep.codecs.digests import digest
-from laststep.errors import Usage
-from laststep.state.provider import ABSENT, State, StateProvider, has_absent
+from laststep.errors import Mismatch, Usage
+from laststep.state.provider import ABSENT, State, StateProvider, handing_over, has_absent
+from laststep.state.stored import TensorSpec
 from laststep.state.tensors import (
     is_tensor,
     put_tensor,
@@ -59,7 +60,8 @@ class StateDictProvider(StateProvider):
         return State(value=_owned(self._owner, self._owner.state_dict()), fresh=((),))
 
     def restore(self, value: object) -> None:
-        self._owner.load_state_dict(value)  # type: ignore[arg-type]
+        with handing_over(f"load_state_dict of {type(self._owner).__name__}"):
+            self._owner.load_state_dict(value)  # type: ignore[arg-type]
 
 
 def _owned(owner: object, state: object) -> object:
@@ -105,10 +107,33 @@ class ScalerProvider(StateProvider):
         }
         return State(value=_owned(scaler, value), fresh=((),))
 
+    def check(self, stored: object) -> list[str]:
+        if stored == {}:  # of one that was disabled
+            return []
+        if not isinstance(stored, dict) or set(stored) != _OF_SCALER:
+            return ["is not the state of a gradient scaler"]
+        return [
+            f"has {key}={entry!r:.80}, which is not one number"
+            for key, entry in stored.items()
+            if not (entry.shape in ((), (1,)) if isinstance(entry, TensorSpec) else _is_real(entry))
+        ]
+
     def restore(self, value: object) -> None:
-        if isinstance(value, dict) and value:
+        if not isinstance(value, dict) or not value:
+            return
+        with handing_over("the gradient scaler"):
             plain = {k: v.item() if is_tensor(v) else v for k, v in value.items()}
-            self._scaler.load_state_dict(plain)
+            if not self.check(plain):  # else that was told
+                self._scaler.load_state_dict(plain)
+
+
+_OF_SCALER: Final = frozenset(
+    {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class RNG(StateProvider):
@@ -124,14 +149,25 @@ class RNG(StateProvider):
         value = {"python": random.getstate(), "numpy": _numpy_state(), "torch": torch_rng_states()}
         return State(value=value, fresh=((),))
 
+    def check(self, stored: object) -> list[str]:
+        if isinstance(stored, dict) and {"python", "numpy", "torch"} <= stored.keys():
+            return []
+        return ["is not the state of random number generators"]
+
     def restore(self, value: object) -> None:
-        if not isinstance(value, dict):
-            return
-        random.setstate(value["python"])
-        np.random.set_state(value["numpy"])  # noqa: NPY002 (the global generator is what is saved)
-        set_torch_rng_states(value["torch"])
+        if self.check(value):
+            return  # which was told
+        states: dict[str, Any] = value  # type: ignore[assignment]
+        with handing_over("a random number generator"):
+            random.Random().setstate(states["python"])  # noqa: S311 (a trial: all of them, or none)
+            _check_numpy_state(states["numpy"])
+            set_torch_rng_states(states["torch"])
+            random.setstate(states["python"])
+            np.random.set_state(states["numpy"])  # noqa: NPY002 (the global one is what is saved)
 
     def derive(self, value: object, rank: int) -> None:
+        if self.check(value):
+            return
         seed = digest(repr((value["python"], rank)).encode())  # type: ignore[index]
         random.seed(seed)
         np.random.seed(int.from_bytes(seed[:4], "little"))  # noqa: NPY002 (as above)
@@ -141,6 +177,18 @@ class RNG(StateProvider):
 def _numpy_state() -> tuple[object, ...]:
     kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
     return (str(kind), np.array(keys, copy=True), int(position), int(has_gauss), float(cached))
+
+
+def _check_numpy_state(state: object) -> None:
+    """Raise where NumPy's generator would not take a state, or take one that it cannot use: from a
+    position outside of its keys it reads memory that is not its own."""
+    np.random.RandomState().set_state(state)  # type: ignore[arg-type]
+    position = state[2]  # type: ignore[index]
+    if not 0 <= position <= _NUMPY_KEYS:
+        raise ValueError(f"position {position} of {_NUMPY_KEYS} keys")
+
+
+_NUMPY_KEYS: Final = 624
 
 
 class ValueProvider(StateProvider):
@@ -156,8 +204,19 @@ class ValueProvider(StateProvider):
     def describe(self) -> State:
         return State(value=self._value)
 
+    def check(self, stored: object) -> list[str]:
+        alike = (dict, (list, deque))  # of each, what is stored can be written into what is live
+        if any(isinstance(self._value, one) and not isinstance(stored, one) for one in alike):
+            return [f"is a {type(self._value).__name__}, the stored one is not"]
+        return []
+
     def restore(self, value: object) -> None:
-        _put(self._value, value)
+        with handing_over(f"a {type(self._value).__name__}"):
+            if _put(self._value, value) is not self._value and not self.check(value):
+                raise Mismatch(
+                    f"a {type(self._value).__name__} cannot be changed in place",
+                    remedy="pass one that can be written, or a dict that holds it",
+                )
 
 
 def _put(live: Any, loaded: Any) -> Any:
@@ -227,7 +286,8 @@ class EntryProvider(StateProvider):
         return State(value=self._owner[self._key])
 
     def restore(self, value: object) -> None:
-        self._owner[self._key] = _put(self._owner[self._key], value)
+        with handing_over("an entry of a dict"):
+            self._owner[self._key] = _put(self._owner[self._key], value)
 
 
 class PerRank(StateProvider):

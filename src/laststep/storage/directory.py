@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from laststep.errors import Exists, NotFound, StorageFailed, Usage
 from laststep.storage import files, locks
-from laststep.storage.disk import UNSUPPORTED, Disk, failed
+from laststep.storage.disk import UNSUPPORTED, Disk, failed, open_to_read
 from laststep.storage.store import Entry, check_name
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ class DirectoryStore:
             fd = -1 if cached else self._open_direct(path)
             direct = fd >= 0
             if not direct:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_to_read(path)
             return files.FileReader(fd, path, direct=direct)
         except FileNotFoundError as error:
             raise NotFound("there is no such file", where=path) from error
@@ -457,7 +457,7 @@ class DirectoryStore:
         if self._direct is False:
             return -1
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            fd = open_to_read(path, os.O_DIRECT)
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise

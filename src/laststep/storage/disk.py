@@ -12,6 +12,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 
 from laststep.errors import StorageFailed
 
@@ -38,6 +39,9 @@ _REMEDIES = {
     errno.ENOTDIR: "the path, or a part of it, is a file: name a folder",
     errno.EPERM: "give this user the right to do so, or use a filesystem that allows it",
     errno.ENOLCK: "this filesystem has no locks: mount it with locking, or use another one",
+    errno.EFBIG: "the file would be larger than is allowed: raise the limit (`ulimit -f`), or "
+    "save to a filesystem that holds such files",
+    errno.ENOMEM: "give the process more memory (`ulimit -v`, the limit of its container)",
     errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
 }
 
@@ -124,6 +128,18 @@ class Disk:
 def _last_error() -> OSError:
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))
+
+
+def open_to_read(path: str, flags: int = 0) -> int:
+    """A descriptor of a file. Of nothing else: to open a pipe is to wait for its writer."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    raise OSError(errno.ENXIO, "a pipe or a device, not a file")
 
 
 def failed(operation: str, path: str, error: OSError) -> StorageFailed:

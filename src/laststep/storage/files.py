@@ -16,7 +16,7 @@ import os
 from typing import TYPE_CHECKING
 
 from laststep.errors import StorageFailed, Usage
-from laststep.storage.disk import UNSUPPORTED, Disk, failed
+from laststep.storage.disk import UNSUPPORTED, Disk, failed, open_to_read
 from laststep.terms import ALIGN_BYTES, align_up
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class FileReader:
 
 def read_whole(path: str, limit_bytes: int) -> bytes:
     """All of a small file, with few calls; `StorageFailed` where it is larger than that."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_to_read(path)
     try:
         size_bytes = os.fstat(fd).st_size
         if size_bytes > limit_bytes:

@@ -22,7 +22,7 @@ import threading
 import weakref
 
 from laststep.errors import Exists, NotFound, StorageFailed
-from laststep.storage.disk import Disk, failed
+from laststep.storage.disk import Disk, failed, open_to_read
 
 _FLOCK = "@hhqqi"  # l_type, l_whence, l_start, l_len, l_pid of Linux on 64 bits
 _LAST_PLACE = (1 << 63) - 1
@@ -153,7 +153,7 @@ def _ask(path: str, wanted: list[tuple[int, int]]) -> tuple[tuple[int, int], ...
         if key in _held.records:
             return tuple((0, 0) for first, _ in wanted if first == 0)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = open_to_read(path, os.O_NOFOLLOW)
         except FileNotFoundError:
             return ()
         except OSError as error:

@@ -25,8 +25,12 @@ def revive(tagged: Tagged, *, where: str, allow_pickle: bool) -> object:
     """The value that a Tagged stands for, with its inner tensors already in place."""
     try:
         return _revive(tagged, allow_pickle=allow_pickle)
-    except (Usage, Corrupt):
+    except (Usage, MemoryError):
         raise
+    except Corrupt as error:
+        raise Corrupt(
+            error.what, where=error.where or where, expected=error.expected, found=error.found
+        ) from None
     except Exception as error:
         raise Corrupt(
             f"cannot rebuild a stored {tagged.tag}", where=where, found=str(error)
@@ -53,7 +57,10 @@ def _revive_array(value: object) -> object:
     dtype, tensor = cast("tuple[str, object]", value)
     if not isinstance(tensor, torch.Tensor):  # left out of a partial restore
         return tensor
-    return tensor.cpu().numpy().astype(np.dtype(dtype), copy=False)
+    array, wanted = tensor.cpu().numpy(), np.dtype(dtype)
+    if wanted.newbyteorder("=") != array.dtype:  # only the order of its bytes is not the tensor's
+        raise Corrupt("an array of another dtype than its bytes", found=f"{wanted}, {array.dtype}")
+    return array.astype(wanted, copy=False)
 
 
 def _revive_scalar(value: object) -> object:
@@ -66,7 +73,7 @@ def _revive_bytes(value: object) -> object:
 
 
 def _revive_dtype(value: object) -> object:
-    dtype = getattr(torch, str(value), None)
+    dtype = vars(torch).get(str(value))  # getattr would import what torch has not loaded yet
     if not isinstance(dtype, torch.dtype):
         raise Corrupt("unknown dtype", found=repr(value)[:80])
     return dtype
