@@ -1,7 +1,7 @@
 """Choose a provider for each thing that a user passes as an item.
 
 The choice looks at what a thing can do, not at its class, except where torch's own classes need a
-way of their own.
+way of their own. Mere wrappers are looked through.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from laststep.state.values import (
     ValueProvider,
     refuse_immutable,
 )
+from laststep.state.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,6 +97,7 @@ def _provider(name: str, item: Any, names: Names) -> StateProvider:
         return item
     if is_module(item):
         return ModuleProvider(item)
+    item = unwrapped(item)
     if is_optimizer(item):
         return OptimizerProvider(item, names)
     if type(item).__name__ == "GradScaler" and hasattr(item, "_growth_tracker"):

@@ -24,6 +24,7 @@ from laststep.state.tensors import (
     torch_rng_states,
 )
 from laststep.state.tree import Owned
+from laststep.state.wrappers import of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,10 +72,9 @@ def _owned(owner: object, state: object) -> object:
 
 
 def _kind_of_torch(owner: object) -> str | None:
-    """The class of torch that an object is, or derives from: a user may rename a class of theirs
-    and still resume. Schedules that consist of others are told apart by these too."""
-    found = (k.__name__ for k in type(owner).__mro__ if k.__module__.startswith("torch."))
-    kind = next(found, None)
+    """The class of torch that an object is, or derives from. Schedules that consist of others are
+    told apart by these too."""
+    kind = of_torch(owner)
     inner = getattr(owner, "_schedulers", None)
     if kind is None or not isinstance(inner, list | tuple):
         return kind

@@ -1,0 +1,188 @@
+"""Optimizers, schedulers and scalers behind objects of a framework's: what is inside is saved."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import laststep
+from laststep.state.wrappers import unwrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Carry = Callable[..., laststep.Restored]
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As Accelerate has it: an optimizer by its class, with the parts of another."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class Taken(torch.optim.Optimizer):
+    """As Fabric has it: the attributes of the other one are its own too."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.__dict__.update(optimizer.__dict__)
+        self._optimizer = optimizer
+
+
+class Delegate:
+    """Of no class of torch's; gives the state of what it holds, under any name."""
+
+    def __init__(self, name: str, inner: Any) -> None:
+        self._name = name
+        setattr(self, name, inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        return getattr(self, self._name).state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        getattr(self, self._name).load_state_dict(state)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Has slow weights of its own beside the state of the one inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__([p for g in optimizer.param_groups for p in g["params"]], {"alpha": 0.5})
+        self.optimizer = optimizer
+
+
+def plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer
+
+
+def delegated(optimizer: torch.optim.Optimizer) -> Delegate:
+    return Delegate("optimizer", optimizer)
+
+
+def twice(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return Wrapped(Wrapped(optimizer))
+
+
+WAYS = (Wrapped, Taken, delegated, twice)
+PAIRS = [*((way, plain) for way in WAYS), *((plain, way) for way in WAYS), (Wrapped, Wrapped)]
+
+
+def training(
+    kind: type[torch.optim.Optimizer], seed: int, *, steps: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1 + seed)
+    for _ in range(steps):
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("there", "here"), PAIRS)
+def test_the_state_goes_from_any_wrapping_to_any_other(
+    there: Callable[..., object], here: Callable[..., object], carry: Carry
+) -> None:
+    model, optimizer = training(torch.optim.AdamW, 0, steps=2)
+    other, target = training(torch.optim.AdamW, 1, steps=0)
+    carry(
+        {"model": model, "optimizer": there(optimizer)}, {"model": other, "optimizer": here(target)}
+    )
+    assert target.param_groups[0]["lr"] == 0.1
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        for key, entry in optimizer.state[mine].items():
+            assert torch.equal(entry, target.state[theirs][key])
+
+
+@pytest.mark.parametrize(("there", "here"), PAIRS)
+def test_the_state_of_one_class_is_not_put_into_another_whatever_is_around_them(
+    there: Callable[..., object], here: Callable[..., object], carry: Carry
+) -> None:
+    model, optimizer = training(torch.optim.AdamW, 0, steps=2)
+    other, target = training(torch.optim.SGD, 1, steps=0)
+    with pytest.raises(laststep.Mismatch) as caught:
+        carry(
+            {"model": model, "optimizer": there(optimizer)},
+            {"model": other, "optimizer": here(target)},
+        )
+    assert "optimizer is of class SGD, the stored one of class AdamW" in str(caught.value)
+    assert target.param_groups[0]["lr"] == 1.1
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: Delegate("scheduler", s)])
+def test_schedules_behind_wrappers_are_told_apart_by_their_classes(
+    wrap: Callable[..., object], carry: Carry
+) -> None:
+    _, optimizer = training(torch.optim.SGD, 0, steps=1)
+    step = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    step.last_epoch = 7
+    same = torch.optim.lr_scheduler.StepLR(training(torch.optim.SGD, 1, steps=1)[1], 3)
+    other = torch.optim.lr_scheduler.ExponentialLR(training(torch.optim.SGD, 1, steps=1)[1], 0.5)
+    for stored in (step, Delegate("scheduler", step)):
+        carry({"schedule": stored}, {"schedule": wrap(same)})
+        assert (same.last_epoch, same.step_size) == (7, 2)
+        with pytest.raises(laststep.Mismatch, match="is of class ExponentialLR"):
+            carry({"schedule": stored}, {"schedule": wrap(other)})
+
+
+def test_a_scaler_behind_a_wrapper_is_the_scaler(carry: Carry) -> None:
+    source, target = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 2.0))
+    for scaler in (source, target):
+        scaler.scale(torch.ones(1))
+    carry({"scaler": Delegate("scaler", source)}, {"scaler": target})
+    assert target.get_scale() == 8.0
+    carry({"scaler": target}, {"scaler": Delegate("scaler", source)})
+    assert source.get_scale() == 8.0
+
+
+def test_a_wrapper_with_a_state_of_its_own_is_not_looked_through(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ahead = Lookahead(training(torch.optim.AdamW, 0, steps=1)[1])
+    assert unwrapped(ahead) is ahead
+    assert "Lookahead holds the optimizer AdamW" in caplog.text
+
+    class Trainer(Delegate):
+        def state_dict(self) -> dict[str, Any]:
+            return {"mine": 1, **super().state_dict()}
+
+    trainer = Trainer("scheduler", torch.optim.lr_scheduler.StepLR(ahead.optimizer, 2))
+    assert unwrapped(trainer) is trainer
+    schedule = trainer.scheduler  # type: ignore[attr-defined]
+    assert unwrapped(schedule) is schedule  # though it holds an optimizer
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+def test_what_accelerate_prepares_is_what_it_was(carry: Carry) -> None:
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = training(torch.optim.AdamW, 0, steps=0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    prepared = accelerator.prepare(model, optimizer, schedule)
+    assert unwrapped(prepared[1]) is optimizer
+    assert unwrapped(prepared[2]) is schedule
+    other, target = training(torch.optim.SGD, 1, steps=0)
+    names = ("model", "optimizer")
+    with pytest.raises(laststep.Mismatch, match="of class AdamW"):
+        carry(dict(zip(names, prepared, strict=False)), {"model": other, "optimizer": target})
