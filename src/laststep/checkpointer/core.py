@@ -61,8 +61,10 @@ _REHEARSAL_STEP = 3
 """The optimizer step at which the first save is rehearsed: by then the optimizer has its state."""
 
 
-class Checkpointer:
-    """Saves and restores the state of a run: `Checkpointer("runs/gpt", model=model, …)`."""
+class Checkpointer(lifetimes.OnlyOne):
+    """Saves and restores the state of a run: `Checkpointer("runs/gpt", model=model, …)`.
+
+    Meant for the thread that trains. Calls from several threads are taken one after the other."""
 
     def __init__(  # noqa: PLR0913 (each setting is a keyword of its own)
         self,
@@ -96,7 +98,10 @@ class Checkpointer:
         self._group: Ranks | None = None
         self._sharing = Sharing(self._rank.number)
         self._jobs: weakref.WeakKeyDictionary[SaveHandle, Job] = weakref.WeakKeyDictionary()
+        self._turn = queueing.Turn()
         self._taken: set[int] = set()
+        self._ahead: set[int] = set()
+        """Steps of the lineage beyond the one that was restored: saving them replaces them."""
         self._mixed: str | None = None
         self._seen = 0
         self._resumed = False
@@ -143,13 +148,16 @@ class Checkpointer:
             self._capturer.close()
             self._pool.close()
             raise
-        self._work = Work(self._pool, self._capturer, self._client, self._team)
+        self._work = Work(self.path, self._pool, self._capturer, self._client, self._team)
         self._capturer.at_optimizer_step(1, self._work.start_early)
         if self._team is None and all(provider.cheap for provider in self._providers.values()):
-            self._capturer.at_optimizer_step(_REHEARSAL_STEP, self._rehearse)
+            rehearse = weakref.WeakMethod(self._rehearse)
+            self._capturer.at_optimizer_step(
+                _REHEARSAL_STEP, lambda: (act := rehearse()) is None or act()
+            )
         newest = newest_of(self._store)
         self._abandons = None if newest is None else newest.step
-        lifetimes.watch(self, at_exit=self._finish_at_exit, in_child=self._abandon)
+        self._dropped = self._work.outlive(self)
         neighbours.enter(self._work, self.path, Work.under_way)
 
     def __repr__(self) -> str:
@@ -177,7 +185,8 @@ class Checkpointer:
         way all the same when it does: the others count on it. `streams` names CUDA streams, other
         than the current one, on which state was written and not yet joined.
         """
-        with interrupts.held():
+        lifetimes.check_process("save", self._pid)
+        with interrupts.held(), self._turn:
             return self._save(step, metrics, metadata, streams, overwrite=overwrite)
 
     def _save(
@@ -193,7 +202,9 @@ class Checkpointer:
         self._check_usable("save")
         step = arguments.plain_step(step)
         arguments.check_metrics(metrics)
-        overwrite = arguments.true_or_false("overwrite", overwrite)
+        overwrite = (
+            arguments.true_or_false("overwrite", overwrite) or step in self._ahead - self._taken
+        )
         streams = arguments.cuda_streams(streams)
         earlier = None
         try:
@@ -281,7 +292,7 @@ class Checkpointer:
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
             if not handle.committed.over_within(left):
                 return False
-        with interrupts.held():
+        with interrupts.held(), self._turn:
             self._raise_failed()
         return True
 
@@ -292,10 +303,12 @@ class Checkpointer:
         with interrupts.held():
             for handle in list(self._work.handles):
                 handle.committed.over_within(None)  # Ctrl-C here leaves it open
-            self._closed = True
-            lifetimes.let_be(self)
-            self._work.close()
-            self._raise_failed()
+            with self._turn:
+                self._closed = True
+                self._dropped.detach()
+                lifetimes.let_be(self._work)
+                self._work.close()
+                self._raise_failed()
 
     def __enter__(self) -> Self:
         return self
@@ -334,7 +347,8 @@ class Checkpointer:
         a run that is under way goes on from where it is. Saves to this run that are under way in
         this process are waited for; what failed of one's own is raised.
         """
-        with interrupts.held():
+        lifetimes.check_process("restore", self._pid)
+        with interrupts.held(), self._turn:
             self._work.start_early()  # whoever restores is about to train, and to save
             restored = self._restore(step, only, strict=strict)
             self._work.await_start()
@@ -363,7 +377,7 @@ class Checkpointer:
                 saw=functools.partial(setattr, self, "_seen"),
             )  # fmt: skip
         if outcome is None:
-            self._taken = set()
+            self._taken, self._ahead = set(), set()
             self._client.continue_from(continuing(None, self._seen))
             return Restored(step=None, next_step=0)
         # A part that was restored does not make whole what an earlier restore left mixed.
@@ -373,7 +387,8 @@ class Checkpointer:
         # A part taken from an older checkpoint in mid-run does not turn the run back to it.
         if only is None or not (self._resumed or self._work.preflight):
             self._client.continue_from(continuing(found, self._seen))
-            self._taken = set(outcome.lineage_steps)
+            self._ahead = {one for one in outcome.lineage_steps if one > outcome.commit.step}
+            self._taken = set(outcome.lineage_steps) - self._ahead
             self._resumed = True
         commit = outcome.commit
         return Restored(
@@ -433,6 +448,10 @@ class Checkpointer:
             )  # fmt: skip
         self._abandons = None
 
+    def _comes_again(self, step: int) -> bool:
+        """Whether the lineage has it from before it went back to where it was restored."""
+        return step in self._ahead and step not in self._taken
+
     def _check_step(self, step: int, *, overwrite: bool) -> None:
         if step in self._taken and not overwrite:
             raise Exists(
@@ -480,20 +499,3 @@ class Checkpointer:
             self._pool.want(plan.tensor_bytes + CHUNK_BYTES)
             return self._capturer.prepare(plan, taken.pieces, taken.sources)
         return True
-
-    def _finish_at_exit(self) -> None:
-        """The program ends without close(): finish what was handed over, and say so."""
-        if self._pid != os.getpid():
-            return
-        pending = [handle.step for handle in self._work.handles if not handle.committed.over()]
-        if pending:
-            log.warning("the program ends without close(); finishing saves of steps %s", pending)
-        try:
-            self.close()
-        except LaststepError as error:
-            log.error("a save failed and nobody was there to see it: %s", error)  # noqa: TRY400
-
-    def _abandon(self) -> None:
-        """In a forked child: this object belongs to the parent."""
-        self._work.abandon()
-        self._closed = True

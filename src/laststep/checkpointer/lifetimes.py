@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 from laststep.errors import Usage
 
@@ -27,6 +27,18 @@ def watch(what: object, *, at_exit: Callable[[], None], in_child: Callable[[], N
 def let_be(what: object) -> None:
     """It has ended by itself."""
     _watched.pop(id(what), None)
+
+
+class OnlyOne:
+    """Cannot be copied or pickled: what a copy closes would be closed for the other one too."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        kind = next(k.__name__ for k in type(self).__mro__ if not k.__name__.startswith("_"))
+        raise Usage(
+            f"a {kind} cannot be copied or pickled",
+            expected="one object for its threads and files",
+            remedy="pass this very one on, or make another one in the place that needs it",
+        )
 
 
 def check_process(what: str, pid: int) -> None:

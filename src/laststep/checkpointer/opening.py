@@ -19,6 +19,7 @@ from laststep.catalog.content import Content, DataFile, Place
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.catalog.verify import VerifyReport, verify_checkpoint
+from laststep.checkpointer.lifetimes import OnlyOne
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.format.manifest import DAMAGE_REMEDY, Commit, decode
@@ -125,7 +126,7 @@ class Catalog:
         return Checkpoint(self._run.store, listed.folder, listed.commit)
 
 
-class Checkpoint:
+class Checkpoint(OnlyOne):
     """One committed checkpoint; of what each rank has for itself, the view of one rank."""
 
     def __init__(
@@ -237,7 +238,7 @@ class NoSuchElements(Usage, IndexError):
     """An index that a stored tensor does not have; an `IndexError` too, at which loops end."""
 
 
-class StoredTensor:
+class StoredTensor(OnlyOne):
     """A tensor in a checkpoint; slicing reads just what is asked for: `t[10:20]`, `t[:]`."""
 
     def __init__(

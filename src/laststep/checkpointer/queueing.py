@@ -6,6 +6,7 @@ small ones are; room in the pool itself is waited for slot by slot, while the ca
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,20 @@ if TYPE_CHECKING:
     from laststep.engine.copy.job import Job
     from laststep.engine.handle import SaveHandle
     from laststep.errors import LaststepError
+
+
+class Turn:
+    """One call at a time, whichever threads they come from; a call may make further ones."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        while not self._lock.acquire(timeout=interrupts.LOOK_S):
+            interrupts.let_in()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def obstacle(

@@ -1,13 +1,21 @@
-"""What runs for a Checkpointer: memory, capture thread, flusher, and the saves under way."""
+"""What runs for a Checkpointer: memory, capture thread, flusher, and the saves under way.
+
+Knows nothing of the Checkpointer, which may be gone before it: dropped without a close(), or at the
+end of the program. What was handed over is then finished, and all of it given back.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from laststep import interrupts
 from laststep.catalog.starts import Start
+from laststep.checkpointer import lifetimes
 from laststep.config import FlushIn
 from laststep.engine.client import Client
 from laststep.engine.wire import Continue
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
     from laststep.events import Bus
     from laststep.storage.store import Store
 
+
+log = logging.getLogger(__name__)
 
 _START_S = 10.0
 """So long a restore waits for the flusher to run, on a machine that has better things to do."""
@@ -75,9 +85,17 @@ class Work:
     """The parts that run, until they are closed."""
 
     def __init__(
-        self, pool: Pool, capturer: Capturer, client: Client, team: Team | None = None
+        self,
+        run: str,
+        pool: Pool,
+        capturer: Capturer,
+        client: Client,
+        team: Team | None = None,
     ) -> None:
+        self._run = run
         self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
         self._team = team
         self._pool = pool
         self._capturer = capturer
@@ -111,14 +129,56 @@ class Work:
         return tuple(handle for handle in self.handles if not handle.committed.over())
 
     def close(self) -> None:
-        """Wait for all saves and end everything, on the thread that trains."""
-        self._capturer.close()
-        if self._team is not None:
-            self._team.close()
-        self._client.close()
-        if self.preflight is not None:
-            self.preflight.join()
-        self._pool.close()
+        """Wait for all saves and end everything; once, whoever else asks for it too."""
+        with self._closing:
+            if self._closed:
+                return
+            self._capturer.close()
+            if self._team is not None:
+                self._team.close()
+            self._client.close()
+            if self.preflight is not None:
+                self.preflight.join()
+            self._pool.close()
+            self._closed = True
+
+    def outlive(self, checkpointer: object) -> weakref.finalize[[], object]:
+        """See to it that all is finished when that is collected, and at the end of the program. It
+        is not kept alive; returns what is to be detached when it is closed."""
+        lifetimes.watch(self, at_exit=self.finish_at_exit, in_child=self.abandon)
+        dropped = weakref.finalize(checkpointer, self.drop)
+        dropped.atexit = False  # `finish_at_exit` comes then
+        return dropped
+
+    def drop(self) -> None:
+        """The Checkpointer was collected without a close(). Where and when that happens nobody
+        knows, be it on one of the threads that are to end: so a thread of its own sees to it."""
+        if os.getpid() == self._pid:
+            why = f"a Checkpointer of {self._run} was dropped"
+            ending = threading.Thread(
+                target=self._finish, args=(why,), name="laststep-end", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):  # the program ends: `finish_at_exit` was there
+                ending.start()
+
+    def finish_at_exit(self) -> None:
+        """The program ends without close()."""
+        if os.getpid() == self._pid:
+            with interrupts.held():
+                self._finish("the program ends")
+
+    def _finish(self, why: str) -> None:
+        """Nobody is left to close it: finish what was handed over, and say so."""
+        pending = [handle.step for handle in self.under_way()]
+        if pending:
+            log.warning("%s without close(); finishing saves of steps %s", why, pending)
+        for handle in list(self.handles):
+            handle.committed.over_within(None)
+        self.close()
+        lifetimes.let_be(self)  # not before: the end of the program waits for it here
+        for handle in self.handles:
+            if handle.error is not None and not handle.seen:
+                log.error("a save failed and nobody was there to see it: %s", handle.error)
 
     def abandon(self) -> None:
         """In a forked child: all of it belongs to the parent."""

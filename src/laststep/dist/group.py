@@ -290,21 +290,29 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         result = work()
     except Exception as raised:  # noqa: BLE001 (raised again below, when the others know)
         error = raised
-    if ranks.largest(error is not None):
-        _raise_first(ranks, error)
+    try:
+        if ranks.largest(error is not None):
+            raise _first(ranks, error)
+    finally:
+        # An error and the frames it came through would hold each other, and what is restored.
+        del error
     return result  # type: ignore[return-value]
 
 
-def _raise_first(ranks: Ranks, error: BaseException | None) -> None:
+def _first(ranks: Ranks, error: BaseException | None) -> BaseException:
+    """The error of the first rank that has one, or this rank's own if it is of the same kind."""
     told = error if isinstance(error, LaststepError) else LaststepError(repr(error))
     for rank, heard in enumerate(ranks.gather(b"" if error is None else _encode(told))):
         if not heard:
             continue
         kind, fields = msgspec.msgpack.decode(heard)
         if error is not None and (rank == ranks.rank.number or type(error).__name__ == kind):
-            raise error
+            return error
         fields["what"] = f"rank {rank}: {fields['what']}"
-        raise from_wire(kind, fields) from error
+        first = from_wire(kind, fields)
+        first.__cause__ = error
+        return first
+    return told
 
 
 def _encode(error: LaststepError) -> bytes:

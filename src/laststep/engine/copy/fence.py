@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -45,8 +44,8 @@ class Fence:
         self._fired = False
         self._count = 0
         self._errands: list[tuple[int, Callable[[], bool]]] = []
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
-        _fences.add(self)
+        _Hook.fences[id(self)] = self
+        _Hook.register()
 
     def add(self, capture: Fenced) -> None:
         with self._lock:
@@ -65,11 +64,10 @@ class Fence:
             return fired
 
     def close(self) -> None:
-        self._handle.remove()
+        _Hook.fences.pop(id(self), None)
 
-    def _before_step(self, *_: object) -> None:
-        if torch.compiler.is_compiling() or _capturing_graph():
-            return  # nothing may be traced or recorded here, so this step is no evidence either
+    def before_step(self) -> None:
+        """An optimizer is about to step."""
         with self._lock:
             self._fired = True
             self._fenced = [capture for capture in self._fenced if not capture.is_over()]
@@ -91,17 +89,29 @@ class Fence:
         return due
 
 
-_fences: weakref.WeakSet[Fence] = weakref.WeakSet()
-"""Those of this process."""
+class _Hook:
+    """The one hook of all fences. It is never taken away again: torch walks over its hooks while
+    they run, and a fence may be closed at any moment, by any thread."""
+
+    fences: ClassVar[dict[int, Fence]] = {}
+    _registered = False
+
+    @classmethod
+    def register(cls) -> None:
+        if not cls._registered:
+            cls._registered = True
+            register_optimizer_step_pre_hook(cls._before_step)
+
+    @classmethod
+    def _before_step(cls, *_: object) -> None:
+        if torch.compiler.is_compiling() or _capturing_graph():
+            return  # nothing may be traced or recorded here, so this step is no evidence either
+        for fence in list(cls.fences.values()):
+            fence.before_step()
 
 
-def _in_child() -> None:
-    for fence in list(_fences):
-        fence.close()
-    _fences.clear()
-
-
-os.register_at_fork(after_in_child=_in_child)
+# A child has none of its parent's fences; one that closes its copy there finds nothing to close.
+os.register_at_fork(after_in_child=_Hook.fences.clear)
 
 
 def _capturing_graph() -> bool:
