@@ -330,8 +330,9 @@ def test_the_attempt_of_a_live_writer_is_neither_given_up_nor_cleaned(
 
 
 def test_an_attempt_in_an_epoch_nobody_claimed_is_refused(run: Run) -> None:
-    with pytest.raises(Usage, match="not claimed"):
+    with pytest.raises(NotFound, match="its record of epoch 3"):
         run.begin(step=1, epoch=3, attempt=1)
+    assert not [entry for entry in run.store.list("") if entry.name.startswith("step-")]
 
 
 def test_an_attempt_cannot_begin_twice(run: Run) -> None:

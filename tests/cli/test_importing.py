@@ -132,6 +132,24 @@ def test_a_pickled_module_is_refused_by_the_name_of_its_class(
     assert ended.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_a_sound_file_that_only_its_own_code_can_read_is_not_called_damaged(
+    laststep: Callable, tmp_path: Path, run_folder: Path, *, old: bool
+) -> None:
+    path = tmp_path / "new.pt"
+    state = {"t": torch.ones(2), "module": torch.nn.Linear(1, 1)}
+    torch.save(state, path, pickle_protocol=4, _use_new_zipfile_serialization=not old)
+    ended = laststep("import", path, run_folder)
+    assert ended.status == 2
+    assert "damaged" not in ended.err
+    assert "a sound file of torch.save with what only its own code can read" in ended.err
+    assert "load the file yourself if you trust it" in ended.err
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    ended = laststep("import", path, run_folder)
+    assert (ended.status, "a sound file" in ended.err) == (1, False)
+
+
 def test_a_folder_as_source_is_told(laststep: Callable, tmp_path: Path, run_folder: Path) -> None:
     ended = laststep("import", tmp_path, run_folder)
     assert ended.status == 1

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickletools
 import re
 import warnings
+import zipfile
+import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import torch
 
@@ -49,11 +53,46 @@ def _unreadable(told: str, source: Path | BinaryIO, where: str, remedy: str) -> 
             found="a TorchScript archive",
             remedy="load it with torch.jit.load, and save its state_dict()",
         )
+    if _is_sound(source):
+        return Usage(
+            "cannot import", where=where,
+            expected="tensors and plain values, pickled with protocol 2",
+            found="a sound file of torch.save with what only its own code can read: "
+            + told.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:200],
+            remedy=remedy,
+        )  # fmt: skip
     return Corrupt(
         "cannot import: not a torch.save file nor safetensors",
         where=where,
         found="a zip archive that is damaged, cut off or not torch's" if _is_zip(source) else None,
     )
+
+
+def _is_sound(source: Path | BinaryIO) -> bool:
+    """Whether a file is what torch.save wrote, as far as that can be seen without reading it as
+    torch does: its archive is whole, and its pickles have an end."""
+    with source.open("rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
+        try:
+            if not _is_zip(source):
+                file.seek(0)
+                return all(_ends(file) for _ in range(_OLD_PICKLES))
+            with zipfile.ZipFile(file) as archive:
+                names = [one for one in archive.namelist() if one.endswith("/data.pkl")]
+                return archive.testzip() is None and all(_ends(archive.open(one)) for one in names)
+        except (zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, EOFError):
+            return False
+
+
+_OLD_PICKLES = 5
+"""Before there were archives: a number, a version, the system, what was saved, and storages."""
+
+
+def _ends(file: IO[bytes]) -> bool:
+    """Whether there is a pickle up to its end; nothing in it is run."""
+    try:
+        return any(opcode.name == "STOP" for opcode, _, _ in pickletools.genops(file))
+    except (ValueError, IndexError, UnicodeDecodeError):
+        return False
 
 
 def _is_zip(source: Path | BinaryIO) -> bool:

@@ -161,7 +161,7 @@ def missing_metric(listed: Sequence[Listed], policy: Policy) -> str | None:
 
 def _best(good: Sequence[Listed], metric: str, policy: Policy) -> list[Listed]:
     """Best first; what has no number there, or nan, is not among them."""
-    sign = 1.0 if policy.best_mode == "min" else -1.0
+    sign = 1 if policy.best_mode == "min" else -1
     ranked = []
     for place, item in enumerate(good):
         value = None if item.commit is None else item.commit.metrics.get(metric)
@@ -172,8 +172,10 @@ def _best(good: Sequence[Listed], metric: str, policy: Policy) -> list[Listed]:
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a metric can be compared."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    """Whether a metric can be compared. Whole numbers may be larger than any float."""
+    if isinstance(value, float):
+        return not math.isnan(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _by_reference(reasons: dict[str, list[str]], listed: Sequence[Listed]) -> None:

@@ -259,6 +259,13 @@ class Run:
 
         In that order: a newer writer either shows up here, or finds the folder and gives it up.
         """
+        if epoch not in self._epochs.numbers():
+            raise NotFound(
+                f"cannot save step {step}: the run is not there, or not the one that was saved to",
+                where=self.store.url, expected=f"its record of epoch {epoch}",
+                found="none: the run was deleted or renamed, or a link to it points elsewhere",
+                remedy="bring it back to this path, or make a new Checkpointer",
+            )  # fmt: skip
         folder = format_folder(step=step, epoch=epoch, attempt=attempt)
         self.store.make_folder(folder)
         newest = max(self._epochs.numbers(), default=0)
@@ -266,13 +273,6 @@ class Run:
             taken_by = self._epochs.described(newest)
             decision.abort(self.store, folder, f"the run was taken over by {taken_by}")
             raise self._epochs.superseded(newest, expected=f"epoch {epoch} to be the newest")
-        if newest < epoch:
-            raise Usage(
-                f"cannot save step {step} in an epoch that was not claimed",
-                where=self.store.url,
-                expected=f"an epoch up to {newest}",
-                found=f"epoch {epoch}",
-            )
         return folder
 
     def commit(self, folder: str, commit: Commit) -> None:

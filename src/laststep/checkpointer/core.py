@@ -62,9 +62,8 @@ _REHEARSAL_STEP = 3
 
 
 class Checkpointer(lifetimes.OnlyOne):
-    """Saves and restores the state of a run: `Checkpointer("runs/gpt", model=model, …)`.
-
-    Meant for the thread that trains. Calls from several threads are taken one after the other."""
+    """Saves and restores the state of a run: `Checkpointer("runs/gpt", model=model, …)`. Meant for
+    the thread that trains; calls from several are taken one after the other."""
 
     def __init__(  # noqa: PLR0913 (each setting is a keyword of its own)
         self,
@@ -151,10 +150,7 @@ class Checkpointer(lifetimes.OnlyOne):
         self._work = Work(self.path, self._pool, self._capturer, self._client, self._team)
         self._capturer.at_optimizer_step(1, self._work.start_early)
         if self._team is None and all(provider.cheap for provider in self._providers.values()):
-            rehearse = weakref.WeakMethod(self._rehearse)
-            self._capturer.at_optimizer_step(
-                _REHEARSAL_STEP, lambda: (act := rehearse()) is None or act()
-            )
+            self._capturer.at_optimizer_step(_REHEARSAL_STEP, lifetimes.weakly(self._rehearse))
         newest = newest_of(self._store)
         self._abandons = None if newest is None else newest.step
         self._dropped = self._work.outlive(self)
@@ -185,7 +181,7 @@ class Checkpointer(lifetimes.OnlyOne):
         way all the same when it does: the others count on it. `streams` names CUDA streams, other
         than the current one, on which state was written and not yet joined.
         """
-        lifetimes.check_process("save", self._pid)
+        lifetimes.check_process("save", self._pid)  # before a turn that may be another process's
         with interrupts.held(), self._turn:
             return self._save(step, metrics, metadata, streams, overwrite=overwrite)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 from laststep.errors import Usage
@@ -27,6 +28,18 @@ def watch(what: object, *, at_exit: Callable[[], None], in_child: Callable[[], N
 def let_be(what: object) -> None:
     """It has ended by itself."""
     _watched.pop(id(what), None)
+
+
+def weakly(act: Callable[[], bool]) -> Callable[[], bool]:
+    """A method that does not keep its object alive; True when that is gone: there is no more to
+    be done."""
+    reference = weakref.WeakMethod(act)
+
+    def if_there() -> bool:
+        method = reference()
+        return method is None or method()
+
+    return if_there
 
 
 class OnlyOne:

@@ -89,8 +89,18 @@ def duration_text(seconds: float | None) -> str:
 
 def metrics_text(metrics: Mapping[str, object]) -> str:
     """Metrics in a line: `loss=2.31 epoch=4`."""
-    shown = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in metrics.values())
-    return " ".join(f"{name}={value}" for name, value in zip(metrics, shown, strict=True))
+    return " ".join(f"{name}={_metric_text(value)}" for name, value in metrics.items())
+
+
+def _metric_text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int) and value.bit_length() > _LONG_BITS:  # Python writes no 4,300 digits
+        return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}…"
+    return str(value)
+
+
+_LONG_BITS = 128
 
 
 def count_text(count: int, one: str, many: str | None = None) -> str:

@@ -36,6 +36,22 @@ _PIN_PAUSE_S = 0.008
 without a pause held it up by 150 ms, with this one by nothing that could be told from noise."""
 
 
+def _reserved(size_bytes: int) -> tuple[int, memory.Mapping]:
+    """Room for the pool, of which nothing is used yet."""
+    fd = -1
+    try:
+        fd = memory.create(size_bytes)
+        return fd, memory.Mapping(fd, size_bytes)
+    except (OSError, MemoryError) as error:
+        if fd >= 0:
+            os.close(fd)
+        raise StorageFailed(
+            "cannot reserve memory for saves and restores", expected=f"{size_bytes} bytes",
+            found=str(error), remedy="pass a smaller host_memory_bytes=…, or raise the limits of "
+            "the process (`ulimit -v`, `ulimit -f`: shared memory counts as a file)",
+        ) from error  # fmt: skip
+
+
 class Pool:
     """A capped set of slots of CHUNK_BYTES each, in memory shared with the flusher.
 
@@ -49,9 +65,8 @@ class Pool:
     def __init__(self, cap_bytes: int, *, pinned: bool) -> None:
         self.cap_slots = max(cap_bytes // CHUNK_BYTES, 1)
         self.cap_bytes = self.cap_slots * CHUNK_BYTES
-        self.fd = memory.create(self.cap_bytes)
+        self.fd, self._mapping = _reserved(self.cap_bytes)
         self.slots = Slots()
-        self._mapping = memory.Mapping(self.fd, self.cap_bytes)
         self._bytes = torch.frombuffer(self._mapping.view, dtype=torch.uint8)
         self._pinned = pinned
         self._registered: list[int] = []

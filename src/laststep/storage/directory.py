@@ -48,6 +48,14 @@ def absolute(path: object) -> str:
             found=repr(path),
             remedy='pass a path, such as "runs/first"',
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # Messages between processes, and the log, are text.
+        raise Usage(
+            "this path is no text", expected="a path that is valid UTF-8", found=ascii(text),
+            remedy="rename the folder, or make a link to it with another name",
+        ) from None  # fmt: skip
     if _SCHEME.match(text):
         raise Usage(
             "this is a URL, not the path of a folder",

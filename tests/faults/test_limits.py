@@ -1,0 +1,126 @@
+"""Limits of the process, odd paths, runs that go away under a live Checkpointer."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+HOW = {"host_memory_bytes": 64 << 20, "progress": False}
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "RLIMIT_AS"])
+def test_limits_that_leave_no_memory_for_saves_are_told_with_a_remedy(
+    limit: str, run_folder: Path
+) -> None:
+    script = f"""
+import resource, torch, laststep
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+most = 1 << 20 if "{limit}" == "RLIMIT_FSIZE" else used + (32 << 20)
+resource.setrlimit(resource.{limit}, (most, resource.RLIM_INFINITY))
+for act in (
+    lambda: laststep.Checkpointer({str(run_folder)!r}, s={{"n": 1}}, host_memory_bytes=1 << 30),
+    lambda: laststep.save({{"n": 1}}, {str(run_folder / "one")!r}),
+):
+    try:
+        act()
+    except laststep.StorageFailed as error:
+        assert error.remedy and error.expected and error.found, error
+        print("told")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "told\ntold\n"), done.stderr
+
+
+def test_a_file_that_may_not_grow_so_large_fails_its_save_alone(run_folder: Path) -> None:
+    state = {"t": torch.zeros(1 << 22, dtype=torch.uint8)}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with laststep.Checkpointer(run_folder, s=state, flush="thread", **HOW) as checkpointer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+        try:
+            with pytest.raises(laststep.StorageFailed, match=r"EFBIG.*ulimit -f"):
+                checkpointer.save(0).wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        checkpointer.save(1).wait()
+    assert laststep.open(run_folder).steps() == [1]
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda path: laststep.Checkpointer(path, s={"n": 1}, **HOW),
+        lambda path: laststep.save({"n": 1}, path),
+        laststep.load,
+        laststep.open,
+    ],
+    ids=["Checkpointer", "save", "load", "open"],
+)
+def test_a_path_that_is_no_text_is_refused_at_once(
+    act: Callable[[str], object], tmp_path: Path
+) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    with pytest.raises(laststep.Usage, match="valid UTF-8") as caught:
+        act(path)
+    str(caught.value).encode()
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("flush", ["thread", "process"])
+@pytest.mark.parametrize("how", ["deleted", "renamed", "linked elsewhere"])
+def test_a_run_that_goes_away_is_told_and_nothing_is_written_in_its_place(
+    how: str, flush: str, tmp_path: Path
+) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if how == "linked elsewhere":
+        (tmp_path / "there").mkdir()
+        run.symlink_to("there")
+    with laststep.Checkpointer(run, s={"n": 1}, flush=flush, **HOW) as checkpointer:
+        checkpointer.save(0).wait()
+        if how == "deleted":
+            shutil.rmtree(run)
+        elif how == "renamed":
+            run.rename(tmp_path / "other")
+        else:
+            run.unlink()
+            run.symlink_to("elsewhere")
+        for step in (1, 2):
+            with pytest.raises(laststep.NotFound, match="deleted or renamed") as caught:
+                checkpointer.save(step).wait()
+            error = caught.value
+            assert all((error.where, error.expected, error.found, error.remedy))
+        assert not list(elsewhere.iterdir())
+        if how == "renamed":
+            (tmp_path / "other").rename(run)
+            checkpointer.save(3).wait()
+
+
+def test_a_metric_larger_than_any_float_is_compared_like_others(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep = laststep.Keep(last=1, best=1, metric="loss")
+    with laststep.Checkpointer(run_folder, s={"n": 1}, keep=keep, flush="thread", **HOW) as ckpt:
+        for step, loss in enumerate((0.5, 10**400, 0.25, -(10**5000), float("nan"), 0.75)):
+            ckpt.save(step, metrics={"loss": loss}).wait()
+    assert laststep.open(run_folder).steps() == [3, 5]
+    from laststep.cli import app
+
+    with pytest.raises(SystemExit) as end:
+        app(["ls", str(run_folder)])
+    assert not end.value.code
+    assert "loss=-2^16609…" in capsys.readouterr().out
