@@ -40,6 +40,7 @@ from laststep.plan.groups import Groups, cut  # noqa: E402
 from laststep.plan.job import (  # noqa: E402
     Agreement,
     Item,
+    Replicas,
     Table,
     Tensor,
     agree,
@@ -104,10 +105,14 @@ def _measure_one(kind: str, ranks: int, *load: int) -> dict[str, Any]:
 
 
 def _with_adamw(name: str, shape: tuple[int, ...], layout: Layout | None) -> list[Tensor]:
+    known = Replicas.UNPROVEN if layout is None else Replicas.EQUAL
     return [
-        Tensor(name, "bfloat16", shape, layout),
-        *(Tensor(f"{name}.{m}", "float32", shape, layout) for m in ("exp_avg", "exp_avg_sq")),
-        Tensor(f"{name}.step", "float32", (), None),
+        Tensor(name, "bfloat16", shape, layout, known),
+        *(
+            Tensor(f"{name}.{m}", "float32", shape, layout, known)
+            for m in ("exp_avg", "exp_avg_sq")
+        ),
+        Tensor(f"{name}.step", "float32", (), None, Replicas.UNPROVEN),
     ]
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from laststep.checkpointer.oneoff import load, save
     from laststep.checkpointer.opening import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
     from laststep.checkpointer.restoring import Restored, Skipped
-    from laststep.config import Capture, FlushIn, OnBusy
+    from laststep.config import Capture, CompareReplicas, FlushIn, OnBusy
     from laststep.engine.handle import SaveHandle, SaveReport
     from laststep.errors import (
         Aborted,
@@ -42,7 +42,7 @@ _WHERE = {
     "laststep.checkpointer.oneoff": ("load", "save"),
     "laststep.checkpointer.opening": ("Catalog", "Checkpoint", "StoredTensor", "open"),
     "laststep.checkpointer.restoring": ("Restored", "Skipped"),
-    "laststep.config": ("Capture", "FlushIn", "OnBusy"),
+    "laststep.config": ("Capture", "CompareReplicas", "FlushIn", "OnBusy"),
     "laststep.engine.handle": ("SaveHandle", "SaveReport"),
     "laststep.errors": (
         "Aborted", "Corrupt", "Exists", "LaststepError", "Mismatch", "NotFound", "Problems",
@@ -63,6 +63,7 @@ __all__ = [
     "Catalog",
     "Checkpoint",
     "Checkpointer",
+    "CompareReplicas",
     "Corrupt",
     "Exists",
     "Flat",

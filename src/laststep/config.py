@@ -42,8 +42,20 @@ class OnBusy(StrEnum):
     SKIP = "skip"
 
 
+class CompareReplicas(StrEnum):
+    """When ranks compare what they should hold alike and nothing says that they do."""
+
+    FIRST = "first"
+    """With the first save of a start that is committed."""
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 _READERS_OF_ONE = 2
 """However many share a machine: while one verifies, the other reads."""
+_CHOICES: dict[str, type[StrEnum]] = {
+    "capture": Capture, "flush": FlushIn, "on_busy": OnBusy, "compare_replicas": CompareReplicas,
+}  # fmt: skip
 MIN_SLOTS = 4
 MAX_UNCOMMITTED = 8
 """Saves that may be under way at once. Memory bounds large states; small ones in a tight loop would
@@ -68,6 +80,8 @@ class Settings:
     """A progress bar on stderr; None: when a person is watching."""
     deadline_s: float = 300.0
     """In a job of several ranks: how long a rank may lag behind the first before a save fails."""
+    compare_replicas: CompareReplicas = CompareReplicas.FIRST
+    """In a job of several ranks: when plain tensors that they hold alike are compared."""
 
     def readers(self, ranks_here: int = 1) -> int:
         """Threads that read on restore; ranks of one machine share them."""
@@ -75,7 +89,7 @@ class Settings:
         return max(alone // ranks_here, min(alone, _READERS_OF_ONE))
 
     def __post_init__(self) -> None:
-        for name, kind in (("capture", Capture), ("flush", FlushIn), ("on_busy", OnBusy)):
+        for name, kind in _CHOICES.items():
             value = getattr(self, name)
             try:
                 object.__setattr__(self, name, kind(value))

@@ -101,6 +101,20 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasDiffer:
+    """Ranks do not hold the same though nothing else was meant; told on the first rank."""
+
+    step: int
+    tensors: tuple[str, ...]
+    """Full names of what differs, as far as ranks have told in time."""
+    ranks: tuple[int, ...]
+    """The first few that have something else than what is stored."""
+    more_ranks: int
+    stored: int
+    """The rank whose tensors are stored, all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MetricMissing:
     """No checkpoint has the metric by which the best are to be kept, so all are; told once."""
 
@@ -109,7 +123,7 @@ class MetricMissing:
 
 Event = (
     Preflight | SaveStarted | Captured | Written | Durable | Committed | SaveFailed | SaveSkipped
-    | Restored | PassedOver | Pruned | MetricMissing
+    | Restored | PassedOver | Pruned | ReplicasDiffer | MetricMissing
 )  # fmt: skip
 Subscriber = Callable[[Event], None]
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from laststep.errors import Mismatch
-from laststep.plan.job import Item, Table, Tensor, agree, decode_table, digest_of, encode_table
+from laststep.plan.job import (
+    Item,
+    Replicas,
+    Table,
+    Tensor,
+    agree,
+    decode_table,
+    digest_of,
+    encode_table,
+)
 from laststep.state.boxes import Box, covers_once
 from laststep.state.layouts import Flat, Layout, Mesh, Replicate, Shard, Sharded
 
@@ -35,7 +45,11 @@ LAYOUTS: list[Layout] = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_table_survives_being_encoded(layout: Layout) -> None:
-    one = table(Tensor("w", "float32", (6, 4), layout), Tensor("b", "bfloat16", (), None))
+    one = table(
+        Tensor("w", "float32", (6, 4), layout), Tensor("b", "bfloat16", (), None),
+        Tensor("c", "bfloat16", (), None, Replicas.UNPROVEN),
+        Tensor("d", "float32", (6, 4), layout, Replicas.CHANGING),
+    )  # fmt: skip
     assert decode_table(encode_table(one)) == one
 
 
@@ -63,6 +77,34 @@ def test_a_large_tensor_that_all_hold_is_written_by_all() -> None:
     (found,) = agreed(big, big, big, big).values()
     assert [rank for rank, _ in found] == [0, 1, 2, 3]
     assert {box.volume for _, box in found} == {2 << 20}
+
+
+def test_a_table_of_before_replicas_were_told_apart_means_what_it_did() -> None:
+    """As it lies in checkpoints: ranks that held a plain tensor had shared the writing of it."""
+    rows = [("w", "float32", (8 << 20, 1), None)]
+    data = msgspec.msgpack.encode(([("model", "module", False, rows, ())], []))
+    big = table(Tensor("w", "float32", (8 << 20, 1), None))
+    assert decode_table(data) == big
+    assert encode_table(big) == data
+
+
+def test_a_plain_tensor_that_is_not_known_to_be_equal_is_the_lowest_holders() -> None:
+    stages = [
+        table(Tensor(f"layer{n}", "float32", (8 << 20, 1), None, Replicas.UNPROVEN),
+              Tensor("norm", "float32", (8,), None, Replicas.CHANGING))
+        for n in (1, 0, 0, 1)
+    ]  # fmt: skip
+    found = agreed(*stages)
+    assert [rank for rank, _ in found["model", "layer1"]] == [0]
+    assert [rank for rank, _ in found["model", "layer0"]] == [1]
+    assert [rank for rank, _ in found["model", "norm"]] == [0]
+
+
+def test_a_layout_is_written_rather_than_a_plain_copy_beside_it() -> None:
+    layout = Sharded((8,), Mesh.of(("dp",), (2,), (1, 2)), (Shard(0),))
+    plain = table(Tensor("w", "float32", (8,), None, Replicas.UNPROVEN))
+    laid = table(Tensor("w", "float32", (8,), layout))
+    assert [rank for rank, _ in agreed(plain, laid, laid)["model", "w"]] == [1, 2]
 
 
 def test_ranks_that_contradict_each_other_are_named() -> None:

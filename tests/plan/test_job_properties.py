@@ -16,6 +16,7 @@ from laststep.plan import shares
 from laststep.plan.job import (
     Agreement,
     Item,
+    Replicas,
     Table,
     Tensor,
     agree,
@@ -113,14 +114,15 @@ def described(draw: st.DrawFn, ranks: int, most: int = 4) -> Described:
     return found
 
 
-def tables(ranks: int, tensors: Described) -> list[Table]:
+def tables(ranks: int, tensors: Described, replicas: Replicas = Replicas.EQUAL) -> list[Table]:
     """What each rank says of itself."""
     mine: list[list[Tensor]] = [[] for _ in range(ranks)]
     for number, (dtype, shape, ways) in enumerate(tensors):
         for way in ways:
             plain = isinstance(way, tuple)
             for rank in way if plain else way.mesh.ranks():
-                mine[rank].append(Tensor(f"w{number}", dtype, shape, None if plain else way))
+                layout = None if plain else way
+                mine[rank].append(Tensor(f"w{number}", dtype, shape, layout, replicas))
     return [(Item("model", "module", False, tuple(one)),) for one in mine]
 
 
@@ -150,9 +152,10 @@ def test_every_byte_is_written_once_by_one_who_holds_it(
     ranks: int, least: int, data: st.DataObject
 ) -> None:
     tensors = data.draw(described(ranks))
+    replicas = data.draw(st.sampled_from(Replicas))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shares, "MIN_SHARE_BYTES", least)
-        agreement = agreement_of(tables(ranks, tensors))
+        agreement = agreement_of(tables(ranks, tensors, replicas))
         times = [np.zeros(shape, dtype=np.int64) for _, shape, _ in tensors]
         entries = [0] * len(tensors)
         for rank in range(ranks):
@@ -169,6 +172,31 @@ def test_every_byte_is_written_once_by_one_who_holds_it(
         assert entries[number] >= 1  # one without elements is somebody's as well
         if math.prod(shape) == 0:
             assert entries[number] == 1
+
+
+@given(st.integers(1, MAX_RANKS), st.data())
+def test_what_is_not_known_to_be_equal_is_written_by_one_replica(
+    ranks: int, data: st.DataObject
+) -> None:
+    """The one with the lowest rank; whoever else holds a part of it writes none."""
+    tensors = data.draw(described(ranks))
+    replicas = data.draw(st.sampled_from((Replicas.UNPROVEN, Replicas.CHANGING)))
+    agreement = agreement_of(tables(ranks, tensors, replicas))
+    writers: dict[int, set[int]] = {number: set() for number in range(len(tensors))}
+    for rank in range(ranks):
+        for (_, name), share in agreement.shares(rank):
+            if share.box.volume:
+                assert share.box == share.held
+                writers[int(name[1:])].add(rank)
+    for number, (_, shape, ways) in enumerate(tensors):
+        way = ways[0]
+        if isinstance(way, tuple):
+            assert writers[number] <= {min(way)}
+        elif math.prod(shape):
+            axes = [axis for axis in range(len(way.mesh.sizes)) if axis not in way.cutting]
+            places = {way.mesh.coordinate(rank) for rank in writers[number]}
+            lowest = way.mesh.coordinate(min(way.mesh.ranks()))
+            assert {tuple(at[a] for a in axes) for at in places} == {tuple(lowest[a] for a in axes)}
 
 
 @given(st.data())

@@ -30,18 +30,21 @@ TENSORS, SIDE = 4, 2048
 """Four of 16 MiB."""
 
 
-def big(cut: int | None) -> dict[str, torch.Tensor]:
+def big(cut: int | None, *, laid: bool = False) -> dict[str, torch.Tensor]:
+    """Without a cut every rank holds all, and has a layout that says so, or plain tensors."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     place = Replicate() if cut is None else Shard(cut)
     found = {}
     for number in range(TENSORS):
         one = torch.arange(number, number + SIDE * SIDE, dtype=torch.float32).view(SIDE, SIDE)
-        found[f"w{number}"] = one if cut is None else distribute_tensor(one, mesh, [place])
+        found[f"w{number}"] = (
+            one if cut is None and not laid else distribute_tensor(one, mesh, [place])
+        )
     return found
 
 
 def save_big(run: str, cut: int | None) -> None:
-    with opened(run, state=big(cut)) as c:
+    with opened(run, state=big(cut, laid=True)) as c:
         c.save(1)
 
 

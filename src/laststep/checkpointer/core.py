@@ -30,9 +30,9 @@ from laststep.checkpointer.parts import Memory, take_state
 from laststep.checkpointer.pausing import without_collection
 from laststep.checkpointer.restoring import Restored, Wanted, newest_of, restore_into
 from laststep.checkpointer.share import Sharing
-from laststep.checkpointer.watching import ProgressBar, log_event, somebody_watches
+from laststep.checkpointer.watching import watch
 from laststep.checkpointer.work import Work, client_of, continuing
-from laststep.config import Capture, FlushIn, OnBusy, Settings
+from laststep.config import Capture, CompareReplicas, FlushIn, OnBusy, Settings
 from laststep.dist.ranks import ranks_on_this_node, this_rank
 from laststep.engine.copy.capture import Capturer
 from laststep.engine.handle import SaveHandle
@@ -81,6 +81,7 @@ class Checkpointer(lifetimes.OnlyOne):
         writers: int = 4,
         progress: bool | None = None,
         deadline_s: float = 300.0,
+        compare_replicas: CompareReplicas | str = CompareReplicas.FIRST,
         subscribers: Sequence[Subscriber] = (),
         **more_items: object,
     ) -> None:
@@ -90,6 +91,7 @@ class Checkpointer(lifetimes.OnlyOne):
             flush=flush, on_busy=on_busy, host_memory_bytes=host_memory_bytes,  # type: ignore[arg-type]
             device_margin_bytes=device_margin_bytes, allow_pickle=allow_pickle, writers=writers,
             progress=progress, deadline_s=deadline_s,
+            compare_replicas=compare_replicas,  # type: ignore[arg-type]
         )  # fmt: skip
         keep = arguments.rules(keep)
         subscribers = arguments.callables(subscribers)
@@ -114,11 +116,7 @@ class Checkpointer(lifetimes.OnlyOne):
         places.look_at(self._store)
         self._keep = keep
         self._bus = Bus()
-        for subscriber in (log_event, *subscribers):
-            self._bus.subscribe(subscriber)
-        watched = progress if progress is not None else somebody_watches()
-        if watched:
-            self._bus.subscribe(ProgressBar())
+        watch(self._bus, subscribers, progress=progress)
         with interrupts.held():
             self._start()
 
@@ -140,7 +138,9 @@ class Checkpointer(lifetimes.OnlyOne):
         try:
             interrupts.let_in()
             if self._rank.ranks > 1:
-                self._team = teaming.gather(self._rank, self.path, self._client, self._settings)
+                self._team = teaming.gather(
+                    self._rank, self.path, self._client, self._settings, self._bus
+                )
         except BaseException:
             # Half a Checkpointer must leave no hook, thread or memory behind.
             self._closed = True

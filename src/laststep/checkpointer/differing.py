@@ -28,7 +28,7 @@ _DIGEST = b"\0"
 Values = dict[str, bytes]
 
 
-class Differing(msgspec.Struct, frozen=True, kw_only=True):
+class Differing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Two ranks whose plain values of an item differ."""
 
     item: str

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.checkpointer.agreeing import SAME_STEPS
-from laststep.checkpointer.differing import values_of
 from laststep.checkpointer.receipts import Receipt, summarise
 from laststep.checkpointer.rounds import BEGUN, DECIDED, SUMMARISED, Decision, Now, Over
 from laststep.engine.wire import Decide, Located
 from laststep.plan.groups import Groups
 
 if TYPE_CHECKING:
+    from laststep.checkpointer.comparing import Unequal
     from laststep.checkpointer.differing import Differing
     from laststep.checkpointer.receipts import Summary
     from laststep.checkpointer.rounds import Desk, Place, Round
@@ -40,8 +40,8 @@ class Following:
         """Of the last save that this rank joined."""
         self._refused = 0
         """Of the last save that waits for this rank in vain."""
-        self._shown = 0
-        """Of the last save of which this rank has shown the values that differ."""
+        self._answered = ""
+        """The last question that this rank has answered."""
         self._left: list[str] = []
         """Receipts of this rank's group, which nobody needs once it has summed them up."""
 
@@ -164,7 +164,7 @@ class Following:
             told = msgspec.msgpack.decode(note, type=Decision)
             if told.asks is None:
                 return told
-            self._show(one, told.asks)
+            self._answer(one, told.asks)
         note = self._board.look("now")
         now = None if note is None else msgspec.msgpack.decode(note, type=Now)
         if now is None or now.number <= one.number:
@@ -175,10 +175,9 @@ class Following:
                 return Decision(reason=past.reason)
         return Decision(reason=f"rank {self._desk.rank.number} heard nothing of its end in time")
 
-    def _show(self, one: Round, asked: Differing) -> None:
-        """Show the values of an item that differ from another rank's, once, if this one's do."""
-        me = self._desk.rank.number
-        if me in asked.ranks and self._shown < one.number:
-            self._shown = one.number
-            shown = msgspec.msgpack.encode(values_of(one.trees[asked.item]))
-            self._board.put(one.key(f"v/{me}"), shown)
+    def _answer(self, one: Round, asked: Differing | Unequal) -> None:
+        """Show what differs from another rank's, once, if that is this one's."""
+        name = one.answer_key(asked, self._desk.rank.number)
+        if self._desk.rank.number in asked.ranks and self._answered != name:
+            self._answered = name
+            self._board.put(name, one.answer_to(asked))

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.checkpointer.agreeing import margin_s
-from laststep.checkpointer.differing import Differing, Values, describe, values_of
+from laststep.checkpointer.comparing import gone_apart, seen_by, unequal
+from laststep.checkpointer.differing import Differing, Values, describe
 from laststep.checkpointer.receipts import (
     Receipt,
     Summary,
@@ -32,8 +33,10 @@ from laststep.errors import Aborted, LaststepError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from laststep.checkpointer.comparing import Unequal
     from laststep.checkpointer.rounds import Desk, Round
     from laststep.engine.links import SaveLink
+    from laststep.events import Bus
     from laststep.format.manifest import ClassRecord
     from laststep.plan.groups import Groups
     from laststep.plan.job import Agreement
@@ -45,8 +48,9 @@ _STUCK = "it may be stopped, or its disk may be; the next save tries again"
 class Leading:
     """What the first rank does; on its team's thread. It numbers the saves."""
 
-    def __init__(self, desk: Desk, groups: Groups) -> None:
+    def __init__(self, desk: Desk, groups: Groups, bus: Bus) -> None:
         self._desk = desk
+        self._bus = bus
         self._board = desk.board
         self._groups = groups
         self._number = time.time_ns() // 1_000_000
@@ -80,6 +84,7 @@ class Leading:
         if reason:
             self._desk.client.send(Decide(save=one.link.number, reason=reason))
         else:
+            self._tell_of_replicas(one, one.agreement, summaries)
             self._decide(one, one.link, receipts, summaries)
         self._desk.await_flusher(one.link, self._desk.until_s(one, COMMITTED))
         error = self._desk.settle(one, one.link.lost or self._late(one, reason))
@@ -179,18 +184,28 @@ class Leading:
     def _difference(self, one: Round, differing: Differing) -> str:
         """Why that is no state to commit. The two ranks are asked what they have, which nobody is
         while all agree."""
-        self._board.put(one.key("decision"), msgspec.msgpack.encode(Decision(asks=differing)))
-        shown: dict[int, Values] = {}
-        if 0 in differing.ranks:
-            shown[0] = values_of(one.trees[differing.item])
-        names = {one.key(f"v/{rank}"): rank for rank in differing.ranks if rank != 0}
+        shown = self._ask(one, differing)
+        decode = msgspec.msgpack.Decoder(Values).decode
+        return describe(differing, {rank: decode(note) for rank, note in shown.items()})
+
+    def _tell_of_replicas(self, one: Round, agreement: Agreement, summaries: list[Summary]) -> None:
+        """Say which replicas are not equal that should be; what is stored is one rank's."""
+        seen = seen_by(summary.replicas for summary in summaries)
+        for differs in unequal(seen, agreement):
+            shown = self._ask(one, differs)
+            self._bus.emit(gone_apart(one.step, differs, shown, agreement))
+
+    def _ask(self, one: Round, asked: Differing | Unequal) -> dict[int, bytes]:
+        """What ranks answer that differ, by rank; those who do so in time."""
+        self._board.put(one.key("decision"), msgspec.msgpack.encode(Decision(asks=asked)))
+        names = {one.answer_key(asked, rank): rank for rank in asked.ranks if rank != 0}
         # They have reported just now: one that has died since is not waited for as long as others.
         soon_s = time.monotonic() + margin_s(self._desk.deadline_s)
         until_s = min(soon_s, self._desk.until_s(one, COMMITTED))
-        for name, note in self._board.wait_all(names, until_s).items():
-            shown[names[name]] = msgspec.msgpack.decode(note, type=Values)
+        notes = self._board.wait_all(names, until_s)
+        shown = {names[name]: note for name, note in notes.items()}
         self._board.remove(names)
-        return describe(differing, shown)
+        return shown | ({0: one.answer_to(asked)} if 0 in asked.ranks else {})
 
     def _late(self, one: Round, reason: str) -> Aborted:
         """What to report if the flusher has said nothing by now."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laststep.checkpointer.comparing import Seen, seen_by, seen_on
 from laststep.checkpointer.differing import Differing
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
 from laststep.format.spans import spans_of
@@ -50,6 +51,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     items: dict[str, Part] = {}
     trees: dict[str, bytes] = {}
     """Of the items that ranks have in common: the digest of their plain values."""
+    replicas: dict[int, bytes] = {}
+    """What it holds of replicas that should be equal (`comparing`), where that is compared."""
     problem: str = ""
 
 
@@ -75,6 +78,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trees: dict[int, Trees]
     """The plain values of each class, as its first rank in the group has them."""
     items: dict[str, Part]
+    replicas: Seen = {}
     differing: Differing | None = None
     group: GroupRecord | None = None
 
@@ -94,9 +98,11 @@ def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
             trees = Trees(rank=rank, trees=receipt.trees)
             first = firsts.setdefault(agreement.class_of[rank], trees)
             differing = differing or first.differs(trees)
+    seen = seen_by(seen_on(rank, receipt.replicas) for rank, receipt in sorted(receipts.items()))
     return Summary(
-        agreements=tuple(agreements.items()), trees=firsts, items=items, differing=differing
-    )
+        agreements=tuple(agreements.items()), trees=firsts, items=items, replicas=seen,
+        differing=differing,
+    )  # fmt: skip
 
 
 def objection_to(summaries: Sequence[Summary], agreement: Agreement) -> str | Differing:

@@ -17,7 +17,8 @@ import msgspec
 
 from laststep.catalog import decision
 from laststep.checkpointer.agreeing import ABSENT, listed, margin_s
-from laststep.checkpointer.differing import Differing
+from laststep.checkpointer.comparing import Contained, Unequal
+from laststep.checkpointer.differing import Differing, values_of
 from laststep.checkpointer.receipts import Part, Receipt
 from laststep.codecs.digests import digest
 from laststep.engine.wire import Decided, Gathered
@@ -80,10 +81,10 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a save; without a reason, it is committed. Unless the first rank asks first:
-    two ranks whose values differ are to show these."""
+    ranks whose values or tensors differ are to show these."""
 
     reason: str = ""
-    asks: Differing | None = None
+    asks: Differing | Unequal | None = None
 
 
 @dataclass(slots=True)
@@ -96,6 +97,8 @@ class Round:
     agreement: Agreement | None
     trees: dict[str, bytes] = field(default_factory=dict)
     """The plain values of each item, as they are stored; filled in when they are serialised."""
+    contained: Contained | None = None
+    """What this rank holds of replicas, if they are compared in this save."""
     problem: str = ""
     """Why this rank takes no part."""
     number: int = 0
@@ -110,6 +113,16 @@ class Round:
     def key(self, name: str) -> str:
         """The name of a note about it."""
         return f"s/{self.number}/{name}"
+
+    def answer_key(self, asked: Differing | Unequal, rank: int) -> str:
+        """The name of a rank's answer to a question."""
+        return self.key(f"{'v' if isinstance(asked, Differing) else asked.number}/{rank}")
+
+    def answer_to(self, asked: Differing | Unequal) -> bytes:
+        """What this rank has of that in which ranks differ."""
+        if isinstance(asked, Differing):
+            return msgspec.msgpack.encode(values_of(self.trees[asked.item]))
+        return b"" if self.contained is None else self.contained.single(asked.number)
 
 
 class Desk:
@@ -185,7 +198,10 @@ class Desk:
         shared = [item.name for item in one.plan.items if not item.per_rank]
         trees = {name: digest(one.trees[name]) for name in shared}
         files = tuple(msgspec.structs.replace(f, rank=self.rank.number) for f in one.link.files)
-        return Receipt(agreement=one.agreement.digest, files=files, items=items, trees=trees)
+        return Receipt(
+            agreement=one.agreement.digest, files=files, items=items, trees=trees,
+            replicas={} if one.contained is None else one.contained.sums(),
+        )  # fmt: skip
 
     def gather(
         self,

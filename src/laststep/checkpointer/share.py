@@ -15,6 +15,7 @@ from laststep.errors import Usage
 from laststep.plan.job import (
     Agreement,
     Item,
+    Replicas,
     Table,
     Tensor,
     agree,
@@ -131,8 +132,15 @@ def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[Tensor, ...]:
     for piece in spec.pieces:
         layout = layouts.get(piece.name)
         shape = piece.shape if layout is None else layout.shape
-        found.append(Tensor(piece.name, piece.dtype, shape, layout))
+        found.append(Tensor(piece.name, piece.dtype, shape, layout, _replicas(piece, layout)))
     return tuple(found)
+
+
+def _replicas(piece: Piece, layout: Layout | None) -> Replicas:
+    """A layout is somebody's word that replicas are equal; of plain tensors nobody has given it."""
+    if piece.volatile:
+        return Replicas.CHANGING
+    return Replicas.UNPROVEN if layout is None else Replicas.EQUAL
 
 
 def _refuse_parts_of_one(taken: Taken) -> None:

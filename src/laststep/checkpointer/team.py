@@ -22,11 +22,13 @@ from laststep.engine.wire import Decide
 from laststep.errors import Aborted, LaststepError, StorageFailed
 
 if TYPE_CHECKING:
+    from laststep.checkpointer.comparing import Comparing
     from laststep.checkpointer.parts import Taken
     from laststep.checkpointer.rounds import Desk
     from laststep.dist.group import Ranks
     from laststep.engine.handle import SaveHandle
     from laststep.engine.links import SaveLink
+    from laststep.events import Bus
     from laststep.plan.groups import Groups
     from laststep.plan.job import Agreement
     from laststep.plan.save import SavePlan
@@ -39,11 +41,12 @@ _NAME_BYTES = 8
 class Team:
     """The ranks of a job, as this one sees them."""
 
-    def __init__(self, desk: Desk, groups: Groups) -> None:
+    def __init__(self, desk: Desk, groups: Groups, comparing: Comparing, bus: Bus) -> None:
         self.rank = desk.rank
         self.agreements = desk.agreements
         self._desk = desk
-        self._part = Leading(desk, groups) if desk.rank.is_first else Following(desk)
+        self._comparing = comparing
+        self._part = Leading(desk, groups, bus) if desk.rank.is_first else Following(desk)
         self._has_begun = False
         """Whether anything was left on a board."""
         self._rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
@@ -70,6 +73,7 @@ class Team:
         """Enter a save of all ranks; its chunks may follow."""
         self._has_begun = True
         one = Round(handle.step, None, plan, agreement)
+        one.contained = self._comparing.begin(handle, taken, agreement, self.rank.number)
         one.link = self._desk.client.begin(
             plan, handle, taken.sealing(plan, one.trees.update), overwrite=overwrite,
             role="first" if self.rank.is_first else "member",
@@ -95,7 +99,9 @@ class Team:
         while (one := self._rounds.get()) is not None:
             try:
                 self._desk.settle(one, self._go(one))
-                one.trees.clear()  # nobody asks for them any more, and the next may come late
+                # Nobody asks for these any more, and the next may come late.
+                one.trees.clear()
+                one.contained = None
             except BaseException as error:
                 # Nobody else ends this save: whoever waits for it would wait for ever.
                 log.exception("the commit of step %d failed", one.step)

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from laststep.checkpointer.agreeing import Agreements
+from laststep.checkpointer.comparing import Comparing
 from laststep.checkpointer.restoring import PATIENCE_S
 from laststep.checkpointer.rounds import Desk
 from laststep.checkpointer.team import Team
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from laststep.dist.group import Ranks
     from laststep.dist.ranks import Rank
     from laststep.engine.client import Client
+    from laststep.events import Bus
     from laststep.state.provider import StateProvider
 
 _made: Counter[str] = Counter()
@@ -54,7 +56,7 @@ def all_ranks(rank: Rank, settings: Settings, team: Team | None) -> Ranks:
     return group
 
 
-def gather(rank: Rank, run: str, client: Client, settings: Settings) -> Team:
+def gather(rank: Rank, run: str, client: Client, settings: Settings, bus: Bus) -> Team:
     """This rank's side of the team."""
     _made[run] += 1
     prefix = f"laststep/{digest(run.encode()).hex()}/{_made[run]}"
@@ -62,5 +64,7 @@ def gather(rank: Rank, run: str, client: Client, settings: Settings) -> Team:
     deadline_s = settings.deadline_s
     boards = [Board(prefix, ranks=rank.ranks, patience_s=deadline_s) for _ in range(2)]
     agreements = Agreements(rank, boards[0], deadline_s=deadline_s)
-    desk = Desk(rank, boards[1], client, agreements, DirectoryStore(run), deadline_s=deadline_s)
-    return Team(desk, cut(rank.ranks, ranks_per_node()))
+    store = DirectoryStore(run)
+    desk = Desk(rank, boards[1], client, agreements, store, deadline_s=deadline_s)
+    comparing = Comparing(settings.compare_replicas)
+    return Team(desk, cut(rank.ranks, ranks_per_node()), comparing, bus)

@@ -12,11 +12,24 @@ from typing import TYPE_CHECKING
 from laststep import events
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.progress import TaskID
 
-    from laststep.events import Event
+    from laststep.events import Bus, Event, Subscriber
 
 log = logging.getLogger("laststep")
+
+_NAMED = 4
+
+
+def watch(bus: Bus, subscribers: Sequence[Subscriber], *, progress: bool | None) -> None:
+    """Subscribe the log, whoever else wants to be told, and the progress bar if it is wanted, or
+    a person is watching."""
+    for subscriber in (log_event, *subscribers):
+        bus.subscribe(subscriber)
+    if somebody_watches() if progress is None else progress:
+        bus.subscribe(ProgressBar())
 
 
 def log_event(event: Event) -> None:
@@ -50,10 +63,23 @@ def log_event(event: Event) -> None:
             log.warning("passed over step %d (%s): %s", event.step, event.folder, event.reason)
         case events.Pruned():
             log.info("pruned step %d (%s)", event.step, event.folder)
+        case events.ReplicasDiffer():
+            _log_differing(event)
         case events.MetricMissing():
             log.warning("%s; until one has it, all are kept", event.reason)
         case _:
             pass
+
+
+def _log_differing(event: events.ReplicasDiffer) -> None:
+    names, count = ", ".join(event.tensors[:_NAMED]), len(event.tensors)
+    tensors = names + (f" and {count - _NAMED} more" if count > _NAMED else "")
+    ranks = ", ".join(f"rank {rank}" for rank in event.ranks)
+    log.warning(
+        "step %d: %s differ on %s from rank %d, whose are stored: ranks that should hold the same "
+        "have gone apart", event.step, tensors or "tensors",
+        ranks + (f" and {event.more_ranks} more" if event.more_ranks else ""), event.stored,
+    )  # fmt: skip
 
 
 def _log_preflight(event: events.Preflight) -> None:

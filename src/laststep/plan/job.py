@@ -8,6 +8,7 @@ whether every byte is held by somebody, is checked here, once per agreement.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,13 +18,32 @@ from laststep.codecs.digests import digest
 from laststep.errors import Mismatch, Problems
 from laststep.plan.shares import Share, Spread, shares_of
 from laststep.state.boxes import counts, whole
-from laststep.state.layouts import Layout, Mesh, Replicate, Sharded, from_plain, to_plain
+from laststep.state.layouts import (
+    Layout,
+    Mesh,
+    Replicate,
+    Sharded,
+    from_plain,
+    of_one_replica,
+    to_plain,
+)
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.state.pieces import Shape
+
+
+class Replicas(enum.IntEnum):
+    """What is known of the ranks that hold the same part of a tensor."""
+
+    EQUAL = 0
+    """They hold the same bytes, so they share the work of writing them."""
+    UNPROVEN = 1
+    """They should, but nothing says so: all of it is the lowest holder's."""
+    CHANGING = 2
+    """A forward pass changes it on each of them: likewise, and they need not be equal."""
 
 
 class Tensor(NamedTuple):
@@ -33,6 +53,7 @@ class Tensor(NamedTuple):
     dtype: str
     shape: Shape
     layout: Layout | None
+    replicas: Replicas = Replicas.EQUAL
 
 
 class Item(NamedTuple):
@@ -59,7 +80,8 @@ def encode_table(table: Table) -> bytes:
     items = [
         (item.name, item.kind, item.per_rank, [
             (t.name, t.dtype, t.shape,
-             None if t.layout is None else layouts.setdefault(t.layout, len(layouts)))
+             None if t.layout is None else layouts.setdefault(t.layout, len(layouts)),
+             *((int(t.replicas),) if t.replicas else ()))
             for t in item.tensors
         ], item.ties)
         for item in table
@@ -79,9 +101,15 @@ def decode_table(data: bytes) -> Table:
 
 
 def _tensor(
-    layouts: Sequence[Layout], name: str, dtype: str, shape: Sequence[int], number: int | None
+    layouts: Sequence[Layout],
+    name: str,
+    dtype: str,
+    shape: Sequence[int],
+    number: int | None,
+    replicas: int = 0,
 ) -> Tensor:
-    found = Tensor(name, dtype, counts(shape), None if number is None else layouts[number])
+    layout = None if number is None else layouts[number]
+    found = Tensor(name, dtype, counts(shape), layout, Replicas(replicas))
     if found.layout is not None and found.layout.shape != found.shape:
         raise ValueError(f"{name} has not the shape of its layout")
     return found
@@ -143,7 +171,7 @@ def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
     _drop_unseen_ties(told, classes)
     spreads: list[Spread] = []
     empty: dict[int, int] = {}
-    wholes: dict[tuple[tuple[int, ...], Shape], Layout] = {}
+    wholes: dict[tuple[tuple[int, ...], Shape, bool], Layout] = {}
     for key, tellings in told.items():
         problems += _tensor_problems(key, tellings, classes)
         layouts = _layouts(tellings, classes, wholes)
@@ -213,21 +241,24 @@ def _tensor_problems(
 def _layouts(
     tellings: list[tuple[Tensor, int]],
     classes: Sequence[RankClass],
-    wholes: dict[tuple[tuple[int, ...], Shape], Layout],
+    wholes: dict[tuple[tuple[int, ...], Shape, bool], Layout],
 ) -> tuple[Layout, ...]:
-    """The layouts of a tensor, one for each way in which it lies; all who hold it whole are one,
-    and `wholes` keeps who that is for the next tensor of that shape."""
-    found: dict[Layout, None] = {}
-    holders = tuple(number for tensor, number in tellings if tensor.layout is None)
-    for tensor, _ in tellings:
-        if tensor.layout is not None:
-            found[tensor.layout] = None
-    if holders:
-        case = (holders, tellings[0][0].shape)
+    """The layouts in which a tensor is written, one for each way in which it lies; all who hold it
+    whole are one, and `wholes` keeps who that is for the next tensor of that shape. Where replicas
+    are not known to be equal, one of them stands for all: what comes back is what a rank held."""
+    laid = [tensor for tensor, _ in tellings if tensor.layout is not None]
+    found = dict.fromkeys(tensor.layout for tensor in laid if tensor.layout is not None)
+    if any(tensor.replicas for tensor in laid):
+        return (of_one_replica(next(iter(found))),)
+    plain = [(tensor, number) for tensor, number in tellings if tensor.layout is None]
+    alone = any(tensor.replicas for tensor, _ in plain)
+    if plain and not (alone and found):
+        case = (tuple(number for _, number in plain), plain[0][0].shape, alone)
         if case not in wholes:
-            ranks = sorted(rank for number in holders for rank in classes[number].ranks)
+            ranks = sorted(rank for _, number in plain for rank in classes[number].ranks)
             mesh = Mesh.of(("rank",), (len(ranks),), ranks)
-            wholes[case] = Sharded(tellings[0][0].shape, mesh, (Replicate(),))
+            layout = Sharded(plain[0][0].shape, mesh, (Replicate(),))
+            wholes[case] = of_one_replica(layout) if alone else layout
         found[wholes[case]] = None
     return tuple(found)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from laststep.errors import Usage
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Copies", "Flat", "Layout", "Mesh", "Placement", "Replicate", "Shard", "Sharded", "Span",
-    "from_plain", "to_plain",
+    "from_plain", "of_one_replica", "to_plain",
 ]  # fmt: skip
 
 
@@ -356,6 +356,12 @@ class Flat:
 
 
 Layout = Sharded | Flat
+
+
+def of_one_replica(layout: Layout) -> Layout:
+    """The same, held only by the replica that has the lowest rank: every box by one rank."""
+    return replace(layout, mesh=layout.mesh.cut_down(layout.cutting))
+
 
 _Plain = tuple[object, ...]
 

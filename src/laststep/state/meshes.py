@@ -91,6 +91,17 @@ class Mesh:
         number: int = self.base + sum(map(operator.mul, at, self.strides))
         return self.listed[number] if self.listed else number
 
+    def cut_down(self, axes: tuple[int, ...]) -> Mesh:
+        """Only those that stand, along all other dimensions, where the lowest rank does."""
+        sizes = tuple(size if axis in axes else 1 for axis, size in enumerate(self.sizes))
+        if not self.listed:  # strides are positive: the lowest stands at the beginning
+            return Mesh(self.names, sizes, self.strides, self.base)
+        lowest = self.coordinate(min(self.listed)) or ()
+        ways = [
+            range(size) if axis in axes else (lowest[axis],) for axis, size in enumerate(self.sizes)
+        ]
+        return Mesh.of(self.names, sizes, [self.rank(at) for at in itertools.product(*ways)])
+
     def ranks(self) -> Iterator[int]:
         """All of them, in row-major order."""
         steps = [math.prod(self.sizes[axis + 1 :]) for axis in range(len(self.sizes))]
