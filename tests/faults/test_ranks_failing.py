@@ -139,6 +139,42 @@ def test_a_rank_at_an_earlier_step_hears_it_at_once(patient: Standing) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
+def test_a_wrong_step_on_one_rank_fails_on_all_and_the_next_save_works(
+    number: int, patient: Standing
+) -> None:
+    step, wrong = patient.step(), 10_000_000
+    patient.job.tell(f"try {step}", others_than(number))
+    patient.job.tell(f"try {wrong}", [number])
+    for rank in patient.ranks:
+        error = rank.failed()
+        assert f"saves step {wrong} and not {step}" in error or (
+            f"saves step {step} and not {wrong}" in error
+        )
+    patient.works()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_wrong_step_holds_up_no_save_that_follows(number: int, patient: Standing) -> None:
+    """Nobody waits for it to fail."""
+    step, following = patient.step(), patient.step()
+    patient.job.tell(f"save {step}", others_than(number))
+    patient.job.tell("save 20000000", [number])
+    for rank in patient.ranks:
+        rank.hear("done", "save")
+    patient.job.tell(f"save {following}")
+    for rank in patient.ranks:  # which may have heard of the failure by then
+        assert rank.next_words()[0] in ("done", "failed")
+    patient.job.tell("over")
+    for rank in patient.ranks:
+        rank.hear("done", "over")
+    patient.job.tell("wait")
+    for rank in patient.ranks:
+        assert rank.next_words()[0] in ("done", "failed")
+    patient.committed.append(following)
+    patient.works()
+
+
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_that_cannot_describe_its_state_is_named_with_the_cause(
     number: int, patient: Standing
 ) -> None:

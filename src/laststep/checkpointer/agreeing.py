@@ -48,6 +48,11 @@ def margin_s(deadline_s: float) -> float:
     return min(deadline_s / 2, _MARGIN_S)
 
 
+def grace_s(deadline_s: float) -> float:
+    """How long a rank that is out of step with the others is given to get into it by itself."""
+    return min(_GRACE_S, deadline_s / 4)
+
+
 def listed(found: Sequence[_One], show: Callable[[_One], str] = str) -> str:
     """The first few, and how many more there are."""
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
@@ -82,7 +87,7 @@ class Agreements:
         self._rank = rank
         self.board = board
         self._deadline_s = deadline_s
-        self._grace_s = min(_GRACE_S, deadline_s / 4)
+        self._grace_s = grace_s(deadline_s)
         self._lock = threading.Lock()
         self._generation = 0
         """The last one that is settled, as far as this rank knows."""

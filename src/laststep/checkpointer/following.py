@@ -2,18 +2,22 @@
 
 The first rank numbers its saves. The others find the one of their step by what it says of the
 present one and of those before: of several saves of one step, the first that this rank has not
-joined. Where ranks save different steps, the lower step gives way, at once. The first rank of a
-group also gathers what its group has written, and leaves one summary of it.
+joined. Where ranks save different steps, the lower one fails at once. A rank that has left a save
+out is in step again with the higher one; a step that nobody else saves was wrong, and fails within
+a grace of seconds, on whichever rank it is. The first rank of a group also gathers what its group
+has written, and leaves one summary of it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.checkpointer.agreeing import SAME_STEPS
+from laststep.checkpointer.agreeing import SAME_STEPS, grace_s
 from laststep.checkpointer.receipts import Receipt, summarise
 from laststep.checkpointer.rounds import BEGUN, DECIDED, SUMMARISED, Decision, Now, Over
 from laststep.engine.wire import Decide, Located
@@ -39,7 +43,13 @@ class Following:
         self._number = 0
         """Of the last save that this rank joined."""
         self._refused = 0
-        """Of the last save that waits for this rank in vain."""
+        """Of the last save that waits for this rank in vain, which it has told."""
+        self._passed_by: Now | None = None
+        """The save of a higher step that the first rank led when this rank last saved another."""
+        self._passed_with, self._passed_s = 0, 0.0
+        """That other step, and when it was."""
+        self._until_s = math.inf
+        """When a step that the first rank does not save is wrong."""
         self._answered = ""
         """The last question that this rank has answered."""
         self._left: list[str] = []
@@ -78,32 +88,65 @@ class Following:
         """Find the first rank's save of this step."""
 
         def look() -> Now | None:
-            note = self._board.look("now")
-            now = None if note is None else msgspec.msgpack.decode(note, type=Now)
-            if now is not None and now.number > self._number:
+            now = self._now()
+            if now is not None and now.number > max(self._number, self._refused):
                 self._check_missed(one, now)
                 if now.step == one.step:
                     return now
-                self._refuse(one, now)
+                self._part_ways(one, now)
+            elif now is not None and time.monotonic() >= self._until_s:
+                raise Over(_apart(now, one))
             self._desk.agreements.join()
             return None
 
+        self._until_s = math.inf
         now = self._board.until(look, self._desk.until_s(one, BEGUN))
         if now is None:
             raise self._desk.absent(one, [self._desk.last_of(0)])
         self._number = one.number = now.number
+        self._passed_by = None
         one.groups, one.place = Groups(self._desk.rank.ranks, now.group_size), now.place
         if now.place is None:
             raise Over(now.problem)
         return now.place
 
-    def _refuse(self, one: Round, now: Now) -> None:
+    def _part_ways(self, one: Round, now: Now) -> None:
+        """The first rank saves another step. `Over` where this rank's is wrong, or gives way."""
+        if now.step > one.step:
+            if self._passed_by is None or self._passed_by.number != now.number:
+                # Perhaps it has left this one out, and the next of this rank's is that step.
+                self._passed_by, self._passed_with = now, one.step
+                self._passed_s = time.monotonic()
+                raise Over(_apart(now, one))
+            self._refuse(now, one.step)
+        elif self._until_s < math.inf:  # it has gone on, and not to this step
+            raise Over(_apart(now, one))
+        else:
+            self._until_s = time.monotonic() + grace_s(self._desk.deadline_s)
+            self._refuse(now, one.step)
+
+    def rest_s(self) -> float | None:
+        """When to look up where this rank has nothing to save; None: not at all."""
+        if self._passed_by is None or self._passed_by.number <= self._refused:
+            return None
+        until_s = self._passed_s + grace_s(self._desk.deadline_s)
+        return max(until_s - time.monotonic(), 0)
+
+    def look_up(self) -> None:
+        """The grace is over: the first rank waits in vain for this one to save that step."""
+        if self._passed_by is not None:
+            self._refuse(self._passed_by, self._passed_with)
+
+    def _refuse(self, now: Now, step: int) -> None:
         """The first rank waits for this one in vain: tell it, once."""
-        if self._refused < now.number:
-            self._refused = now.number
-            told = f"rank {self._desk.rank.number} saves step {one.step} and not {now.step}"
-            log.warning("step %d: the save of rank 0 fails: %s; %s", now.step, told, SAME_STEPS)
-            self._board.put(f"s/{now.number}/failed", f"{told}; {SAME_STEPS}".encode())
+        self._refused, self._passed_by = now.number, None
+        told = f"rank {self._desk.rank.number} saves step {step} and not {now.step}"
+        log.warning("step %d: the save of rank 0 fails: %s; %s", now.step, told, SAME_STEPS)
+        self._board.put(f"s/{now.number}/failed", f"{told}; {SAME_STEPS}".encode())
+
+    def _now(self) -> Now | None:
+        note = self._board.look("now")
+        return None if note is None else msgspec.msgpack.decode(note, type=Now)
 
     def _check_missed(self, one: Round, now: Now) -> None:
         """`Over`, and why, where the first rank has gone on without this one."""
@@ -112,8 +155,6 @@ class Following:
                 self._number = past.number
                 late = f"rank {self._desk.rank.number} took no part, and came late"
                 raise Over(past.reason or f"{late}; {SAME_STEPS}")
-        if now.step > one.step:
-            raise Over(f"rank 0 saves step {now.step} and not {one.step}; {SAME_STEPS}")
 
     def _speak(self, one: Round, groups: Groups, mine: Receipt) -> None:
         """Gather the receipts of this rank's group, and leave one summary."""
@@ -165,8 +206,7 @@ class Following:
             if told.asks is None:
                 return told
             self._answer(one, told.asks)
-        note = self._board.look("now")
-        now = None if note is None else msgspec.msgpack.decode(note, type=Now)
+        now = self._now()
         if now is None or now.number <= one.number:
             return None
         # This rank slept so long that the notes are gone.
@@ -181,3 +221,7 @@ class Following:
         if self._desk.rank.number in asked.ranks and self._answered != name:
             self._answered = name
             self._board.put(name, one.answer_to(asked))
+
+
+def _apart(now: Now, one: Round) -> str:
+    return f"rank 0 saves step {now.step} and not {one.step}; {SAME_STEPS}"

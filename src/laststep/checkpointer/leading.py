@@ -93,6 +93,13 @@ class Leading:
         with contextlib.suppress(LaststepError):  # the others find out, in the run
             self._tell(one, reason)
 
+    def rest_s(self) -> float | None:
+        """The first rank has nothing to look up to while it has nothing to save."""
+        return None
+
+    def look_up(self) -> None:
+        """Nothing, as above."""
+
     def warn(self, one: Round, reason: str) -> None:
         """This rank gives a save up: tell everybody."""
         self._tell(one, reason)

@@ -96,7 +96,7 @@ class Team:
     # -- on its thread ----------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (one := self._rounds.get()) is not None:
+        while (one := self._next()) is not None:
             try:
                 self._desk.settle(one, self._go(one))
                 # Nobody asks for these any more, and the next may come late.
@@ -107,6 +107,15 @@ class Team:
                 log.exception("the commit of step %d failed", one.step)
                 if one.link is not None:
                     one.link.failed(StorageFailed("a commit failed", found=repr(error)))
+
+    def _next(self) -> Round | None:
+        """The next save; None at the end. Others may wait for one that does not come."""
+        while True:
+            try:
+                return self._rounds.get(timeout=self._part.rest_s())
+            except queue.Empty:
+                with contextlib.suppress(LaststepError):  # they hear when their time is up
+                    self._part.look_up()
 
     def _go(self, one: Round) -> LaststepError | None:
         """Take part in a save; returns why it is given up, if it is."""
