@@ -8,12 +8,16 @@ as `(kind, fields)` through `to_wire` and `from_wire`; they never travel as pick
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 _SHOWN_PROBLEMS = 50
 
 
 class LaststepError(Exception):
     """The root of the tree; catch it to catch everything that laststep raises on purpose."""
+
+    missing: str | None = None
+    """The file that is not there, by its name within its store, where that is what was found."""
 
     def __init__(
         self,
@@ -35,6 +39,11 @@ class LaststepError(Exception):
         """The message for where the remedy is of no use, such as where it is being done."""
         return self._message(with_remedy=False)
 
+    def lacking(self, name: str) -> Self:
+        """The same error, which says what file is not there."""
+        self.missing = name
+        return self
+
     def _message(self, *, with_remedy: bool = True) -> str:
         text = self.what
         if self.where is not None:
@@ -53,6 +62,8 @@ class LaststepError(Exception):
         fields: dict[str, str | None] = {name: getattr(self, name) for name in names}
         if getattr(self, "transient", False):
             fields["transient"] = "yes"
+        if self.missing is not None:
+            fields["missing"] = self.missing
         return type(self).__name__, fields
 
 
@@ -165,4 +176,5 @@ def from_wire(kind: str, fields: dict[str, str | None]) -> LaststepError:
     )
     if isinstance(error, StorageFailed):
         error.transient = fields.get("transient") == "yes"
+    error.missing = fields.get("missing")
     return error

@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 import laststep
-from laststep.checkpointer import restoring
+from laststep.checkpointer.choosing import Choosing
 from laststep.storage.files import FileReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from laststep.catalog.content import Content
+    from laststep.checkpointer.choosing import Chosen
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -407,13 +410,15 @@ def test_a_checkpoint_that_retention_takes_meanwhile_is_no_damage(
         handle = ckpt.save(3)
         handle.wait()
         newest = handle.report.folder
-        really_open = restoring._open
+        really_open = Choosing.open
 
-        def open_late(run: object, folder: str, rank: int) -> object:
-            if folder == newest:
+        def open_late(choosing: Choosing, chosen: Chosen) -> Content:
+            if chosen.folder == newest:
                 shutil.rmtree(tmp_path / newest)
-            return really_open(run, folder, rank)
+            return really_open(choosing, chosen)
 
-        monkeypatch.setattr(restoring, "_open", open_late)
+        monkeypatch.setattr(Choosing, "open", open_late)
         restored = ckpt.restore()
-    assert (restored.step, restored.skipped, state["n"]) == (2, (), 2)
+    assert (restored.step, state["n"]) == (2, 2)
+    (skipped,) = restored.skipped  # nobody takes an older one without a word
+    assert (skipped.step, skipped.reason) == (3, "it was deleted meanwhile")

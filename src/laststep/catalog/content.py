@@ -293,7 +293,7 @@ def _open_file(store: Store, folder: str, record: FileRecord) -> DataFile:
         raise Corrupt(
             "a data file is missing", where=where, expected=f"{record.size_bytes} bytes",
             remedy=DAMAGE_REMEDY,
-        ) from error  # fmt: skip
+        ).lacking(path) from error  # fmt: skip
     try:
         _check_sizes(reader, record, where)
         header = read_header(reader, record, where)

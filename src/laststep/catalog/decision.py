@@ -50,7 +50,7 @@ def deleted(store: Store, folder: str) -> NotFound | None:
         "the checkpoint was deleted meanwhile",
         where=f"{store.url}/{folder}",
         remedy="`laststep ls` lists those that are there now",
-    )
+    ).lacking(f"{folder}/{MANIFEST_NAME}")
 
 
 def commit(store: Store, folder: str, decided: Commit) -> None:

@@ -79,7 +79,7 @@ def _read_once(store: Store, name: str, commit: Commit, record: GroupRecord) -> 
         raise Corrupt(
             "the manifest of a group of ranks is missing", where=where, expected=record.digest,
             remedy=DAMAGE_REMEDY,
-        ) from error  # fmt: skip
+        ).lacking(name) from error  # fmt: skip
     with contextlib.closing(reader):
         if reader.size_bytes > GROUP_LIMIT_BYTES:
             raise Corrupt(

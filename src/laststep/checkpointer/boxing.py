@@ -8,7 +8,7 @@ one rank does the same alone.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.codecs.digests import digest
 from laststep.dist.group import together
@@ -25,7 +25,7 @@ from laststep.state.tensors import Held, Laid, held_by
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from laststep.catalog.content import Content, Key
     from laststep.dist.group import Ranks
@@ -58,19 +58,16 @@ class BoxTransfer:
     def run(self, pool: Pool, threads: int) -> int:
         """Read and pass on; returns the bytes that this rank read."""
         ranks = self._ranks
-        placer = BoxPlacer(pool, ranks.rank, self._targets, self._dtypes, self._wants)
-        files = read_files(self._content)
-        read = functools.partial(_read, files=files, pool=pool, placer=placer, threads=threads)
-        passed_on = [placer.passed_on_bytes(chunk) for chunk in self._chunks]
-        turns = _turns(self._chunks, passed_on)
+        plan = together(ranks, lambda: self._prepare(pool, threads))
+        placer, turns = plan.placer, plan.turns
         read_bytes = 0
         error: Exception | None = None
-        with ranks.carrying(placer.device(), sum(passed_on)) as device:
+        with ranks.carrying(placer.device(), plan.passed_on_bytes) as device:
             for turn in range(ranks.largest(len(turns))):
                 mine = turns[turn] if turn < len(turns) and error is None else []
-                parcels = placer.expect(mine, device)
                 try:
-                    read_bytes += read(mine)
+                    parcels = placer.expect(mine, device)
+                    read_bytes += plan.read(mine)
                 except Exception as raised:  # noqa: BLE001 (told when all have had their turns)
                     error = raised
                     parcels = placer.expect([], device)
@@ -79,13 +76,19 @@ class BoxTransfer:
                         placer.unpack(Parcel(head, data))
                     except Exception as raised:  # noqa: BLE001 (as above: the others wait)
                         error = error or raised
-        placer.finish()
-        together(ranks, lambda: self._judge(error, placer))
+        together(ranks, lambda: _finish(placer, error))
+        # Only now: what a rank could not read is lacking on others, and no fault of the checkpoint.
+        together(ranks, lambda: self._check_whole(placer))
         return read_bytes
 
-    def _judge(self, error: Exception | None, placer: BoxPlacer) -> None:
-        if error is not None:
-            raise error
+    def _prepare(self, pool: Pool, threads: int) -> _Plan:
+        placer = BoxPlacer(pool, self._ranks.rank, self._targets, self._dtypes, self._wants)
+        files = read_files(self._content)
+        read = functools.partial(_read, files=files, pool=pool, placer=placer, threads=threads)
+        passed_on = [placer.passed_on_bytes(chunk) for chunk in self._chunks]
+        return _Plan(placer, _turns(self._chunks, passed_on), sum(passed_on), read)
+
+    def _check_whole(self, placer: BoxPlacer) -> None:
         lacking = placer.lacking()
         if lacking is not None:
             name = "/".join(self._keys[lacking])
@@ -93,6 +96,21 @@ class BoxTransfer:
                 "the parts of a tensor do not make it up", where=self._content.folder,
                 expected=f"every element of {name} once", remedy=DAMAGE_REMEDY,
             )  # fmt: skip
+
+
+class _Plan(NamedTuple):
+    """What a rank reads, and in how many turns."""
+
+    placer: BoxPlacer
+    turns: list[list[Chunk]]
+    passed_on_bytes: int
+    read: Callable[[Sequence[Chunk]], int]
+
+
+def _finish(placer: BoxPlacer, error: Exception | None) -> None:
+    placer.finish()
+    if error is not None:
+        raise error
 
 
 def read_files(content: Content) -> list[ReadFile]:

@@ -379,12 +379,12 @@ class Checkpointer(lifetimes.OnlyOne):
         # A part that was restored does not make whole what an earlier restore left mixed.
         if not outcome.mixed:
             self._mixed = None if only is None else mixed
-        found = outcome.listed
+        found = outcome.chosen
         # A part taken from an older checkpoint in mid-run does not turn the run back to it.
         if only is None or not (self._resumed or self._work.preflight):
             self._client.continue_from(continuing(found, self._seen))
-            self._ahead = {one for one in outcome.lineage_steps if one > outcome.commit.step}
-            self._taken = set(outcome.lineage_steps) - self._ahead
+            self._ahead = {step for step in found.lineage_steps if step > found.step}
+            self._taken = set(found.lineage_steps) - self._ahead
             self._resumed = True
         commit = outcome.commit
         return Restored(

@@ -361,7 +361,8 @@ class Transfer:
         )
         if self._boxes is not None:
             done += self._boxes.run(pool, threads)
-        copy_tensors([pair for match in self._matches for pair in match.copies])
+        pairs = [pair for match in self._matches for pair in match.copies]
+        together(self._ranks, lambda: copy_tensors(pairs))
         return done
 
 

@@ -10,17 +10,13 @@ import functools
 import logging
 import os
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import msgspec
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from laststep import interrupts
-from laststep.catalog.content import Content
-from laststep.catalog.listing import nearest_steps
-from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run, newest_epoch
 from laststep.catalog.starts import coming, still_coming
+from laststep.checkpointer.choosing import Asked, Choosing, Verdict, check_asked, open_run
 from laststep.checkpointer.loading import Fit, Transfer, fit, judge_twins, state_of_rank
 from laststep.checkpointer.parts import naming
 from laststep.dist.group import together
@@ -31,8 +27,10 @@ from laststep.events import Restored as RestoredEvent
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from laststep.catalog.content import Content
     from laststep.catalog.listing import Listed
     from laststep.catalog.run import LiveWriter
+    from laststep.checkpointer.choosing import Chosen
     from laststep.dist.group import Ranks
     from laststep.dist.ranks import Rank
     from laststep.engine.pool import Pool
@@ -78,12 +76,11 @@ class Restored:
 class Outcome:
     """What was restored."""
 
-    listed: Listed
+    chosen: Chosen
     commit: Commit
     skipped: tuple[Skipped, ...]
     problems: Problems
     mixed: bool
-    lineage_steps: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,92 +109,110 @@ def restore_into(
     """Restore; None where there is nothing yet and no step was asked for. `touched` is called with
     the folder's name before the first live byte changes, `saw`, on the first rank, with the newest
     epoch before each look at what there is. Saves of this process are over."""
-    look = functools.partial(_look, store, ranks, saw)
-    look(wait=True)
+    asked = None if wanted.only is None else tuple(wanted.only)
+    check_asked(ranks, Asked(step=wanted.step, only=asked, strict=wanted.strict))
+    together(ranks, lambda: _look_at_writers(store, saw) if ranks.rank.is_first else None)
     try:
-        run = together(ranks, lambda: Run.open(store))
+        run = open_run(store, ranks)
     except NotFound:
         if wanted.step is not None:
             raise
         return None
-    lineage, left = together(ranks, lambda: _candidates(run, wanted))
+    choosing = Choosing(run, wanted.step, ranks, saw)
+    attempt = _Attempt(choosing, providers, pool, wanted, ranks, touched)
     skipped: list[Skipped] = []
-    last: Corrupt | None = None
-    changed = False
-    passed: set[str] = set()
-    while left := _of_first(ranks, left):
+    deleted: list[Chosen] = []
+    last: LaststepError | None = None
+    while (chosen := choosing.next()) is not None:
         interrupts.let_in()
-        folder = left.pop()
-        passed.add(folder)
         began = time.perf_counter()
         try:
-            listed, content = together(ranks, functools.partial(_open, run, folder, ranks))
-        except NotFound as gone:
-            if wanted.step is not None:
+            done = attempt.restore(chosen)
+        except (Corrupt, NotFound) as error:
+            verdict = choosing.judge(chosen, error)
+            if verdict is Verdict.UNSEEN:
+                choosing.wait_to_see(chosen, error)
+            elif verdict is Verdict.DELETED and wanted.step is None:
+                log.warning("%s is gone, and the run is listed again: %s", chosen.folder, error)
+                deleted.append(chosen)
+                choosing.list_again()
+            elif isinstance(error, NotFound):
                 raise
-            # Retention takes a checkpoint only after a commit, so there may be a newer one now.
-            log.info("looking again: %s", gone)
-            look()
-            lineage = together(ranks, run.lineage)
-            left = [one.folder for one in lineage if one.folder not in passed]
-            continue
-        except Corrupt as error:
-            last = _pass_over(folder, error, wanted, bus, skipped)
-            continue
-        try:
-            with content:
-                found = fit(
-                    content, providers, wanted.only, strict=wanted.strict,
-                    where=f"{store.url}/{listed.folder}", remedy=_REMEDY, ranks=ranks,
-                )  # fmt: skip
-                transfer = Transfer(content, found.matches, ranks)
-                touched(listed.folder)
-                changed_before, changed = changed, True
-                size = transfer.run(pool, wanted.threads)
-                judge_twins(found, ranks)
-                give = functools.partial(
-                    hand_over, content, found, providers, pool, ranks.rank,
-                    allow_pickle=wanted.allow_pickle,
-                )  # fmt: skip
-                together(ranks, give)
-        except Corrupt as error:
-            last = _pass_over(folder, error, wanted, bus, skipped)
+            else:
+                _pass_over(chosen, error, wanted, bus, skipped)
+                choosing.go_on()
+            last = error
             continue
         seconds = time.perf_counter() - began
         bus.emit(
-            RestoredEvent(step=listed.step, folder=listed.folder, size_bytes=size, seconds=seconds)
+            RestoredEvent(
+                step=chosen.step, folder=chosen.folder, size_bytes=done.size_bytes, seconds=seconds
+            )
         )
-        position = lineage.index(listed) if listed in lineage else -1
-        return Outcome(
-            listed=listed, commit=content.commit, skipped=tuple(skipped), problems=found.problems,
-            # What a damaged checkpoint had put in place may lie beyond what this one covers.
-            mixed=changed_before and (bool(found.problems) or wanted.only is not None),
-            lineage_steps=tuple(one.step for one in lineage[: position + 1]) or (listed.step,),
-        )  # fmt: skip
+        gone = [_skip(one, "it was deleted meanwhile") for one in deleted if one.step > chosen.step]
+        return replace(done.outcome, skipped=(*gone, *skipped))
     if last is not None:
-        raise _none_left(store, skipped) from last
+        raise _none_left(store, skipped, deleted) from last
     return None
 
 
-def _look(store: Store, ranks: Ranks, saw: Callable[[int], None], *, wait: bool = False) -> None:
-    """On the first rank, which decides: see which epoch is the newest, before what it has saved."""
-    if ranks.rank.is_first:
-        if wait:
-            wait_for_writers(store)
-        saw(newest_epoch(store))
+def _look_at_writers(store: Store, saw: Callable[[int], None]) -> None:
+    """See to it that nothing is coming, and which epoch is the newest, before any look at what
+    there is."""
+    wait_for_writers(store)
+    saw(newest_epoch(store))
 
 
-def _candidates(run: Run, wanted: Wanted) -> tuple[tuple[Listed, ...], list[str]]:
-    """The lineage, and the folders to try, the last one first."""
-    lineage = run.lineage()
-    if wanted.step is not None:
-        return lineage, [_named(run, wanted.step).folder]
-    return lineage, [one.folder for one in lineage]
+class _Done(NamedTuple):
+    outcome: Outcome
+    size_bytes: int
 
 
-def _of_first(ranks: Ranks, folders: list[str]) -> list[str]:
-    """What the first rank has found: all try the same, in the same order."""
-    return msgspec.msgpack.decode(ranks.tell(0, msgspec.msgpack.encode(folders)), type=list[str])
+class _Attempt:
+    """Tries to restore checkpoints, one after the other."""
+
+    def __init__(
+        self,
+        choosing: Choosing,
+        providers: Mapping[str, StateProvider],
+        pool: Pool,
+        wanted: Wanted,
+        ranks: Ranks,
+        touched: Callable[[str], None],
+    ) -> None:
+        self._choosing = choosing
+        self._providers = providers
+        self._pool = pool
+        self._wanted = wanted
+        self._ranks = ranks
+        self._touched = touched
+        self._changed = False
+        """Whether an earlier one may have put something in place."""
+
+    def restore(self, chosen: Chosen) -> _Done:
+        """That one, on all ranks; what fails on one fails on all."""
+        wanted, ranks, pool = self._wanted, self._ranks, self._pool
+        with self._choosing.open(chosen) as content:
+            found = fit(
+                content, self._providers, wanted.only, strict=wanted.strict,
+                where=f"{self._choosing.url}/{chosen.folder}", remedy=_REMEDY, ranks=ranks,
+            )  # fmt: skip
+            transfer = Transfer(content, found.matches, ranks)
+            self._touched(chosen.folder)
+            changed_before, self._changed = self._changed, True
+            size = transfer.run(pool, wanted.threads)
+            judge_twins(found, ranks)
+            give = functools.partial(
+                hand_over, content, found, self._providers, pool, ranks.rank,
+                allow_pickle=wanted.allow_pickle,
+            )  # fmt: skip
+            together(ranks, give)
+        outcome = Outcome(
+            chosen=chosen, commit=content.commit, skipped=(), problems=found.problems,
+            # What a damaged checkpoint had put in place may lie beyond what this one covers.
+            mixed=changed_before and (bool(found.problems) or wanted.only is not None),
+        )  # fmt: skip
+        return _Done(outcome, size)
 
 
 def hand_over(
@@ -233,30 +248,27 @@ def hand_over(
 
 
 def _pass_over(
-    folder: str, error: Corrupt, wanted: Wanted, bus: Bus, skipped: list[Skipped]
-) -> Corrupt:
+    chosen: Chosen, error: Corrupt, wanted: Wanted, bus: Bus, skipped: list[Skipped]
+) -> None:
     """Go on to an older one and say so; a step that was asked for has none to stand in for it."""
     if wanted.step is not None:
         raise error
-    reason = error.without_remedy()  # which is to take the newest good one: so it is done
-    name = parse_folder(folder)
-    step = -1 if name is None else name.step
-    skipped.append(Skipped(step=step, folder=folder, reason=reason))
-    bus.emit(PassedOver(step=step, folder=folder, reason=reason))
-    return error
+    # Without the remedy, which is to take the newest good one: so it is done.
+    skipped.append(_skip(chosen, error.without_remedy()))
+    bus.emit(PassedOver(step=chosen.step, folder=chosen.folder, reason=skipped[-1].reason))
 
 
-def _open(run: Run, folder: str, ranks: Ranks) -> tuple[Listed, Content]:
-    listed = run.find(folder)
-    if listed is None:
-        raise NotFound("the checkpoint was deleted meanwhile", where=f"{run.store.url}/{folder}")
-    if listed.commit is None:
-        raise listed.error or Corrupt("the manifest cannot be read", where=listed.folder)
-    number, several = ranks.rank.number, ranks.size > 1
-    return listed, Content(run.store, folder, listed.commit, rank=number, by_rank=several)
+def _skip(chosen: Chosen, reason: str) -> Skipped:
+    return Skipped(step=chosen.step, folder=chosen.folder, reason=reason)
 
 
-def _none_left(store: Store, skipped: list[Skipped]) -> Corrupt:
+def _none_left(store: Store, skipped: list[Skipped], deleted: list[Chosen]) -> LaststepError:
+    if not skipped:
+        return NotFound(
+            "the checkpoints of this run were deleted while they were looked at", where=store.url,
+            found="; ".join(f"{one.folder} is gone" for one in deleted[:3]),
+            remedy="`laststep ls` lists what is there; restore() again to begin anew if it is none",
+        )  # fmt: skip
     return Corrupt(
         f"none of the {len(skipped)} checkpoints of this run can be restored",
         where=store.url,
@@ -264,22 +276,6 @@ def _none_left(store: Store, skipped: list[Skipped]) -> Corrupt:
         remedy=f"`laststep verify {store.url}` lists all damage; a copy of the run may still be "
         "good, and a new run elsewhere begins from the start",
     )
-
-
-def _named(run: Run, step: int) -> Listed:
-    """The checkpoint of that step: on the lineage, or else the last one committed beside it."""
-    found = [one for one in run.checkpoints() if one.step == step]
-    on_lineage = [one for one in found if one.on_lineage]
-    if on_lineage:
-        return on_lineage[-1]
-    if found:
-        log.warning("step %d is not on the lineage of this run: %s", step, found[-1].folder)
-        return found[-1]
-    raise NotFound(
-        f"there is no checkpoint of step {step}", where=run.store.url,
-        found=nearest_steps((one.step for one in run.checkpoints()), step),
-        remedy="restore() without a step takes the newest",
-    )  # fmt: skip
 
 
 def newest_of(store: Store) -> Listed | None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from laststep.catalog.epochs import Writer
     from laststep.catalog.listing import Listed
+    from laststep.checkpointer.choosing import Chosen
     from laststep.checkpointer.keep import Keep
     from laststep.checkpointer.team import Team
     from laststep.config import Settings
@@ -71,7 +72,7 @@ def client_of(store: Store, pool: Pool, settings: Settings, keep: Keep | None, b
     return Client(launch, pool, bus, start)
 
 
-def continuing(found: Listed | None, seen: int, *, resumed: bool = True) -> Continue:
+def continuing(found: Listed | Chosen | None, seen: int, *, resumed: bool = True) -> Continue:
     """What saves continue from: what was found when that epoch was the newest, or nothing."""
     if found is None:
         return Continue(seen=seen)

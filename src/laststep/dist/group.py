@@ -20,7 +20,14 @@ import torch
 import torch.distributed as dist
 
 from laststep.dist.carrying import HOST, Carrier, DeviceCarrier, Under, has_nccl
-from laststep.errors import LaststepError, Mismatch, StorageFailed, from_wire
+from laststep.errors import (
+    Corrupt,
+    LaststepError,
+    Mismatch,
+    NotFound,
+    StorageFailed,
+    from_wire,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -281,38 +288,64 @@ def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
 
 
+_CONSEQUENCES = (Corrupt, NotFound)
+"""What a rank may conclude because another has failed, the likeliest first: no cause if there is
+another. A checkpoint is passed over for `Corrupt`, so nothing else may look like it."""
+
+
 def together(ranks: Ranks, work: Callable[[], T]) -> T:
     """Do something on every rank. Where it fails on any, it fails on all, with an error of the kind
-    that the first rank has on which it did: all go on alike."""
-    error: BaseException | None = None
+    that is the cause (`_weight`), on the first rank that has one: all go on alike."""
+    error: LaststepError | None = None
     result: T | None = None
     try:
         result = work()
-    except Exception as raised:  # noqa: BLE001 (raised again below, when the others know)
+    except LaststepError as raised:
         error = raised
+    except MemoryError as raised:  # of this machine: it says nothing about the checkpoint either
+        error = _caused(StorageFailed("there is too little memory", found=repr(raised)), raised)
+    except Exception as raised:  # noqa: BLE001 (raised again below, when the others know)
+        error = _caused(_Foreign(repr(raised)), raised)
     try:
         if ranks.largest(error is not None):
-            raise _first(ranks, error)
+            raise _cause(ranks, error)
     finally:
         # An error and the frames it came through would hold each other, and what is restored.
         del error
     return result  # type: ignore[return-value]
 
 
-def _first(ranks: Ranks, error: BaseException | None) -> BaseException:
-    """The error of the first rank that has one, or this rank's own if it is of the same kind."""
-    told = error if isinstance(error, LaststepError) else LaststepError(repr(error))
-    for rank, heard in enumerate(ranks.gather(b"" if error is None else _encode(told))):
-        if not heard:
-            continue
-        kind, fields = msgspec.msgpack.decode(heard)
-        if error is not None and (rank == ranks.rank.number or type(error).__name__ == kind):
-            return error
-        fields["what"] = f"rank {rank}: {fields['what']}"
-        first = from_wire(kind, fields)
-        first.__cause__ = error
-        return first
-    return told
+class _Foreign(LaststepError):
+    """Stands for an error that is not ours, such as one of a provider, until all have heard."""
+
+
+def _caused(error: LaststepError, by: Exception) -> LaststepError:
+    error.__cause__ = by
+    return error
+
+
+def _weight(kind: str, fields: Mapping[str, str | None]) -> int:
+    """Which of several errors is the cause: the one of the least weight. What a rank found missing
+    weighs more than what it found wrong: it may only not have seen it."""
+    names = [one.__name__ for one in _CONSEQUENCES]
+    weight = 2 * (names.index(kind) + 1) if kind in names else 0
+    return weight + ("missing" in fields)
+
+
+def _cause(ranks: Ranks, error: LaststepError | None) -> BaseException:
+    """The error that is the cause of all others, or this rank's own if it is of the same kind."""
+    notes = ranks.gather(b"" if error is None else _encode(error))
+    told = [(rank, *msgspec.msgpack.decode(note)) for rank, note in enumerate(notes) if note]
+    rank, kind, fields = min(told, key=lambda one: _weight(one[1], one[2]))
+    own = error is not None and _weight(*error.to_wire()) == _weight(kind, fields)
+    if error is not None and (rank == ranks.rank.number or (own and type(error).__name__ == kind)):
+        if isinstance(error, _Foreign) and error.__cause__ is not None:
+            return error.__cause__
+        return error
+    fields["what"] = f"rank {rank}: {fields['what']}"
+    cause = from_wire(kind, fields)
+    cause.__cause__ = error
+    return cause
 
 
 def _encode(error: LaststepError) -> bytes:

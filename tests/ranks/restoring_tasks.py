@@ -1,0 +1,179 @@
+"""Restores in which one rank reads, sees or asks for something else than the others."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch.distributed as dist
+from tasks import Heard, fill, filled_with, kinds, opened, sharded_model
+
+from laststep.checkpointer import choosing, restoring
+from laststep.errors import NotFound
+from laststep.storage.directory import DirectoryStore
+from laststep.storage.files import FileReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "EIO": lambda: OSError(errno.EIO, os.strerror(errno.EIO)),
+    "ESTALE": lambda: OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
+    "memory": MemoryError,
+}
+
+
+@contextlib.contextmanager
+def failing_reads(folder: str, how: str) -> Iterator[None]:
+    """Reads of tensors of that checkpoint fail as the system would have them fail."""
+    inner = FileReader.read_into
+
+    def read_into(self: FileReader, offset: int, into: memoryview) -> int:
+        if folder in self._path and "model-r" in self._path and offset >= 4096:
+            if how == "memory":
+                raise MemoryError
+            with mock.patch.object(os, "preadv", mock.Mock(side_effect=ERRORS[how]())):
+                return inner(self, offset, into)
+        return inner(self, offset, into)
+
+    with mock.patch.object(FileReader, "read_into", read_into):
+        yield
+
+
+def newest(run: str) -> str:
+    return max(path.name for path in Path(run).glob("step-*"))
+
+
+def load_with_read_error(run: str, who: int, how: str) -> dict[str, Any]:
+    """What a rank says whose neighbour cannot read, and what it restores once that one can."""
+    model = sharded_model()
+    fill(model, -1)
+    with opened(run, model=model) as c:
+        bad = failing_reads(newest(run), how)
+        with bad if dist.get_rank() == who else contextlib.nullcontext():
+            error = kinds(c.restore)
+        mixed = kinds(lambda: c.save(9))
+        dist.barrier()
+        restored = c.restore()
+    return {
+        "error": error, "mixed": mixed[0], "step": restored.step, "skipped": restored.skipped,
+        "found": filled_with(model),
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def blind_to(folder: str, times: int) -> Iterator[None]:
+    """The store of this rank shows nothing of that checkpoint, so many times it is asked: a view of
+    a network's filesystem that is old."""
+    left = [times]
+    inner_list, inner_open, inner_read = (
+        DirectoryStore.list, DirectoryStore.open_reader, DirectoryStore.read,
+    )  # fmt: skip
+
+    def hidden() -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    def listed(self: DirectoryStore, name: str) -> list[Any]:
+        if name.startswith(folder):
+            return [] if hidden() else inner_list(self, name)
+        entries = inner_list(self, name)
+        return [e for e in entries if e.name != folder] if left[0] > 0 else entries
+
+    def opened_reader(self: DirectoryStore, name: str, **more: Any) -> Any:
+        if name.startswith(folder) and hidden():
+            raise NotFound("there is no such file", where=name)
+        return inner_open(self, name, **more)
+
+    def read(self: DirectoryStore, name: str, **more: Any) -> bytes:
+        if name.startswith(folder) and hidden():
+            raise NotFound("there is no such file", where=name)
+        return inner_read(self, name, **more)
+
+    with (
+        mock.patch.object(DirectoryStore, "list", listed),
+        mock.patch.object(DirectoryStore, "open_reader", opened_reader),
+        mock.patch.object(DirectoryStore, "read", read),
+    ):
+        yield
+
+
+def load_blindly(run: str, who: int, times: int) -> dict[str, Any]:
+    """One rank does not see the newest checkpoint at first, or at all."""
+    model = sharded_model()
+    fill(model, -1)
+    blind = blind_to(newest(run), times) if dist.get_rank() == who else contextlib.nullcontext()
+    found: dict[str, Any] = {"step": None, "skipped": None}
+
+    def restore() -> None:
+        restored = c.restore()
+        found.update(step=restored.step, skipped=restored.skipped)
+
+    with (
+        opened(run, model=model) as c, mock.patch.object(choosing, "PATIENCE_S", 0.5),
+        mock.patch.object(choosing, "PAUSE_S", 0.05), Heard() as warnings,
+    ):  # fmt: skip
+        with blind:
+            found["error"] = kinds(restore)
+        found["state"] = filled_with(model)
+    return found | {"warnings": warnings}
+
+
+def load_without_a_run(run: str, who: int) -> tuple[str, str]:
+    """The first rank sees no run where another does: it may not be mounted there."""
+    mine = run if dist.get_rank() == who else f"{run}-elsewhere"
+    Path(mine).mkdir(exist_ok=True)
+    with opened(run, model=sharded_model()) as c:
+        c._store = DirectoryStore(mine)
+        return kinds(c.restore)
+
+
+def load_pruned(run: str, aside: str, who: int) -> dict[str, Any]:
+    """When all have opened the newest checkpoint, a newer one is committed, and retention takes the
+    one that is being restored."""
+    model = sharded_model()
+    fill(model, -1)
+    fit, folder, pruned = restoring.fit, newest(run), []
+
+    def late(*arguments: Any, **more: Any) -> Any:
+        found = fit(*arguments, **more)
+        if not pruned:
+            pruned.append(True)
+            dist.barrier()
+            if dist.get_rank() == who:
+                for one in Path(aside).glob("step-*"):
+                    one.rename(Path(run) / one.name)
+                (Path(run) / folder / "manifest.json").unlink()
+                shutil.rmtree(Path(run) / folder)
+            dist.barrier()
+        return found
+
+    with opened(run, model=model) as c, mock.patch.object(restoring, "fit", late):
+        restored = c.restore()
+        saved = kinds(lambda: c.save(9).wait())
+    return {
+        "step": restored.step, "skipped": restored.skipped, "found": filled_with(model),
+        "saved": saved,
+    }  # fmt: skip
+
+
+def ask_apart(run: str, what: str) -> tuple[str, str]:
+    """Every rank asks for something of its own."""
+    rank = dist.get_rank()
+    asked: dict[str, Any] = {
+        "step": {"step": 1 + rank}, "newest": {"step": 1 if rank else None},
+        "only": {"only": ["model/weight"] if rank else None}, "strict": {"strict": bool(rank)},
+    }[what]  # fmt: skip
+    model = sharded_model()
+    fill(model, -1)
+    with opened(run, model=model) as c:
+        error = kinds(lambda: c.restore(**asked))
+        assert filled_with(model) == {-1.0}
+        c.restore(2)
+    assert filled_with(model) == {2.0}
+    return error
