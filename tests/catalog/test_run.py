@@ -413,14 +413,24 @@ def test_old_temporary_names_are_removed_everywhere(run: Run, save: Save, tmp_pa
     names = [f"{folder}/manifest.json.tmp-1", "run.json.tmp-1", "epochs/00000001.json.tmp-1"]
     for name in names:
         (root / name).write_bytes(b"1")
-    (root / "step-00000009.1-9.tmp-1").mkdir()
-    (root / "step-00000009.1-9.tmp-1" / "data").write_bytes(b"1")
     assert run.orphans() == ()
     later = time.time() + 3700
-    assert len(run.clean(now_s=later)) == 4
+    assert len(run.clean(now_s=later)) == 3
     assert run.orphans(now_s=later) == ()
     assert _steps(run) == [1]
     assert not list(root.rglob("*.tmp-*"))
+
+
+def test_a_folder_that_is_half_deleted_is_removed_at_once_and_no_other_temporary_one(
+    run: Run, save: Save, tmp_path: Path
+) -> None:
+    save(run, 1, run.claim_epoch(None), 1)
+    names = ("step-00000009.1-9.tmp-1", "mine.tmp-1")
+    for name in names:
+        (tmp_path / "run" / name).mkdir()
+        (tmp_path / "run" / name / "data").write_bytes(b"1")
+    assert [one.name for one in run.clean()] == [names[0]]
+    assert _steps(run) == [1]
 
 
 def test_a_writer_discards_its_own_attempt_only_after_giving_it_up(run: Run, save: Save) -> None:

@@ -1,9 +1,9 @@
 """What crashes leave behind in a run, and its removal.
 
-Only what no live writer can still want: attempts that were given up or whose writer is dead, and
-temporary names and free witnesses older than an hour. Committed checkpoints are never touched, and
-nothing that lies behind a link is. A free lock proves death only under the same kernel; the attempt
-of another machine must also have been quiet for an hour.
+Only what no live writer can still want: attempts that were given up or whose writer is dead, what
+somebody has deleted by half, and temporary names and free witnesses older than an hour. Committed
+checkpoints are never touched, and nothing that lies behind a link is. A free lock proves death only
+under the same kernel; the attempt of another machine must also have been quiet for an hour.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from laststep.catalog import decision
 from laststep.catalog.epochs import Epochs, is_here
-from laststep.catalog.names import EPOCHS_FOLDER, parse_witness
+from laststep.catalog.names import EPOCHS_FOLDER, parse_folder, parse_witness
 from laststep.errors import Corrupt
 from laststep.format.manifest import Abort
 
@@ -136,5 +136,13 @@ def _debris(entries: Iterable[Entry], folder: str, now_s: float) -> list[Orphan]
             size_bytes=entry.size_bytes,
         )
         for entry in entries
-        if _TEMPORARY in entry.name.rpartition("/")[2] and now_s - entry.modified_s > QUIET_S
+        if _TEMPORARY in entry.name.rpartition("/")[2]
+        and (now_s - entry.modified_s > QUIET_S or _is_half_deleted(entry, folder))
     ]
+
+
+def _is_half_deleted(entry: Entry, folder: str) -> bool:
+    """A checkpoint or an attempt that has lost its name: nobody wants it back, and whoever may
+    still be deleting it does not mind help."""
+    named = parse_folder(entry.name.partition(_TEMPORARY)[0])
+    return not folder and entry.is_folder and not entry.is_link and named is not None
