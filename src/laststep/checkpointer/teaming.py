@@ -51,7 +51,8 @@ def all_ranks(rank: Rank, settings: Settings, team: Team | None) -> Ranks:
     if team is None:
         return Alone(rank)
     # The first rank may wait for a save that another process has not finished.
-    group = Group(rank, deadline_s=settings.deadline_s + PATIENCE_S)
+    name = team.agreements.board.prefix
+    group = Group(rank, name, deadline_s=settings.deadline_s + PATIENCE_S)
     team.meet(group)
     return group
 

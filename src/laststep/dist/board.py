@@ -59,7 +59,8 @@ class Board:
     def __init__(self, prefix: str, *, ranks: int = 1, patience_s: float = _CALL_S) -> None:
         """A question that is not answered within `patience_s`, or 30 s, is an error. So many
         `ranks` ask the same store."""
-        self._prefix = prefix
+        self.prefix = prefix
+        """What all names begin with, on all ranks."""
         self._look_s = max(_LOOK_S, ranks * _LOOK_EACH_S)
         self._patience_s = min(patience_s, _CALL_S)
         self._default: Any = distributed_c10d._get_default_store()  # noqa: SLF001 (no other way)
@@ -69,7 +70,7 @@ class Board:
 
     def under(self, name: str) -> None:
         """Lie under that name as well; before anything was asked."""
-        self._prefix += f"/{name}"
+        self.prefix += f"/{name}"
 
     def put(self, name: str, note: bytes) -> None:
         """Leave a note, and see that it is there: to a store that is gone it would seem to be."""
@@ -181,7 +182,7 @@ class Board:
                 continue
             try:
                 if store is None:  # here, since connecting can stand still as well
-                    store = distributed_c10d.PrefixStore(self._prefix, self._default.clone())
+                    store = distributed_c10d.PrefixStore(self.prefix, self._default.clone())
                     store.set_timeout(timedelta(seconds=_CALL_S))
                 one.answer = one.ask(store)
             except Exception as error:  # noqa: BLE001 (raised by whoever asked)

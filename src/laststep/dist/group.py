@@ -19,6 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from laststep.dist.arriving import awaited
 from laststep.dist.carrying import HOST, Carrier, DeviceCarrier, Under, has_nccl
 from laststep.errors import (
     Corrupt,
@@ -64,6 +65,9 @@ class Ranks(Protocol):
     size: int
     """How many do so together."""
 
+    def arrive(self) -> None:
+        """Wait for all to restore, and say in the log for whom."""
+
     def gather(self, note: bytes) -> list[bytes]:
         """The notes of all ranks, on all ranks."""
 
@@ -91,6 +95,9 @@ class Alone:
         self.rank = rank
         self.size = 1
 
+    def arrive(self) -> None:
+        pass
+
     def gather(self, note: bytes) -> list[bytes]:
         return [note]
 
@@ -112,13 +119,29 @@ class Alone:
 class Group:
     """The ranks of a job of several; made by all of them at once."""
 
-    def __init__(self, rank: Rank, *, deadline_s: float) -> None:
+    def __init__(self, rank: Rank, name: str, *, deadline_s: float) -> None:
+        """`name` is this group's, on all ranks."""
         self.rank = rank
         self.size = rank.ranks
-        self._group = _asked(
-            lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
-        )
+        self._name = name
+        self._deadline_s = deadline_s
+        self._arrivals = 0
+        timeout = timedelta(seconds=deadline_s)
+        self._group = self._awaited(lambda: dist.new_group(backend="gloo", timeout=timeout))
         self._carrier = self._host = Carrier(self._group)
+
+    def arrive(self) -> None:
+        self._awaited(lambda: self.largest(0))
+
+    def _awaited(self, call: Callable[[], T]) -> T:
+        self._arrivals += 1
+
+        def work() -> T:
+            name = f"{self._name}/restore/{self._arrivals}"
+            with awaited(self.rank, "restore()", name, self._deadline_s):
+                return call()
+
+        return _asked(work)
 
     def gather(self, note: bytes) -> list[bytes]:
         # Mostly there is little to tell: that fits beside its length, and one round is enough.
