@@ -41,6 +41,13 @@ def said(one: object, other: object) -> str:
     (Tagged("owned", ["StepLR", {}]), Tagged("owned", ["CyclicLR", {}]),
      "extra is 'StepLR' on rank 1 and 'CyclicLR' on rank 3"),
     ({"order": list(range(99))}, {"order": list(range(100))}, "extra/order differs between rank 1"),
+    ({"a": float("nan")}, {"a": -float("nan")},
+     "extra/a is nan (7ff8000000000000) on rank 1 and nan (fff8000000000000) on rank 3"),
+    ({"a": (1.0, float("nan"))}, {"a": (1.0, -float("nan"))}, "extra/a differs between rank 1"),
+    ({"p": {"a": 1, "b": 2}}, {"p": {"b": 2, "a": 1}},
+     "extra/p has its keys in another order on rank 3 than on rank 1: 'b' and not 'a' at place 0"),
+    ({"a": 1, 2: 2}, {2: 2, "a": 1}, "extra has its keys in another order on rank 3 than on"),
+    (dict.fromkeys(range(999), 0), dict.fromkeys(range(998, -1, -1), 0), "extra has its keys in"),
     ({"a": b"1"}, {"a": b"2"}, "extra/a differs between rank 1 and rank 3"),
     ({"a": {1, 2}}, {"a": {1, 3}}, "extra/a differs between rank 1 and rank 3"),
     ({"a": Tagged("dtype", "a")}, {"a": Tagged("dtype", "b")}, "extra/a differs between rank 1"),
@@ -62,14 +69,8 @@ def test_a_rank_that_shows_nothing_leaves_the_item_named() -> None:
     assert message.startswith("item 'extra' differs between rank 1 and rank 3; ")
 
 
-def test_an_order_that_differs_leaves_the_item_named() -> None:
-    assert said({"a": 1, "b": 2}, {"b": 2, "a": 1}).startswith(
-        "item 'extra' differs between rank 1"
-    )
-
-
 def test_what_is_shown_is_short_whatever_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {"tensors": {f"w{n}": TensorRef(f"w{n}") for n in range(1000)}, "order": [*range(10**5)]}
-    assert len(msgspec.msgpack.encode(shown(tree))) < 100
+    assert len(msgspec.msgpack.encode(shown(tree))) < 400
     monkeypatch.setattr(differing, "_MOST", 10)
     assert len(shown({str(number): number for number in range(1000)})) == 10

@@ -128,6 +128,7 @@ class Worker:
       another command runs;
     - `fail`: the next description raises;
     - `grow`: the state is described otherwise from now on;
+    - `reshape N`: a tensor has so many elements from now on;
     - `forget`: end without `close()`.
     """
 
@@ -213,6 +214,10 @@ class Worker:
     def do_grow(self, rest: str) -> None:
         self.state[f"more{len(self.state)}"] = torch.ones(10)
         say("done", "grow")
+
+    def do_reshape(self, rest: str) -> None:
+        self.state["t"] = torch.zeros(int(rest))
+        say("done", "reshape")
 
     def do_helper(self, rest: str) -> None:
         say("helper", self.checkpointer._client.helper_pid)

@@ -222,6 +222,37 @@ def test_a_state_that_changes_on_all_ranks_or_on_one_is_agreed_on_anew(patient: 
     patient.works()
 
 
+def test_a_tensor_of_another_shape_is_blamed_on_the_rank_that_has_it(patient: Standing) -> None:
+    patient.works()
+    size = 1 << 18
+    patient.ranks[1].do("reshape 7")
+    for error in patient.job.fails(patient.step()):
+        assert f"state/t: float32[7] on rank 1, float32[{size}] on ranks 0, 2" in error
+        assert "rank 0: " not in error
+    patient.ranks[1].do(f"reshape {size}")
+    patient.works()
+
+
+def test_a_rank_that_alone_calls_restore_says_whom_it_waits_for(
+    start_job: Callable[..., Job], run_folder: Path
+) -> None:
+    job = start_job(3)
+    job.open(run_folder, deadline_s=LONG_S)
+    for expected in ("None", "1"):
+        job.tell("restore", [0, 2])
+        told = "restore() waits for rank 1, for 150 s at most: every rank has to call it"
+        for number in (0, 2):
+            log = job.ranks[number].log
+            wait_until(lambda log=log, told=told: log.read_text().count(told) > 0)
+            log.write_text("")
+        job.tell("restore", [1])
+        for rank in job.ranks:
+            rank.hear("restored", expected)
+        if expected == "None":
+            job.save(1)
+    job.close()
+
+
 def test_a_rank_that_skips_a_save_makes_all_give_it_up(
     start_job: Callable[..., Job], run_folder: Path
 ) -> None:

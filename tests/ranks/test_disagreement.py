@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(("how", "said"), [
-    ("shape", ("state/w", "[4] on rank 0", "[5] on rank 2")),
-    ("dtype", ("state/w", "float32[4] on rank 0", "float64[4] on rank 2")),
+    ("shape", ("state/w", "float32[5] on rank 2, float32[4] on ranks 0, 1")),
+    ("dtype", ("state/w", "float64[4] on rank 2, float32[4] on ranks 0, 1")),
     ("layout", ("state/w", "rank 2, which does not hold it so")),
     ("lacking", ("state/w", "rank 2, which does not hold it so")),
 ])  # fmt: skip

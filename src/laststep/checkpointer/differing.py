@@ -2,11 +2,14 @@
 
 Pure. The ranks show their values by name: what is short as it is written, the rest by a digest, and
 of very many only the first. A flat list is one value: the order of a million samples is one name.
+The order of a dict is part of it: it comes back in the order in which it was saved.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import struct
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -24,6 +27,8 @@ _SHORT = 40
 _MOST = 10_000
 _DIGEST = b"\0"
 """Before a digest; no value is written so."""
+_ORDER, _ORDER_SHOWN = "\0", 200
+"""Before the name of a dict whose keys are shown in their order; so many bytes of them."""
 
 Values = dict[str, bytes]
 
@@ -49,8 +54,13 @@ def describe(differing: Differing, shown: Mapping[int, Values]) -> str:
     """What to say of it, from the values that both ranks have shown, or did not show in time."""
     item, (one, other) = differing.item, differing.ranks
     mine, theirs = shown.get(one, {}), shown.get(other, {})
-    names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+    differing_names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+    names = [name for name in differing_names if not name.startswith(_ORDER)]
     remedy = "make it the same on all, or wrap the item in laststep.PerRank if each has its own"
+    if one in shown and other in shown and differing_names and not names:
+        name = differing_names[0]
+        found = _of_order(item, name, mine.get(name, b""), theirs.get(name, b""), (one, other))
+        return f"{found}; the order is part of the state: {remedy}"
     if one not in shown or other not in shown or not names:
         return f"item {item!r} differs between rank {one} and rank {other}; {remedy}"
     name = names[0]
@@ -65,6 +75,17 @@ def describe(differing: Differing, shown: Mapping[int, Values]) -> str:
     return f"{found}{more}; {remedy}"
 
 
+def _of_order(item: str, name: str, mine: bytes, theirs: bytes, ranks: tuple[int, int]) -> str:
+    """The first place at which two ranks have another key."""
+    where = f"{item}/{name[1:]}" if name[1:] else item
+    keys = [keys.decode(errors="replace").split("\n") for keys in (mine, theirs)]
+    found = f"{where} has its keys in another order on rank {ranks[1]} than on rank {ranks[0]}"
+    for at, (first, second) in enumerate(zip(*keys, strict=False)):
+        if first != second and _DIGEST.decode() not in first + second:
+            return f"{found}: {second} and not {first} at place {at}"
+    return found
+
+
 def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, bytes]]:
     if isinstance(value, objects.TensorRef):
         return  # the tables of both have the same tensors
@@ -73,6 +94,7 @@ def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, bytes]
         yield name_of(path), _written(inside.owner)
         yield from _walk(inside.state, path)
     elif isinstance(value, dict) and value:
+        yield _ORDER + name_of(path), _keys(value)
         for key, one in value.items():
             yield from _walk(one, (*path, key))
     elif isinstance(value, list | tuple | deque) and not PLAIN.issuperset(map(type, value)):
@@ -82,9 +104,20 @@ def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, bytes]
         yield name_of(path), _written(value)
 
 
+def _keys(value: dict[object, object]) -> bytes:
+    """The keys of a dict in their order, each on a line; of very many the first, and a digest."""
+    text = "\n".join(map(repr, value)).encode()
+    if len(text) <= _ORDER_SHOWN:
+        return text
+    return text[:_ORDER_SHOWN].rpartition(b"\n")[0] + b"\n" + _DIGEST + digest(text)
+
+
 def _written(value: object) -> bytes:
     """A value as it is written, or the digest of that."""
-    if type(value) not in PLAIN and not isinstance(value, list | tuple | deque | dict):
-        return _DIGEST + digest(objects.encode(value))
+    if isinstance(value, float) and math.isnan(value):  # of which there are many
+        return f"nan ({struct.pack('>d', value).hex()})".encode()
     text = repr(value).encode()
+    by_bits = type(value) not in PLAIN and not isinstance(value, list | tuple | deque | dict)
+    if by_bits or b"nan" in text:
+        return _DIGEST + digest(objects.encode(value))
     return text if len(text) <= _SHORT else _DIGEST + digest(text)

@@ -96,7 +96,7 @@ class Following:
                 self._part_ways(one, now)
             elif now is not None and time.monotonic() >= self._until_s:
                 raise Over(_apart(now, one))
-            self._desk.agreements.join()
+            self._desk.join()
             return None
 
         self._until_s = math.inf
@@ -184,7 +184,7 @@ class Following:
         def look() -> Decision | None:
             told = self._told(one)
             if told is None:
-                self._desk.agreements.join()
+                self._desk.join()
             return told
 
         told = self._board.until(look, self._desk.until_s(one, DECIDED))

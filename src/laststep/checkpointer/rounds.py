@@ -22,7 +22,7 @@ from laststep.checkpointer.differing import Differing, values_of
 from laststep.checkpointer.receipts import Part, Receipt
 from laststep.codecs.digests import digest
 from laststep.engine.wire import Decided, Gathered
-from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.errors import Aborted, LaststepError, Mismatch, StorageFailed
 from laststep.format.manifest import Commit
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ BEGUN, SUMMARISED, GATHERED, COMMITTED, DECIDED = 0.5, 0.6, 0.8, 0.9, 1.0
 the margin: that the first rank has begun, which may have waited itself for others to describe their
 state; the receipts of a group; the summaries of all groups; the commit, which the first rank's
 flusher does; and that the first rank tells of it."""
+
+
+_SHOWN = 4
 
 
 class Over(Exception):
@@ -158,6 +161,15 @@ class Desk:
         """What keeps this rank from saving, for others to read."""
         return f"rank {self.rank.number}: {problem}; its log says more"
 
+    def join(self) -> None:
+        """Agree anew if another rank has called for it. Where that comes to nothing, it is no
+        trouble of this rank's: `Over`, and who describes what."""
+        try:
+            self.agreements.join()
+        except Mismatch as error:
+            told = "; ".join(error.problems.lines()[:_SHOWN])
+            raise Over(f"{error.what}: {told}; {error.remedy}") from error
+
     def last_of(self, rank: int) -> str:
         """A rank, and what is known of it."""
         return self.agreements.last_of(rank)
@@ -177,7 +189,7 @@ class Desk:
         def look() -> bool | None:
             if durable.over():
                 return True
-            self.agreements.join()
+            self.join()
             listen(one)
             return None
 
@@ -216,7 +228,7 @@ class Desk:
         up, `Over` with those who are `missing`."""
 
         def meanwhile() -> None:
-            self.agreements.join()
+            self.join()
             listen(one)
             self.check_flusher(one)
 

@@ -68,6 +68,7 @@ class Item(NamedTuple):
     parts: a rank cannot see that two of which it holds nothing are one."""
 
 
+_NAMED = 4
 Table = tuple[Item, ...]
 Key = tuple[str, str]
 """An item and the name of a tensor of it."""
@@ -209,33 +210,35 @@ def _drop_unseen_ties(
 
 
 def _item_problems(classes: Sequence[RankClass]) -> list[str]:
-    first: dict[str, tuple[Item, int]] = {}
-    problems = []
+    kinds: dict[str, dict[str, list[int]]] = {}
     for one in classes:
         for item in one.table:
-            known, rank = first.setdefault(item.name, (item, one.ranks[0]))
-            if (known.kind, known.per_rank) != (item.kind, item.per_rank):
-                problems.append(
-                    f"{item.name}: a {known.kind} on rank {rank}, a {item.kind} on rank "
-                    f"{one.ranks[0]}"
-                )
-    return problems
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)}"
+            form = f"a {item.kind}" + (" of each rank's own" if item.per_rank else "")
+            kinds.setdefault(item.name, {}).setdefault(form, []).extend(one.ranks)
+    return [_told_apart(name, forms) for name, forms in kinds.items() if len(forms) > 1]
 
 
 def _tensor_problems(
     key: Key, tellings: list[tuple[Tensor, int]], classes: Sequence[RankClass]
 ) -> list[str]:
-    tensor, number = tellings[0]
-    return [
-        f"{key[0]}/{key[1]}: {_form(tensor)} on rank {classes[number].ranks[0]}, {_form(other)} "
-        f"on rank {classes[another].ranks[0]}"
-        for other, another in tellings[1:]
-        if _form(other) != _form(tensor)
-    ]
+    forms: dict[str, list[int]] = {}
+    for tensor, number in tellings:
+        form = f"{tensor.dtype}{list(tensor.shape)}"
+        forms.setdefault(form, []).extend(classes[number].ranks)
+    return [_told_apart("/".join(key), forms)] if len(forms) > 1 else []
+
+
+def _told_apart(what: str, forms: dict[str, list[int]]) -> str:
+    """Who says what of it. What most ranks say comes last: it is the others that have changed."""
+    told = sorted(forms.items(), key=lambda form: (len(form[1]), min(form[1])))
+    return f"{what}: " + ", ".join(f"{form} on {_ranks(sorted(ranks))}" for form, ranks in told)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"ranks {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 def _layouts(
