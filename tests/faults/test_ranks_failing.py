@@ -154,6 +154,20 @@ def test_a_wrong_step_on_one_rank_fails_on_all_and_the_next_save_works(
 
 
 @pytest.mark.parametrize("number", [0, 1])
+def test_the_step_that_was_wrong_can_be_saved_by_all_right_after(
+    number: int, patient: Standing
+) -> None:
+    """The save of it that failed is not the one that ranks then take part in."""
+    step, wrong = patient.step(), patient.step()
+    patient.job.tell(f"try {step}", others_than(number))
+    patient.job.tell(f"try {wrong}", [number])
+    for rank in patient.ranks:
+        rank.failed()
+    patient.save(wrong)
+    patient.works()
+
+
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_wrong_step_holds_up_no_save_that_follows(number: int, patient: Standing) -> None:
     """Nobody waits for it to fail."""
     step, following = patient.step(), patient.step()

@@ -150,8 +150,11 @@ class Following:
 
     def _check_missed(self, one: Round, now: Now) -> None:
         """`Over`, and why, where the first rank has gone on without this one."""
+        # One of this step that this rank has refused, or parted from, is none that it has missed.
+        parted = 0 if self._passed_by is None else self._passed_by.number
+        known = max(self._number, self._refused, parted)
         for past in now.past:
-            if past.step == one.step and past.number > self._number:
+            if past.step == one.step and past.number > known:
                 self._number = past.number
                 late = f"rank {self._desk.rank.number} took no part, and came late"
                 raise Over(past.reason or f"{late}; {SAME_STEPS}")
