@@ -258,6 +258,8 @@ class Model:
         self.lineage: list[tuple[int, int]] = []
         self.perhaps: list[tuple[int, int]] = []
         """Saves of which nobody said how they ended."""
+        self.free: set[tuple[int, int]] = set()
+        """What retention may have deleted by now."""
         self.structures: dict[int, int] = {}
         self.ranks: dict[int, int] = {}
         self.compared: dict[str, int] = {}
@@ -272,12 +274,22 @@ class Model:
         allowed = iter([*self.lineage, *self.perhaps])
         if not all(one in allowed for one in found):
             raise Violation("wrong", f"{found} of {self.lineage}, perhaps {self.perhaps}")
-        needed = self.lineage if self.keep is None else self.lineage[-self.keep :]
-        newer = len([one for one in found if one in self.perhaps])
-        needed = needed if self.keep is None else needed[newer:]
+        needed = self.needed()
+        if self.keep is not None:  # what was committed unheard makes others go
+            needed = needed[len([one for one in found if one in self.perhaps]) :]
         if lost := [one for one in needed if one not in found]:
             raise Violation("wrong", f"lost {lost}: there are {found}")
         self.lineage, self.perhaps = found, []
+        self.age()
+
+    def age(self) -> None:
+        """After a commit: all but the last few may go, and do not come back by rolling back."""
+        if self.keep is not None:
+            self.free.update(self.lineage[: -self.keep])
+
+    def needed(self) -> list[tuple[int, int]]:
+        """What must be there."""
+        return [one for one in self.lineage if one not in self.free]
 
     def _judge(self, checkpoint: laststep.Checkpoint) -> tuple[int, int]:
         folder = checkpoint.folder
@@ -373,6 +385,7 @@ class Job:
             if error is None:
                 self.model.lineage = [other for other in self.model.lineage if other[0] != step]
                 self.model.lineage.append(one)
+                self.model.age()
             elif "within" in error:
                 self.tally.note("saves that were too slow")
             else:
@@ -419,7 +432,7 @@ class Job:
 
     def roll_back(self) -> None:
         fitting = [
-            one for one in self.model.lineage if self.model.structures[one[1]] == self.structure
+            one for one in self.model.needed() if self.model.structures[one[1]] == self.structure
         ]
         if not fitting:
             return
