@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import model
+import crashed_disk
 import msgspec
 
 from laststep.catalog import groups
@@ -62,7 +62,7 @@ class Scenario:
 class Recorded:
     """The calls, and after how many of them what was visible."""
 
-    base: model.Tree
+    base: crashed_disk.Tree
     changes: tuple[Change, ...]
     marks: tuple[tuple[int, Shown], ...]
 
@@ -247,7 +247,7 @@ def record(scenario: Scenario, folder: Path, disk: RecordingDisk) -> Recorded:
     folder.mkdir(parents=True)
     for stage in scenario.before:
         stage(DirectoryStore(root))
-    base = model.read_tree(folder)
+    base = crashed_disk.read_tree(folder)
     marks = [(0, shown(root))]
     for stage in scenario.stages:
         stage(DirectoryStore(root, disk=disk))
@@ -273,7 +273,7 @@ def explore(
         seen: set[tuple[bytes, frozenset[Shown]]] = set()
         for calls, tree in _crashes(recorded, work / "made", budget, seed):
             crashes += 1
-            key = (model.fingerprint(tree), recorded.allowed(calls))
+            key = (crashed_disk.fingerprint(tree), recorded.allowed(calls))
             if key not in seen:
                 seen.add(key)
                 distinct += 1
@@ -303,9 +303,9 @@ def shown(root: Path) -> Shown:
 
 def _crashes(
     recorded: Recorded, root: Path, budget: int, seed: int
-) -> Iterator[tuple[int, model.Tree]]:
+) -> Iterator[tuple[int, crashed_disk.Tree]]:
     """Every tree that a crash may leave, with the number of calls before it."""
-    world = model.World(str(root), recorded.base)
+    world = crashed_disk.World(str(root), recorded.base)
     for calls in range(len(recorded.changes) + 1):
         if calls:
             world.perform(recorded.changes[calls - 1])
@@ -317,12 +317,12 @@ def _check(
     scenario: Scenario,
     recorded: Recorded,
     calls: int,
-    tree: model.Tree,
+    tree: crashed_disk.Tree,
     place: Path,
     *,
     recover: bool,
 ) -> None:
-    model.write_tree(place, tree)
+    crashed_disk.write_tree(place, tree)
     last = recorded.changes[calls - 1] if calls else None
     context = f"{scenario.name}, cut after call {calls} ({last and (last.kind.value, last.path)})"
     try:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import model
+import crashed_disk
 import pytest
 import scenarios
 from scenarios import SCENARIOS, Scenario, Violated, explore, random_scenario
@@ -102,8 +102,8 @@ def test_the_model_catches_a_commit_before_the_data_files_have_durable_names(
 
 def test_everything_synced_is_exactly_what_is_on_disk(place: Path) -> None:
     recorded = scenarios.record(SCENARIOS[1], place / "made", RecordingDisk())
-    world = model.World(str(place / "made"), recorded.base)
+    world = crashed_disk.World(str(place / "made"), recorded.base)
     for change in recorded.changes:
         world.perform(change)
     trees = list(world.crashes(1 << 12, seed=0))
-    assert model.fingerprint(model.read_tree(place / "made")) in map(model.fingerprint, trees)
+    assert crashed_disk.fingerprint(crashed_disk.read_tree(place / "made")) in map(crashed_disk.fingerprint, trees)

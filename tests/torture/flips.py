@@ -9,8 +9,6 @@ restore gives the state of the newest checkpoint bit by bit. Nothing else ever h
 from __future__ import annotations
 
 import random
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import laststep
@@ -23,17 +21,17 @@ from laststep.format import manifest
 from laststep.format.header import decode_header
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
+from tally import Tally, Violation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+FLIPS = 50
+"""So many in a trial, one after the other, each undone before the next."""
+
 OLDER, NEWER = 4, 5
 EXACT = "exact"
 OUTSIDE = "exact, the byte is under no digest"
-
-
-class Violated(Exception):
-    """Something happened that must never happen."""
 
 
 class Covered(NamedTuple):
@@ -44,48 +42,38 @@ class Covered(NamedTuple):
     what: str
 
 
-@dataclass(slots=True)
-class Flipped:
-    """What the flips came to, by file and by outcome."""
-
-    flips: int = 0
-    files: Counter[str] = field(default_factory=Counter)
-    outcomes: Counter[str] = field(default_factory=Counter)
+def trial(folder: Path, seed: int, tally: Tally) -> None:
+    """Flip bits of the newer of two checkpoints, one at a time, and see what becomes of it."""
+    flip(folder / "run", seed, tally, flips=FLIPS)
 
 
-def torture(folder: Path, *, flips: int, seed: int) -> Flipped:
-    """Flip that many bits, one at a time; `Violated` at the first thing that must not be."""
-    newer = _make(folder)
+def flip(run: Path, seed: int, tally: Tally, *, flips: int) -> None:
+    """That many."""
+    newer = _make(run)
     chance = random.Random(seed)
     files = sorted(newer.iterdir())
     covered = {file.name: covered_bytes(newer, file.name) for file in files}
-    result = Flipped()
     for number in range(flips):
         file = chance.choice(files)
         byte, bit = _place(chance, file), chance.randrange(8)
-        label = f"flip {number} of seed {seed}: bit {bit} of byte {byte} of {file.name}"
+        tally.step(f"flip bit {bit} of byte {byte} of {file.name}")
+        tally.fault(f"bit flipped in {file.name}")
         _flip(file, byte, bit)
-        try:
-            outcome = _explicit(folder) if number % 4 == 0 else _newest(folder, newer)
-            outcome = _judge(outcome, byte, covered[file.name])
-            _agree_with_verify(folder, newer, outcome)
-        except Violated as error:
-            raise Violated(f"{label}: {error}") from error
-        finally:
-            _flip(file, byte, bit)
-        result.flips += 1
-        result.files[file.name] += 1
-        result.outcomes[outcome] += 1
-    if _newest(folder, newer) != EXACT:
-        raise Violated("the checkpoint is not what it was after all flips were undone")
-    return result
+        outcome = _explicit(run) if number % 4 == 0 else _newest(run, newer)
+        outcome = _judge(outcome, byte, covered[file.name])
+        _agree_with_verify(run, newer, outcome)
+        tally.note(f"bit flipped: {outcome}")
+        tally.checkpoint()
+        _flip(file, byte, bit)
+    if _newest(run, newer) != EXACT:
+        raise Violation("wrong", "the checkpoint is not what it was after all flips were undone")
 
 
 def covered_bytes(folder: Path, name: str) -> tuple[Covered, ...]:
     """What of a file of a sound checkpoint is under a digest, by the manifest and the headers."""
     decided = manifest.decode((folder / MANIFEST_NAME).read_bytes(), where=str(folder))
     if not isinstance(decided, manifest.Commit):
-        raise Violated(f"{folder} is no checkpoint")
+        raise Violation("wrong", f"{folder} is no checkpoint")
     if name == MANIFEST_NAME:
         # Its digest covers the content, and the document is that content and its digest, no more.
         return (Covered(0, (folder / name).stat().st_size, "the manifest"),)
@@ -114,7 +102,7 @@ def _judge(outcome: str, byte: int, covered: tuple[Covered, ...]) -> str:
     if outcome != EXACT:
         return outcome
     if under:
-        raise Violated(f"restored as if nothing had changed, but the byte is in {under}")
+        raise Violation("wrong", f"restored as if nothing had changed, but the byte is in {under}")
     return OUTSIDE
 
 
@@ -127,7 +115,7 @@ def _make(folder: Path) -> Path:
             checkpointer.save(step, metrics={"loss": 0.5}).wait()
     newest = Run.open(DirectoryStore(folder)).newest()
     if newest is None or newest.step != NEWER:
-        raise Violated(f"the run has {newest} where step {NEWER} was saved")
+        raise Violation("wrong", f"the run has {newest} where step {NEWER} was saved")
     return folder / newest.folder
 
 
@@ -177,17 +165,17 @@ def _newest(folder: Path, newer: Path) -> str:
         return EXACT
     _must_be_exact(live, restored, OLDER)
     if not any(newer.name in str(skipped) for skipped in restored.skipped):
-        raise Violated(f"fell back without naming {newer.name}: {restored.skipped}")
+        raise Violation("wrong", f"fell back without naming {newer.name}: {restored.skipped}")
     return "newest: fell back to the older one and said so"
 
 
 def _must_be_exact(live: state.Live, restored: laststep.Restored, step: int) -> None:
     wrong = state.wrong(live, step)
     if restored.step != step or wrong:
-        raise Violated(f"restored {restored.step} where {step} was due, wrong: {wrong}")
+        raise Violation("wrong", f"restored {restored.step} where {step} was due, wrong: {wrong}")
 
 
 def _agree_with_verify(folder: Path, newer: Path, outcome: str) -> None:
     damage = verify_checkpoint(DirectoryStore(folder), newer.name, threads=2).damage
     if bool(damage) == (outcome == OUTSIDE):
-        raise Violated(f"{outcome}, but verify finds {damage or 'no damage'}")
+        raise Violation("wrong", f"{outcome}, but verify finds {damage or 'no damage'}")

@@ -1,6 +1,6 @@
 """Real kill -9 of trainer, flusher or both, at random moments, one after the other in one run.
 
-Each trial is a forked trainer that restores, judges what it got bit by bit, and saves in a loop
+Each is a forked trainer that restores, judges what it got bit by bit, and saves in a loop
 until it is killed. Afterwards: every process of it is gone within a bounded time; the run opens;
 its newest checkpoint verifies; nothing that was reported as committed is lost; the next trainer
 restores exactly that checkpoint, and once it has saved, no debris of a dead writer is left.
@@ -15,9 +15,8 @@ import select
 import signal
 import time
 import traceback
-from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import laststep
 import state
@@ -26,6 +25,14 @@ from laststep.catalog.verify import verify_checkpoint
 from laststep.cli.processes import children_of
 from laststep.errors import LaststepError
 from laststep.storage.directory import DirectoryStore
+from processes import wait_until_dead
+from tally import Tally, Violation
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KILLS = 10
+"""So many in a trial, in one run."""
 
 ENDS_WITHIN_S = 20.0
 STARTS_WITHIN_S = 60.0
@@ -33,22 +40,6 @@ VICTIMS = ("trainer", "flusher", "trainer, then flusher", "flusher, then trainer
 
 # How a trainer ends by itself, which it does only when its flusher was killed.
 _TOLD, _BROKEN = 3, 4
-
-
-class Violated(Exception):
-    """Something happened that must never happen."""
-
-
-@dataclass(slots=True)
-class Killed:
-    """What the trials came to."""
-
-    trials: int = 0
-    victims: Counter[str] = field(default_factory=Counter)
-    in_flight: int = 0
-    finished_after_death: int = 0
-    saves: int = 0
-    hurried: int = 0
 
 
 @dataclass(slots=True)
@@ -74,50 +65,63 @@ class _Trainer:
         return steps[-1] if steps else -1
 
 
-def torture(folder: Path, *, trials: int, seed: int) -> Killed:
-    """Kill that often; `Violated` at the first thing that must not be."""
+def trial(folder: Path, seed: int, tally: Tally) -> None:
+    """Kill one trainer after the other in one run."""
     chance = random.Random(seed)
-    result = Killed()
     busy: list[int] = []
-    for number in range(trials):
+    for number in range(KILLS):
         flush = "thread" if chance.random() < 0.2 else "process"
         victim = "trainer" if flush == "thread" else chance.choice(VICTIMS)
-        label = f"trial {number} of seed {seed} ({victim}, flush={flush!r})"
-        newest = _newest(folder)
-        trainer = _start(folder, flush)
-        try:
-            helpers = _wait_for_start(trainer, label)
-            _check_restored(trainer, newest, label, exactly=not busy)
-            _wait_for_helpers(busy, label)
-            _wait(trainer, chance.uniform(0.0, 0.25))
-            _kill(trainer, helpers, victim)
-            if victim == "flusher":
-                helpers += _wait_for_reaction(trainer, label)
-            _wait_for_end(trainer, label)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(trainer.pid, signal.SIGKILL)
-            os.close(trainer.pipe)
+        label = f"kill {number} ({victim}, flush={flush!r})"
+        tally.step(f"{label}{', at the heels of the last flusher' if busy else ''}")
         # Now and then the next trainer starts while the last flusher is still at work.
-        busy = helpers if chance.random() < 0.3 else []
-        if not busy:
-            _wait_for_helpers(helpers, label)
-        _judge(folder, trainer, label)
-        result.trials += 1
-        result.victims[f"{victim} ({flush})"] += 1
-        result.saves += trainer.heard.count("committed ")
-        result.in_flight += trainer.last("saving") > trainer.last("committed")
-        result.finished_after_death += _newest(folder) > trainer.last("committed")
-        result.hurried += bool(busy)
-    _wait_for_helpers(busy, "the last trial")
-    return result
+        busy = _kill_one(folder / "run", flush, victim, label, busy, chance, tally)
+    _wait_for_helpers(busy, "the last kill")
+
+
+def _kill_one(
+    run: Path,
+    flush: str,
+    victim: str,
+    label: str,
+    busy: list[int],
+    chance: random.Random,
+    tally: Tally,
+) -> list[int]:
+    """Start a trainer, kill, judge. The flushers that the next one need not wait for."""
+    newest = _newest(run)
+    trainer = _start(run, flush)
+    try:
+        helpers = _wait_for_start(trainer, label)
+        _check_restored(trainer, newest, label, exactly=not busy)
+        _wait_for_helpers(busy, label)
+        _wait(trainer, chance.uniform(0.0, 0.25))
+        tally.fault(f"kill -9: {victim} (flush in a {flush})")
+        _kill(trainer, helpers, victim)
+        if victim == "flusher":
+            helpers += _wait_for_reaction(trainer, label)
+        _wait_for_end(trainer, label)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(trainer.pid, signal.SIGKILL)
+        os.close(trainer.pipe)
+    hurried = chance.random() < 0.3
+    if not hurried:
+        _wait_for_helpers(helpers, label)
+    _judge(run, trainer, label)
+    tally.checkpoint(2)  # what it restored, and what it left
+    if trainer.last("saving") > trainer.last("committed"):
+        tally.note("kill -9: a save was under way")
+    if _newest(run) > trainer.last("committed"):
+        tally.note("kill -9: a save was committed after the kill")
+    return helpers if hurried else []
 
 
 def _check_restored(trainer: _Trainer, newest: int, label: str, *, exactly: bool) -> None:
     """It restored the newest, or, where an old flusher was still at work, one that came later."""
     restored = trainer.last("restored")
     if restored < newest or (exactly and restored != newest):
-        raise Violated(f"{label}: restored {restored}, the newest was {newest}")
+        raise Violation("wrong", f"{label}: restored {restored}, the newest was {newest}")
 
 
 # The trainer
@@ -154,7 +158,7 @@ def _train(folder: Path, flush: str, pipe: int) -> None:
     if restored.step is not None:
         wrong = state.wrong(live, restored.step)
         if wrong or restored.skipped:
-            raise Violated(f"step {restored.step}: wrong {wrong}, skipped {restored.skipped}")
+            raise Violation("wrong", f"step {restored.step}: wrong {wrong}, skipped {restored.skipped}")
     _say(pipe, "restored", -1 if restored.step is None else restored.step)
     step = restored.next_step
     state.advance(live, step)
@@ -183,7 +187,7 @@ def _wait_for_cleanliness(folder: Path) -> None:
     deadline = time.monotonic() + ENDS_WITHIN_S
     while debris := [orphan.name for orphan in run.orphans()]:
         if time.monotonic() > deadline:
-            raise Violated(f"debris after the first save of a new writer: {debris}")
+            raise Violation("wrong", f"debris after the first save of a new writer: {debris}")
         time.sleep(0.01)
 
 
@@ -195,7 +199,7 @@ def _wait_for_start(trainer: _Trainer, label: str) -> list[int]:
     while trainer.last("ready") < 0:
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not trainer.listen(left_s):
-            raise Violated(f"{label}: the trainer did not start: {trainer.heard}")
+            raise Violation("hang", f"{label}: the trainer did not start: {trainer.heard}")
     return children_of(trainer.pid)
 
 
@@ -224,7 +228,7 @@ def _wait_for_reaction(trainer: _Trainer, label: str) -> list[int]:
     # One more may have been committed, but not yet read, before the kill.
     while trainer.last("committed") <= before + 2 and trainer.last("told") < 0:
         if time.monotonic() > deadline or trainer.last("broken") >= 0:
-            raise Violated(f"{label}: no reaction to the kill: {trainer.heard[-4000:]}")
+            raise Violation("hang", f"{label}: no reaction to the kill: {trainer.heard[-4000:]}")
         trainer.listen(0.05)
     fresh = children_of(trainer.pid)
     if trainer.last("told") < 0:
@@ -240,30 +244,19 @@ def _wait_for_end(trainer: _Trainer, label: str) -> None:
         if pid:
             break
         if time.monotonic() > deadline:
-            raise Violated(f"{label}: the trainer hangs: {trainer.heard[-4000:]}")
+            raise Violation("hang", f"{label}: the trainer hangs: {trainer.heard[-4000:]}")
         trainer.listen(0.05)
     while trainer.listen(0):
         pass  # what it wrote before its end
     code = os.waitstatus_to_exitcode(status)
     if code not in (-signal.SIGKILL, _TOLD):
-        raise Violated(f"{label}: the trainer ended with {code}: {trainer.heard[-4000:]}")
+        raise Violation("foreign error", f"{label}: the trainer ended with {code}: {trainer.heard[-4000:]}")
 
 
 def _wait_for_helpers(helpers: list[int], label: str) -> None:
     """No process is left behind for good."""
-    deadline = time.monotonic() + ENDS_WITHIN_S
-    while alive := [pid for pid in helpers if _lives(pid)]:
-        if time.monotonic() > deadline:
-            raise Violated(f"{label}: orphans live on: {alive}")
-        time.sleep(0.01)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] not in "ZX"
+    if not wait_until_dead(helpers, ENDS_WITHIN_S):
+        raise Violation("hang", f"{label}: orphans live on: {helpers}")
 
 
 def _newest(folder: Path) -> int:
@@ -279,14 +272,14 @@ def _judge(folder: Path, trainer: _Trainer, label: str) -> None:
     newest = run.newest()
     if newest is None or newest.step < trainer.last("committed"):
         found = None if newest is None else newest.step
-        raise Violated(f"{label}: step {trainer.last('committed')} was committed, found {found}")
+        raise Violation("wrong", f"{label}: step {trainer.last('committed')} was committed, found {found}")
     report = verify_checkpoint(run.store, newest.folder)
     if report.damage:
-        raise Violated(f"{label}: {newest.folder} is damaged: {report.damage}")
+        raise Violation("wrong", f"{label}: {newest.folder} is damaged: {report.damage}")
     if any(item.commit is None for item in run.checkpoints()):
-        raise Violated(f"{label}: a manifest cannot be read")
+        raise Violation("wrong", f"{label}: a manifest cannot be read")
     live = state.new()
     laststep.load(str(folder / newest.folder), into=live)
     wrong = state.wrong(live, newest.step)
     if wrong:
-        raise Violated(f"{label}: {newest.folder} is not the state of its step: {wrong}")
+        raise Violation("wrong", f"{label}: {newest.folder} is not the state of its step: {wrong}")

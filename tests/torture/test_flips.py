@@ -22,8 +22,6 @@ def flips(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module, which finds its neighbour `state` by path, as torture.py lets it."""
     monkeypatch.syspath_prepend(str(HERE))
     yield importlib.import_module("flips")
-    for name in ("flips", "state"):
-        sys.modules.pop(name, None)
 
 
 def test_every_byte_of_every_file_is_under_a_digest(flips: ModuleType, run_folder: Path) -> None:

@@ -1,223 +1,191 @@
-"""One seeded trial after the other, each in a process of its own, and a tally of what came of it.
+"""Seeded trials, each in a process of its own, some at a time, and a tally of what came of them.
 
 A part of the torture is a function `trial(folder, seed, tally)`. It injects faults, compares what
 is restored with what must be there, and raises `Violation` at the first thing that must never
 happen. Everything random in it comes from its seed, so that the same seed does the same again. This
 module knows nothing of what a trial does: it starts it in a forked child with a time limit, and
 counts. A trial that neither ends nor reports is a hang, one whose process is killed by a signal of
-its own doing (a segfault) is a crash; both are findings like any other.
+its own doing (a segfault) is a crash, a process that lives on after its trial is a hang too; all
+are findings like any other.
+
+What a trial counts and the steps that it takes are written to a file as they come: they are there
+whatever becomes of it. A trial is the adopter of its orphans (a subreaper), so that whatever it
+started is found below it, also a flusher in a session of its own.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
+import ctypes
 import faulthandler
-import json
 import os
 import select
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING
+
+from processes import descendants, lives
+from tally import Finding, Tally, Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-Kind = Literal["wrong", "hang", "foreign error", "crash"]
+    Trial = Callable[[Path, int, Tally], None]
 
+__all__ = ["Finding", "Tally", "Violation", "run"]
 
-class Violation(Exception):
-    """Something that must never happen: wrong bytes, a lost step, an error that is not ours."""
+ENDS_WITHIN_S = 30.0
+"""How long a process may live on after its trial: a flusher finishes what it was given."""
 
-    def __init__(self, kind: Kind, what: str) -> None:
-        super().__init__(f"{kind}: {what}")
-        self.kind = kind
-        self.what = what
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Finding:
-    """A violation, with all that is needed to see it again."""
-
-    part: str
-    seed: int
-    kind: str
-    what: str
-    steps: list[str]
-
-    def __str__(self) -> str:
-        again = f"python tests/torture/torture.py --part {self.part} --seed {self.seed} --trials 1"
-        steps = "".join(f"\n    {step}" for step in self.steps)
-        return f"{self.part}: {self.kind}: {self.what}\n  again: {again}\n  steps:{steps}"
-
-
-class Tally:
-    """What a trial did. `step` keeps a line of what is done, for the reader of a finding."""
-
-    def __init__(self) -> None:
-        self.faults: collections.Counter[str] = collections.Counter()
-        self.notes: collections.Counter[str] = collections.Counter()
-        self.compared = 0
-        self.trials = 0
-        self.findings: list[Finding] = []
-        self.steps: list[str] = []
-
-    def fault(self, kind: str, count: int = 1) -> None:
-        """Faults of this kind were injected."""
-        self.faults[kind] += count
-
-    def checkpoint(self, count: int = 1) -> None:
-        """So many checkpoints were compared, every byte."""
-        self.compared += count
-
-    def note(self, what: str, count: int = 1) -> None:
-        """Something worth a line of the table, such as saves that were torn and said so."""
-        self.notes[what] += count
-
-    def step(self, line: str) -> None:
-        """What is done next, as a line that a reader can follow."""
-        self.steps.append(line)
-
-    def add(self, other: Tally) -> None:
-        """Count what another one counted."""
-        self.faults += other.faults
-        self.notes += other.notes
-        self.compared += other.compared
-        self.trials += other.trials
-        self.findings += other.findings
-
-    def to_json(self) -> str:
-        """For the way from a trial's process to ours."""
-        return json.dumps(
-            [self.faults, self.notes, self.compared, self.steps,
-             [dataclasses.asdict(finding) for finding in self.findings]]
-        )  # fmt: skip
-
-    @classmethod
-    def from_json(cls, text: str) -> Tally:
-        faults, notes, compared, steps, findings = json.loads(text)
-        tally = cls()
-        tally.faults.update(faults)
-        tally.notes.update(notes)
-        tally.compared, tally.steps, tally.trials = compared, steps, 1
-        tally.findings = [Finding(**finding) for finding in findings]
-        return tally
+_PR_SET_CHILD_SUBREAPER = 36
+_SHOWN_LINES = 60
 
 
 def run(
     part: str,
-    trial: Callable[[Path, int, Tally], None],
+    trial: Trial,
     folder: Path,
     *,
     seed: int,
     trials: int | None = None,
     seconds: float | None = None,
     limit_s: float = 120.0,
+    at_once: int = 1,
 ) -> Tally:
     """Trials with seeds from `seed` on, until their number or the time is used up."""
     folder.mkdir(parents=True, exist_ok=True)
-    total, began = Tally(), time.monotonic()
-    while trials is None or total.trials < trials:
-        if seconds is not None and time.monotonic() - began >= seconds:
-            break
-        total.add(_one(part, trial, folder, seed + total.trials, limit_s))
-    return total
+    total, began, started = Tally(), time.monotonic(), 0
+    running: list[_Running] = []
+    try:
+        while True:
+            in_time = seconds is None or time.monotonic() - began < seconds
+            more = in_time and (trials is None or started < trials)
+            if more and len(running) < at_once:
+                running.append(_start(part, trial, folder, seed + started, limit_s))
+                started += 1
+            elif running:
+                for one in _ended(running):
+                    running.remove(one)
+                    total.add(_finish(part, one))
+            else:
+                return total
+    finally:
+        for one in running:  # only where we are interrupted ourselves
+            _end(one)
 
 
-def _one(
-    part: str,
-    trial: Callable[[Path, int, Tally], None],
-    folder: Path,
-    seed: int,
-    limit_s: float,
-) -> Tally:
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """A trial under way, as its parent sees it."""
+
+    seed: int
+    pid: int
+    pidfd: int
+    deadline: float
+    limit_s: float
+    place: Path
+    log: Path
+    dump: IO[bytes]
+    status: int | None = None
+
+
+def _start(part: str, trial: Trial, folder: Path, seed: int, limit_s: float) -> _Running:
     place = Path(tempfile.mkdtemp(prefix=f"{part}-{seed}-", dir=folder))
-    reader, writer = os.pipe()
-    dump = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
+    log = place.with_name(f"{place.name}.log")
+    dump = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the trial has ended)
+    sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        os.close(reader)
         os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        os.dup2(dump.fileno(), 2)  # warnings are many here, and worth a look only if it fails
         faulthandler.enable(file=dump)
         faulthandler.register(signal.SIGUSR2, file=dump, all_threads=True, chain=False)
-        _in_child(part, trial, place, seed, writer)
-    os.close(writer)
+        _in_child(part, trial, place, log, seed)
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
-    text, ended = _read(reader, pid, time.monotonic() + limit_s)
-    os.close(reader)
-    if not ended:
+    return _Running(
+        seed=seed, pid=pid, pidfd=os.pidfd_open(pid), deadline=time.monotonic() + limit_s,
+        limit_s=limit_s, place=place, log=log, dump=dump,
+    )  # fmt: skip
+
+
+def _in_child(part: str, trial: Trial, place: Path, log: Path, seed: int) -> None:
+    """Run the trial and report; never returns."""
+    with log.open("w", encoding="utf-8", errors="backslashreplace") as lines:
+        tally = Tally(lines, part=part, seed=seed)
+        try:
+            try:
+                trial(place, seed, tally)
+                _wait_for_orphans()
+            except Violation as violation:
+                tally.flaw(violation.kind, violation.what)
+            except BaseException:  # noqa: BLE001 (whatever it is, it must not have come out)
+                text = traceback.format_exc().splitlines()
+                for line in text[-_SHOWN_LINES:]:
+                    tally.step(line)
+                tally.flaw("foreign error", text[-1])
+            tally.end()
+        finally:
+            os._exit(0)
+
+
+def _wait_for_orphans() -> None:
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    while left := [pid for pid in descendants(os.getpid()) if lives(pid)]:
+        if time.monotonic() > deadline:
+            commands = [Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in left]
+            raise Violation("hang", f"processes outlive their trial: {commands}")
+        time.sleep(0.02)
+
+
+def _ended(running: Sequence[_Running]) -> list[_Running]:
+    """Those that have ended or have used up their time, once there are any."""
+    until = min(one.deadline for one in running)
+    ready, _, _ = select.select(
+        [one.pidfd for one in running], [], [], max(0.0, until - time.monotonic())
+    )
+    now = time.monotonic()
+    return [one for one in running if one.pidfd in ready or one.deadline <= now]
+
+
+def _finish(part: str, one: _Running) -> Tally:
+    """Count what an ended trial did; end one that did not."""
+    hangs = lives(one.pid)
+    if hangs:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR2)
+            os.kill(one.pid, signal.SIGUSR2)
             time.sleep(1)  # the dump is written by then, or never
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    dump.seek(0)
-    stacks = dump.read().decode(errors="replace").splitlines()[-60:]
-    dump.close()
-    shutil.rmtree(place, ignore_errors=True)
-    if text:
-        return Tally.from_json(text)
-    tally, how = Tally(), f"the process of the trial ended with status {status}"
-    tally.trials = 1
-    kind, what = ("crash", how) if ended else ("hang", f"no end within {limit_s:.0f} s")
-    tally.findings.append(Finding(part=part, seed=seed, kind=kind, what=what, steps=stacks))
+    status = _end(one)
+    one.dump.seek(0)
+    stacks = one.dump.read().decode(errors="replace").splitlines()[-_SHOWN_LINES:]
+    one.dump.close()
+    tally, whole = Tally.from_log(one.log)
+    if not whole:
+        what = f"the process of the trial ended with status {status}"
+        if hangs:
+            what = f"no end within {one.limit_s:.0f} s"
+        tally.findings.append(Finding(
+            part=part, seed=one.seed, kind="hang" if hangs else "crash", what=what,
+            steps=tally.steps + stacks,
+        ))  # fmt: skip
+    one.log.unlink()
+    shutil.rmtree(one.place, ignore_errors=True)
     return tally
 
 
-def _in_child(
-    part: str,
-    trial: Callable[[Path, int, Tally], None],
-    place: Path,
-    seed: int,
-    writer: int,
-) -> None:
-    """Run the trial and report; never returns."""
-    tally = Tally()
-    try:
-        try:
-            trial(place, seed, tally)
-        except Violation as violation:
-            tally.findings.append(
-                Finding(part=part, seed=seed, kind=violation.kind, what=violation.what,
-                        steps=tally.steps)
-            )  # fmt: skip
-        except BaseException:  # noqa: BLE001 (whatever it is, it must not have come out)
-            lines = traceback.format_exc().splitlines()
-            tally.findings.append(
-                Finding(part=part, seed=seed, kind="foreign error", what=lines[-1],
-                        steps=tally.steps + lines[-30:])
-            )  # fmt: skip
-        with os.fdopen(writer, "w") as pipe:
-            pipe.write(tally.to_json() + "\n")
-    finally:
-        os._exit(0)
-
-
-def _read(reader: int, pid: int, deadline: float) -> tuple[str, bool]:
-    """What the trial reports, one line; and whether it reported or ended in time.
-
-    Not until the other end is closed: processes that the trial forked hold it too.
-    """
-    parts: list[bytes] = []
-    pidfd = os.pidfd_open(pid)
-    try:
-        while (left := deadline - time.monotonic()) > 0:
-            ready, _, _ = select.select([reader, pidfd], [], [], left)
-            if reader in ready:
-                parts.append(os.read(reader, 1 << 20))
-                if parts[-1].endswith(b"\n"):
-                    return b"".join(parts).decode(), True
-                if parts[-1]:
-                    continue
-            if ready:
-                return "", True
-    finally:
-        os.close(pidfd)
-    return "", False
+def _end(one: _Running) -> int:
+    """Nothing of the trial is left; the status with which it ended."""
+    for pid in descendants(one.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(one.pid, signal.SIGKILL)
+    os.close(one.pidfd)
+    return os.waitpid(one.pid, 0)[1]

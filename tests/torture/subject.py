@@ -1,0 +1,492 @@
+"""A run that is saved to, restored, damaged, moved and fought over, and the ledger that judges it.
+
+Every method does one thing to the real run through the real API, tells the ledger, and raises
+`Violation` where what happened is not what the ledger says must happen. Arguments are plain
+values, so that a list of calls is a script.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import resource
+import shutil
+import signal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from typer.testing import CliRunner
+
+import laststep
+from forms import Live, differences
+from laststep.catalog.names import parse_folder
+from laststep.catalog.run import Run
+from laststep.cli import app
+from laststep.errors import LaststepError
+from laststep.storage.directory import DirectoryStore
+from ledger import Damage, Entry, Ledger, Rules
+from tally import Tally, Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from laststep.catalog.listing import Listed
+
+PATIENCE_S = 40.0
+"""Whatever takes longer hangs."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pending:
+    """A save that was begun."""
+
+    step: int
+    form: int
+    mark: int
+    loss: float
+    handle: laststep.SaveHandle | None = None
+    exists: bool = False
+    """Whether the lineage may have that step already."""
+    harmed: bool = False
+    """Whether we did something that lets it fail."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Writer:
+    """A Checkpointer of this process."""
+
+    checkpointer: laststep.Checkpointer
+    live: Live
+    rules: Rules | None
+    resumed: str | None = None
+    """What it restored."""
+    head: str | None = None
+    """What its next save continues: what it restored, or saved last."""
+    epoch: int | None = None
+    """None: its next save takes a new one."""
+    pending: list[Pending] = field(default_factory=list)
+    dropped: set[str] = field(default_factory=set)
+    """What no rule kept at its last commit."""
+
+
+class Subject:
+    """One run, from its making on."""
+
+    def __init__(self, folder: Path, tally: Tally) -> None:
+        self.ledger = Ledger()
+        self.writers: list[Writer] = []
+        self.tally = tally
+        self._folder = folder
+        self._places = itertools.count()
+        self._marks = itertools.count(1)
+        self.path = self._place()
+
+    def _place(self) -> Path:
+        return self._folder / f"run-{next(self._places)}"
+
+    # Checkpointers of this process
+
+    def open(self, *, flush: str, rules: Rules | None, form: int) -> None:
+        """One more."""
+        live = Live(form, next(self._marks))
+        checkpointer = laststep.Checkpointer(
+            self.path, items=live.items, flush=flush, keep=as_keep(rules), progress=False,
+            host_memory_bytes=64 << 20,
+        )  # fmt: skip
+        self.writers.append(Writer(checkpointer=checkpointer, live=live, rules=rules))
+
+    def close(self, writer: int) -> None:
+        """Close it: its saves are finished before, and its retention is done."""
+        one = self.writers.pop(writer)
+        self._settle(one)
+        one.checkpointer.close()
+        left = [folder for folder in sorted(one.dropped) if (self.path / folder).exists()]
+        left = [folder for folder in left if self.ledger.entries[folder].damage is None]
+        left = [folder for folder in left if not self.ledger.entries[folder].pinned]
+        if left and one.epoch == self.ledger.newest_epoch:
+            raise Violation("wrong", f"no rule keeps {left}, and retention left them")
+
+    def reshape(self, writer: int, form: int) -> None:
+        """Change the structure of its live state."""
+        self.writers[writer].live.become(form, next(self._marks))
+
+    def save(
+        self, writer: int, *, step: int, loss: float, overwrite: bool = False, wait: bool = True
+    ) -> None:
+        """Save other bits than ever before."""
+        one = self.writers[writer]
+        for other in self.writers:
+            if other is not one:
+                self._settle(other)
+        one.live.become(one.live.form, next(self._marks))
+        pending = Pending(step=step, form=one.live.form, mark=one.live.mark, loss=loss)
+        # A Checkpointer may remember a step that retention has deleted.
+        own = {earlier.step for earlier in one.pending} | self.ledger.steps_ever(one.head)
+        pending.exists = step in own and not overwrite
+        try:
+            pending.handle = one.checkpointer.save(step, overwrite=overwrite,
+                                                   metrics={"loss": loss})  # fmt: skip
+        except LaststepError as error:
+            self._settle(one)
+            self._failed(one, pending, error)
+            return
+        # What is captured may change at once: what is stored must not.
+        one.live.weights["w"].zero_()
+        one.pending.append(pending)
+        if wait:
+            self._settle(one)
+
+    def fail(self, writer: int, *, how: str, step: int) -> None:
+        """A save that fails or not, but whole; the next one works."""
+        one = self.writers[writer]
+        self.settle()
+        if how == "a value that cannot be stored":
+            one.live.plain["bad"] = _Odd()
+            try:
+                one.checkpointer.save(step, overwrite=True).wait(PATIENCE_S)
+            except laststep.LaststepError:
+                pass
+            else:
+                raise Violation("wrong", "a value was saved that no checkpoint can hold")
+            finally:
+                del one.live.plain["bad"]
+            return
+        # The flusher has to be there to be harmed.
+        self.save(writer, step=step, loss=math.nan, overwrite=True)
+        helper = one.checkpointer._client.helper_pid
+        self.save(writer, step=step + 1, loss=math.nan, overwrite=True, wait=False)
+        if helper is None:
+            return
+        for pending in one.pending:
+            pending.harmed = True
+        if how == "its flusher is killed":
+            os.kill(helper, signal.SIGKILL)
+            self.tally.fault("model: flusher killed under a live trainer")
+            self._settle(one)
+        else:
+            self._settle(one)
+            limit = (1000, resource.RLIM_INFINITY)
+            resource.prlimit(helper, resource.RLIMIT_FSIZE, limit)
+            self.tally.fault("model: files limited")
+            self.save(writer, step=step + 2, loss=math.nan, overwrite=True, wait=False)
+            for pending in one.pending:
+                pending.harmed = True
+            self._settle(one)
+            resource.prlimit(helper, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        self.save(writer, step=step + 3, loss=math.nan, overwrite=True)
+
+    def settle(self) -> None:
+        """Wait for all saves of this process."""
+        for one in self.writers:
+            self._settle(one)
+
+    def _settle(self, one: Writer) -> None:
+        waiting, one.pending = one.pending, []
+        for pending in waiting:
+            assert pending.handle is not None
+            try:
+                if not pending.handle.wait(PATIENCE_S):
+                    raise Violation("hang", f"the save of step {pending.step} does not end")
+            except LaststepError as error:
+                self._failed(one, pending, error)
+                continue
+            folder = pending.handle.report.folder
+            if folder is None:
+                raise Violation("wrong", f"step {pending.step} is committed nowhere")
+            self._committed(one, pending, folder)
+        if waiting:
+            one.checkpointer.wait(PATIENCE_S)  # each failure is raised once, and was
+
+    def _descent(self, one: Writer) -> list[Entry]:
+        if one.epoch is not None and one.epoch == self.ledger.newest_epoch:
+            return self.ledger.lineage()
+        return self.ledger.descent(one.head)
+
+    def _committed(self, one: Writer, pending: Pending, folder: str) -> None:
+        """It is said to be: may it?"""
+        steps = [e.step for e in self._descent(one) if e.is_sound and not e.may_go]
+        if pending.exists and pending.step in steps:
+            raise Violation("wrong", f"step {pending.step} is on the lineage, and saved once more")
+        number = _point(folder)[0]
+        if one.epoch is not None and one.epoch != self.ledger.newest_epoch:
+            raise Violation("wrong", f"{folder} of a writer that was taken over is committed")
+        if number != one.epoch:
+            self._claimed(number, one.head)
+        self.add(pending, folder, one.rules, one.resumed)
+        one.head, one.epoch = folder, number
+        one.dropped = {e.folder for e in self.ledger.there() if e.may_go}
+
+    def _claimed(self, number: int, head: str | None) -> None:
+        """A new epoch, which must continue from `head`."""
+        if number <= self.ledger.newest_epoch:
+            raise Violation("wrong", f"epoch {number} was taken twice")
+        record = self.run().epoch(number)
+        wanted = None if head is None else _point(head)
+        if record is None or record.continues != wanted:
+            raise Violation("wrong", f"epoch {number} says {record}, it continues {wanted}")
+        self.ledger.epochs[number] = head
+
+    def add(self, pending: Pending, folder: str, rules: Rules | None, resumed: str | None) -> None:
+        """One more commit, and the retention after it."""
+        self.ledger.entries[folder] = Entry(
+            folder=folder, step=pending.step, form=pending.form, mark=pending.mark,
+            epoch=_point(folder)[0], loss=pending.loss,
+        )  # fmt: skip
+        self.ledger.retain(rules, resumed_from=resumed, abandoned=False)
+
+    def _failed(self, one: Writer, pending: Pending, error: LaststepError) -> None:
+        """It failed: may it?"""
+        taken_over = one.epoch is not None and one.epoch != self.ledger.newest_epoch
+        allowed = (
+            (isinstance(error, laststep.Exists) and pending.exists)
+            or (isinstance(error, laststep.Aborted) and taken_over)
+            or (isinstance(error, laststep.StorageFailed) and pending.harmed)
+        )
+        if not allowed:
+            raise Violation("wrong", f"step {pending.step} failed: {error!r}")
+        self._check_remedy(error)
+        self.tally.note(f"model: save failed and said so: {type(error).__name__}")
+
+    def _check_remedy(self, error: LaststepError) -> None:
+        if not error.remedy:
+            told = repr(error).replace(str(self._folder), "")
+            self.tally.flaw("foreign error", f"an error without a remedy: {told}")
+
+    # Restoring
+
+    def restore(self, writer: int, *, step: int | None = None) -> None:
+        """Restore, and compare every bit."""
+        one = self.writers[writer]
+        self._settle(one)
+        before = (one.live.form, one.live.mark)
+        one.live.become(*before)
+        restored = error = None
+        try:
+            restored = one.checkpointer.restore(step)
+        except LaststepError as told:
+            error = told
+        for other in self.writers:
+            if any(not pending.handle.committed.over() for pending in other.pending):
+                raise Violation("wrong", "restore() did not wait for a save of this process")
+            self._settle(other)
+        if step is None:
+            allowed, damaged = self.ledger.of_newest()
+        else:
+            entry = self.ledger.of_step(step)
+            allowed, damaged = [], []
+            if entry is not None:
+                (allowed if entry.is_sound else damaged).append(entry)
+        if restored is not None:
+            self._restored(one, restored, allowed, damaged if step is None else [])
+        else:
+            assert error is not None
+            self._not_restored(writer, error, allowed, damaged, before, step)
+
+    def _restored(
+        self, one: Writer, restored: laststep.Restored, allowed: list[Entry], damaged: list[Entry]
+    ) -> None:
+        one.epoch = None
+        if restored.step is None:
+            if any(not entry.may_go for entry in allowed) or damaged:
+                raise Violation("wrong", f"nothing was restored where {_names(allowed)} is due")
+            one.head = one.resumed = None
+            return
+        entry = next((e for e in allowed if e.folder == restored.folder), None)
+        if entry is None:
+            raise Violation("wrong", f"restored {restored}, allowed are {_names(allowed)}")
+        wrong = one.live.wrong(entry.form, entry.mark)
+        if wrong or restored.step != entry.step:
+            raise Violation("wrong", f"{entry.folder} came back wrong: {wrong}")
+        one.live.form, one.live.mark = entry.form, entry.mark
+        order = list(self.ledger.entries)
+        newer = {e.folder for e in damaged if order.index(e.folder) > order.index(entry.folder)}
+        sure = {folder for folder in newer if not self.ledger.entries[folder].may_go}
+        skipped = {one.folder for one in restored.skipped}
+        if not sure <= skipped <= newer:
+            raise Violation("wrong", f"passed over {newer}, said {restored.skipped}")
+        one.head = one.resumed = entry.folder
+        steps = {e.step for e in self.ledger.descent(entry.folder)}
+        if restored.next_step <= entry.step or restored.next_step in steps:
+            raise Violation("wrong", f"next_step {restored.next_step} on a lineage of {steps}")
+        self.tally.checkpoint()
+
+    def _not_restored(
+        self,
+        writer: int,
+        error: LaststepError,
+        allowed: list[Entry],
+        damaged: list[Entry],
+        before: tuple[int, int],
+        step: int | None,
+    ) -> None:
+        one = self.writers[writer]
+        sure = [entry for entry in allowed if not entry.may_go]
+        fits = (
+            (isinstance(error, laststep.NotFound) and step is not None and not sure and not damaged)
+            or (isinstance(error, laststep.Corrupt) and not sure and bool(damaged))
+            or (isinstance(error, laststep.Mismatch)
+                and any(entry.form != before[0] for entry in (*allowed, *damaged)))
+        )  # fmt: skip
+        if not fits:
+            raise Violation("wrong", f"restore({step}) of {_names(allowed)}: {error!r}")
+        self._check_remedy(error)
+        if isinstance(error, laststep.Corrupt):
+            # The live state may be mixed now, and the next save refused: that is another's story.
+            self.writers.pop(writer)
+            one.checkpointer.close()
+            return
+        wrong = one.live.wrong(*before)
+        if wrong:
+            raise Violation("wrong", f"a restore that failed has changed the state: {wrong}")
+
+    # What others do to the run
+
+    def corrupt(self, which: int, *, file: int, how: str, place: float) -> None:
+        """Damage one file of a checkpoint."""
+        self.settle()
+        self.look()
+        there = [entry for entry in self.ledger.there() if entry.is_sound and not entry.may_go]
+        if not there:
+            return
+        entry = there[which % len(there)]
+        files = sorted(f for f in (self.path / entry.folder).iterdir() if f.name != "pinned")
+        chosen = files[file % len(files)]
+        is_manifest = chosen.name == "manifest.json"
+        if is_manifest and self.writers and how == "delete":
+            # It would be an attempt of a live writer, for which every restore waits for minutes.
+            how = "flip"
+        data = bytearray(chosen.read_bytes())
+        if how == "delete":
+            chosen.unlink()
+            entry.gone = is_manifest  # without its manifest it is an attempt, which nobody sees
+        elif how == "truncate":
+            chosen.write_bytes(data[: int(place * len(data))])
+        else:
+            data[int(place * len(data))] ^= 1 << int(place * 1009) % 8
+            chosen.write_bytes(data)
+        damage: Damage = "flipped" if how == "flip" else "incomplete"
+        entry.damage = "unreadable" if is_manifest else damage
+        self.tally.fault(f"model: file damaged ({how})")
+
+    def pin(self, step: int, *, pinned: bool) -> None:
+        """`laststep pin` and `unpin`."""
+        self.settle()
+        self.look()
+        entry = self.ledger.of_step(step)
+        if entry is None or entry.may_go or entry.damage is not None:
+            return
+        self._command("pin" if pinned else "unpin", str(self.path), str(step))
+        entry.pinned = pinned
+
+    def prune(self, rules: Rules, *, abandoned: bool) -> None:
+        """`laststep prune`."""
+        self.settle()
+        self.look()
+        if not self.ledger.there():
+            return
+        words = [f"--{name}={value}" for name, value in
+                 (("last", rules.last), ("every", rules.every), ("best", rules.best))
+                 if value is not None]  # fmt: skip
+        words += ["--metric=loss"] * (rules.best is not None) + ["--abandoned"] * abandoned
+        newest = [entry for entry in self.ledger.lineage() if entry.is_whole][-1:]
+        may_refuse = not newest or newest[0].damage is not None
+        self._command("prune", str(self.path), "--yes", *words, may_fail=may_refuse)
+        # The one that the newest writer resumed from stays; it may be any that an epoch continues.
+        self.ledger.retain(rules, resumed_from=None, abandoned=abandoned)
+
+    def _command(self, *words: str, may_fail: bool = False) -> None:
+        done = CliRunner().invoke(app, list(words))
+        error = done.exception
+        if isinstance(error, LaststepError) and may_fail:
+            return
+        if done.exit_code != 0:
+            raise Violation("wrong", f"laststep {' '.join(words)}: {error!r} {done.output}")
+
+    def move(self, *, copy: bool) -> None:
+        """The run is moved, or copied; what follows is done to the new one."""
+        self.settle()
+        while self.writers:
+            self.close(0)
+        if self.path.exists():
+            place = self._place()
+            (shutil.copytree if copy else shutil.move)(self.path, place)
+            self.path = place
+
+    # Looking
+
+    def run(self) -> Run:
+        return Run.open(DirectoryStore(self.path))
+
+    def listed(self) -> tuple[Listed, ...]:
+        """All that is committed."""
+        return self.run().checkpoints() if self.path.exists() else ()
+
+    def look(self) -> None:
+        """What must be there is, nothing else is, and the lineage is what it must be."""
+        if not self.ledger.entries or any(one.pending for one in self.writers):
+            return
+        listed = {item.folder: item for item in self.listed()}
+        expected = {entry.folder: entry for entry in self.ledger.there()}
+        for folder, entry in expected.items():
+            if folder not in listed:
+                if not entry.may_go:
+                    raise Violation("wrong", f"{folder} is gone")
+                entry.gone = True
+        if strangers := listed.keys() - expected.keys():
+            raise Violation("wrong", f"{sorted(strangers)} are there and should not be")
+        if any(entry.may_go for entry in self.ledger.there()):
+            return  # being deleted, perhaps just now
+        current = [item.folder for item in listed.values() if item.on_lineage]
+        wanted = [entry.folder for entry in self.ledger.lineage()]
+        if current != wanted:
+            raise Violation("wrong", f"the lineage is {current}, it must be {wanted}")
+
+    def compare(self) -> None:
+        """Every checkpoint that must be there, every bit."""
+        self.settle()
+        self.look()
+        for entry in self.ledger.there():
+            if entry.may_go:
+                continue
+            try:
+                loaded = laststep.load(self.path / entry.folder)
+            except LaststepError as error:
+                if entry.is_sound:
+                    raise Violation("wrong", f"{entry.folder}: {error!r}") from error
+                continue
+            wrong = differences(loaded["weights"], loaded["plain"], entry.form, entry.mark)
+            if wrong or not entry.is_sound:
+                raise Violation("wrong", f"{entry.folder} ({entry.damage}) loads: {wrong}")
+            self.tally.checkpoint()
+
+    def end(self) -> None:
+        """Close everything and compare once more."""
+        while self.writers:
+            self.close(0)
+        self.compare()
+
+
+class _Odd:
+    """Of a class that no checkpoint knows."""
+
+
+def as_keep(rules: Rules | None) -> laststep.Keep | None:
+    """The rules as the API has them."""
+    if rules is None:
+        return None
+    metric = "loss" if rules.best is not None else None
+    return laststep.Keep(last=rules.last, every=rules.every, best=rules.best, metric=metric)
+
+
+def _point(folder: str) -> tuple[int, int]:
+    name = parse_folder(folder)
+    assert name is not None
+    return name.point
+
+
+def _names(entries: list[Entry]) -> list[str]:
+    return [entry.folder for entry in entries]
+
+

@@ -1,0 +1,61 @@
+"""Faults of processes and of the system around them: each a small function, each judged alike.
+
+A trial takes some faults of the registry, one after the other on one run, each followed by the
+judgement of `scene`. What this machine does not allow is noted, and is no pass.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import shim
+import system_disk
+import system_process
+from report import NOT_HERE
+from scene import Impossible, Scene
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tally import Tally
+
+FAULTS: dict[str, Callable[[Scene], None]] = {**system_process.FAULTS, **system_disk.FAULTS}
+IN_A_TRIAL = 6
+
+
+def trial(folder: Path, seed: int, tally: Tally) -> None:
+    """Some faults in a row; over the seeds each has its turn."""
+    chance = random.Random(seed)
+    order = list(FAULTS)
+    random.Random(0).shuffle(order)
+    chosen = [order[(seed * IN_A_TRIAL + place) % len(order)] for place in range(IN_A_TRIAL)]
+    control = shim.Control(folder) if shim.is_loaded() else None
+    for place, name in enumerate(chosen):
+        scene = Scene(_place(folder, place), chance, tally, control)
+        inject(name, scene)
+
+
+def inject(name: str, scene: Scene) -> None:
+    """One fault, and the judgement."""
+    scene.tally.step(f"{name}:")
+    try:
+        scene.work(lambda trainer: trainer.save(2))  # something to lose
+        FAULTS[name](scene)
+    except Impossible as reason:
+        scene.tally.note(f"{NOT_HERE}{name}: {reason}")
+        return
+    finally:
+        if scene.control is not None:
+            scene.control.disarm()
+    scene.tally.fault(f"system: {name}")
+    scene.judge()
+
+
+def _place(folder: Path, place: int) -> Path:
+    made = folder / f"{place}"
+    made.mkdir()
+    os.chmod(made, 0o777)  # some trainers are nobody  # noqa: S103, PTH101
+    return made
