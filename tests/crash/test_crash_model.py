@@ -106,4 +106,6 @@ def test_everything_synced_is_exactly_what_is_on_disk(place: Path) -> None:
     for change in recorded.changes:
         world.perform(change)
     trees = list(world.crashes(1 << 12, seed=0))
-    assert crashed_disk.fingerprint(crashed_disk.read_tree(place / "made")) in map(crashed_disk.fingerprint, trees)
+    assert crashed_disk.fingerprint(crashed_disk.read_tree(place / "made")) in map(
+        crashed_disk.fingerprint, trees
+    )

@@ -11,6 +11,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, NamedTuple
 
+from tally import Tally, Violation
+
 import laststep
 import state
 from laststep.catalog.run import Run
@@ -21,7 +23,6 @@ from laststep.format import manifest
 from laststep.format.header import decode_header
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
-from tally import Tally, Violation
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,6 +18,9 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from processes import wait_until_dead
+from tally import Tally, Violation
+
 import laststep
 import state
 from laststep.catalog.run import Run
@@ -25,8 +28,6 @@ from laststep.catalog.verify import verify_checkpoint
 from laststep.cli.processes import children_of
 from laststep.errors import LaststepError
 from laststep.storage.directory import DirectoryStore
-from processes import wait_until_dead
-from tally import Tally, Violation
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -158,7 +159,9 @@ def _train(folder: Path, flush: str, pipe: int) -> None:
     if restored.step is not None:
         wrong = state.wrong(live, restored.step)
         if wrong or restored.skipped:
-            raise Violation("wrong", f"step {restored.step}: wrong {wrong}, skipped {restored.skipped}")
+            raise Violation(
+                "wrong", f"step {restored.step}: wrong {wrong}, skipped {restored.skipped}"
+            )
     _say(pipe, "restored", -1 if restored.step is None else restored.step)
     step = restored.next_step
     state.advance(live, step)
@@ -250,7 +253,9 @@ def _wait_for_end(trainer: _Trainer, label: str) -> None:
         pass  # what it wrote before its end
     code = os.waitstatus_to_exitcode(status)
     if code not in (-signal.SIGKILL, _TOLD):
-        raise Violation("foreign error", f"{label}: the trainer ended with {code}: {trainer.heard[-4000:]}")
+        raise Violation(
+            "foreign error", f"{label}: the trainer ended with {code}: {trainer.heard[-4000:]}"
+        )
 
 
 def _wait_for_helpers(helpers: list[int], label: str) -> None:
@@ -272,7 +277,9 @@ def _judge(folder: Path, trainer: _Trainer, label: str) -> None:
     newest = run.newest()
     if newest is None or newest.step < trainer.last("committed"):
         found = None if newest is None else newest.step
-        raise Violation("wrong", f"{label}: step {trainer.last('committed')} was committed, found {found}")
+        raise Violation(
+            "wrong", f"{label}: step {trainer.last('committed')} was committed, found {found}"
+        )
     report = verify_checkpoint(run.store, newest.folder)
     if report.damage:
         raise Violation("wrong", f"{label}: {newest.folder} is damaged: {report.damage}")

@@ -122,13 +122,14 @@ class Ledger:
 
     # Retention
 
-    def retain(self, rules: Rules | None, *, resumed_from: str | None, abandoned: bool) -> None:
-        """Apply rules: what none of them keeps may be gone from now on."""
+    def retain(self, rules: Rules | None, *, resumed_from: str | None, abandoned: bool) -> set[str]:
+        """Apply rules: what none of them keeps, which may be gone from now on."""
         lineage = self.lineage()
         # Without rules everything stays, but what was saved again.
         kept = {entry.folder for entry in self._kept(lineage, rules or Rules())}
         on_lineage = {entry.folder for entry in lineage}
         replaced = self._replaced()
+        dropped = set()
         for entry in self.there():
             evidence = entry.folder not in on_lineage or not entry.is_whole
             if entry.folder in replaced and entry.damage != "unreadable":
@@ -136,6 +137,8 @@ class Ledger:
             stays = entry.folder in kept or entry.pinned or entry.folder == resumed_from
             if not stays and (abandoned or not evidence):
                 entry.may_go = True
+                dropped.add(entry.folder)
+        return dropped
 
     def _kept(self, lineage: list[Entry], rules: Rules) -> list[Entry]:
         whole = [entry for entry in lineage if entry.is_whole]

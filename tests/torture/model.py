@@ -7,9 +7,11 @@ example as small as it can.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-
 from ledger import Rules
 from processes import Nursery
 from rival import Rival, train
@@ -30,9 +31,9 @@ from subject import Subject
 from tally import Tally, Violation
 
 if TYPE_CHECKING:
-    from hypothesis.stateful import RuleBasedStateMachine as Machine
+    from collections.abc import Iterator
 
-EXAMPLES = 6
+EXAMPLES = 3
 """So many runs in a trial,"""
 STEPS = 30
 """with so many steps each."""
@@ -50,153 +51,164 @@ rules = st.one_of(
 )
 
 
-def machine(folder: Path, tally: Tally, nursery: Nursery, found: list[Violation]) -> type[Machine]:
-    """The state machine, for runs below `folder`; what it finds first is put into `found`."""
+@dataclass(slots=True, kw_only=True)
+class Place:
+    """Where a machine works, and what it finds first."""
 
-    class Model(RuleBasedStateMachine):
-        def __init__(self) -> None:
-            super().__init__()
-            place = Path(tempfile.mkdtemp(dir=folder))
-            if not found:
-                tally.steps.clear()
-                tally.step(f"subject = Subject(Path({str(place)!r}), Tally())")
-            self.subject = Subject(place, tally)
-
-        def do(self, method: str, *arguments: object, **named: object) -> None:
-            """One call, written down before it is made."""
-            words = [repr(value) for value in arguments]
-            words += [f"{name}={value!r}" for name, value in named.items()]
-            if not found:
-                tally.step(f"subject.{method}({', '.join(words)})")
-            try:
-                getattr(self.subject, method)(*arguments, **named)
-                if method not in ("save", "restore"):  # what is under way there may stay so
-                    self.subject.look()
-            except Violation as violation:
-                found.append(violation)
-                raise
-            except Exception:
-                found.append(Violation("foreign error", traceback.format_exc()))
-                raise found[-1] from None
-
-        @property
-        def open(self) -> int:
-            return len(self.subject.writers)
-
-        @initialize(flush=flushes, keep=rules, form=forms)
-        def first(self, flush: str, keep: Rules | None, form: int) -> None:
-            self.do("open", flush=flush, rules=keep, form=form)
-
-        @precondition(lambda self: self.open < 2)
-        @rule(flush=flushes, keep=rules, form=forms, restore=st.booleans())
-        def start(self, flush: str, keep: Rules | None, form: int, restore: bool) -> None:
-            newest, _ = self.subject.ledger.of_newest()
-            self.do("open", flush=flush, rules=keep, form=newest[0].form if newest else form)
-            if restore:
-                self.do("restore", self.open - 1)
-
-        @precondition(lambda self: self.open)
-        @rule(writer=writers, step=steps, loss=losses, overwrite=st.booleans(), wait=st.booleans())
-        def save(self, writer: int, step: int, loss: float, overwrite: bool, wait: bool) -> None:
-            self.do("save", writer % self.open, step=step, loss=loss, overwrite=overwrite,
-                    wait=wait)  # fmt: skip
-
-        @precondition(lambda self: self.open)
-        @rule(writer=writers, first=steps, count=st.integers(2, 5))
-        def saves(self, writer: int, first: int, count: int) -> None:
-            for step in range(first, first + count):
-                self.do("save", writer % self.open, step=step, loss=0.5, overwrite=True, wait=False)
-
-        @precondition(lambda self: self.open)
-        @rule(writer=writers, step=st.one_of(st.none(), st.none(), steps), fitting=st.booleans())
-        def restore(self, writer: int, step: int | None, fitting: bool) -> None:
-            newest, _ = self.subject.ledger.of_newest()
-            wanted = newest[0] if newest else None
-            if step is not None:
-                wanted = self.subject.ledger.of_step(step)
-            writer %= self.open
-            if fitting and wanted and wanted.form != self.subject.writers[writer].live.form:
-                self.do("reshape", writer, wanted.form)
-            self.do("restore", writer, step=step)
-
-        @precondition(lambda self: self.open)
-        @rule(writer=writers, form=forms)
-        def reshape(self, writer: int, form: int) -> None:
-            self.do("reshape", writer % self.open, form)
-
-        @precondition(lambda self: self.open)
-        @rule(writer=writers)
-        def close(self, writer: int) -> None:
-            self.do("close", writer % self.open)
-
-        @precondition(lambda self: self.open)
-        @rule(writer=writers, step=st.integers(20, 40), how=st.sampled_from(
-            ("a value that cannot be stored", "its flusher is killed", "files are limited")
-        ))  # fmt: skip
-        def fail(self, writer: int, step: int, how: str) -> None:
-            self.do("fail", writer % self.open, how=how, step=step)
-
-        @rule(which=st.integers(0, 9), file=st.integers(0, 3), place=st.floats(0, 0.999),
-              how=st.sampled_from(("flip", "flip", "truncate", "delete")))  # fmt: skip
-        def corrupt(self, which: int, file: int, place: float, how: str) -> None:
-            self.do("corrupt", which, file=file, how=how, place=place)
-
-        @rule(step=steps, pinned=st.booleans())
-        def pin(self, step: int, pinned: bool) -> None:
-            self.do("pin", step, pinned=pinned)
-
-        @rule(keep=rules.filter(bool), abandoned=st.booleans())
-        def prune(self, keep: Rules, abandoned: bool) -> None:
-            self.do("prune", keep, abandoned=abandoned)
-
-        @rule(copy=st.booleans())
-        def move(self, copy: bool) -> None:
-            self.do("move", copy=copy)
-
-        @rule(rival=st.builds(
-            Rival, victim=st.sampled_from(("trainer", "trainer", "flusher", "both", "nobody")),
-            fresh=st.booleans(), form=forms, flush=flushes, rules=rules,
-            saves=st.integers(1, 6), at_start=st.booleans(), delay_ms=st.integers(0, 250),
-            hurried=st.booleans(),
-        ))  # fmt: skip
-        def rival(self, rival: Rival) -> None:
-            if not found:
-                tally.step(f"{rival!r}.act(subject, nursery)")
-            try:
-                rival.act(self.subject, nursery)
-                self.subject.look()
-            except Violation as violation:
-                found.append(violation)
-                raise
-
-        def teardown(self) -> None:
-            if not found:
-                self.do("end")
-            for writer in self.subject.writers:
-                writer.checkpointer._work.close()
-
-    return Model
+    folder: Path
+    tally: Tally
+    nursery: Nursery
+    found: list[Violation] = field(default_factory=list)
 
 
-def trial(folder: Path, number: int, tally: Tally, *, phases: tuple[Phase, ...] = (Phase.generate,),
-          examples: int = EXAMPLES) -> None:  # fmt: skip
+class Model(RuleBasedStateMachine):
+    """What may be done, at any time; a trial gives it a place."""
+
+    place: Place
+
+    def __init__(self) -> None:
+        super().__init__()
+        folder = Path(tempfile.mkdtemp(dir=self.place.folder))
+        if not self.place.found:
+            self.place.tally.steps.clear()
+        self._write(f"subject = Subject(Path({str(folder)!r}), Tally())")
+        self.subject = Subject(folder, self.place.tally)
+
+    def _write(self, line: str) -> None:
+        if not self.place.found:  # hypothesis does it all again to be sure
+            self.place.tally.step(line)
+
+    @contextlib.contextmanager
+    def _finding(self) -> Iterator[None]:
+        try:
+            yield
+        except Violation as violation:
+            self.place.found.append(violation)
+            raise
+        except Exception:  # noqa: BLE001 (whatever it is, it must not have come out)
+            self.place.found.append(Violation("foreign error", traceback.format_exc()))
+            raise self.place.found[-1] from None
+
+    def do(self, method: str, *arguments: object, **named: object) -> None:
+        """One call, written down before it is made."""
+        words = [repr(value) for value in arguments]
+        words += [f"{name}={value!r}" for name, value in named.items()]
+        self._write(f"subject.{method}({', '.join(words)})")
+        with self._finding():
+            getattr(self.subject, method)(*arguments, **named)
+            self.subject.look()
+
+    @property
+    def open(self) -> int:
+        return len(self.subject.writers)
+
+    @initialize(flush=flushes, keep=rules, form=forms)
+    def first(self, flush: str, keep: Rules | None, form: int) -> None:
+        self.do("open", flush=flush, rules=keep, form=form)
+
+    @precondition(lambda self: self.open < 2)
+    @rule(flush=flushes, keep=rules, form=forms, restore=st.booleans())
+    def start(self, flush: str, keep: Rules | None, form: int, restore: bool) -> None:
+        newest, _ = self.subject.ledger.of_newest()
+        self.do("open", flush=flush, rules=keep, form=newest[0].form if newest else form)
+        if restore:
+            self.do("restore", self.open - 1)
+
+    @precondition(lambda self: self.open)
+    @rule(writer=writers, step=steps, loss=losses, overwrite=st.booleans(), wait=st.booleans())
+    def save(self, writer: int, step: int, loss: float, overwrite: bool, wait: bool) -> None:
+        self.do("save", writer % self.open, step=step, loss=loss, overwrite=overwrite,
+                wait=wait)  # fmt: skip
+
+    @precondition(lambda self: self.open)
+    @rule(writer=writers, first=steps, count=st.integers(2, 5))
+    def saves(self, writer: int, first: int, count: int) -> None:
+        for step in range(first, first + count):
+            self.do("save", writer % self.open, step=step, loss=0.5, overwrite=True, wait=False)
+
+    @precondition(lambda self: self.open)
+    @rule(writer=writers, step=st.one_of(st.none(), st.none(), steps), fitting=st.booleans())
+    def restore(self, writer: int, step: int | None, fitting: bool) -> None:
+        newest, _ = self.subject.ledger.of_newest()
+        wanted = newest[0] if newest else None
+        if step is not None:
+            wanted = self.subject.ledger.of_step(step)
+        writer %= self.open
+        if fitting and wanted and wanted.form != self.subject.writers[writer].live.form:
+            self.do("reshape", writer, wanted.form)
+        self.do("restore", writer, step=step)
+
+    @precondition(lambda self: self.open)
+    @rule(writer=writers, form=forms)
+    def reshape(self, writer: int, form: int) -> None:
+        self.do("reshape", writer % self.open, form)
+
+    @precondition(lambda self: self.open)
+    @rule(writer=writers)
+    def close(self, writer: int) -> None:
+        self.do("close", writer % self.open)
+
+    @precondition(lambda self: self.open)
+    @rule(writer=writers, step=st.integers(20, 40), how=st.sampled_from(
+        ("a value that cannot be stored", "its flusher is killed", "files are limited")
+    ))  # fmt: skip
+    def fail(self, writer: int, step: int, how: str) -> None:
+        self.do("fail", writer % self.open, how=how, step=step)
+
+    @rule(which=st.integers(0, 9), file=st.integers(0, 3), place=st.floats(0, 0.999),
+          how=st.sampled_from(("flip", "flip", "truncate", "delete")))  # fmt: skip
+    def corrupt(self, which: int, file: int, place: float, how: str) -> None:
+        self.do("corrupt", which, file=file, how=how, place=place)
+
+    @rule(step=steps, pinned=st.booleans())
+    def pin(self, step: int, pinned: bool) -> None:
+        self.do("pin", step, pinned=pinned)
+
+    @rule(keep=rules.filter(bool), abandoned=st.booleans())
+    def prune(self, keep: Rules, abandoned: bool) -> None:
+        self.do("prune", keep, abandoned=abandoned)
+
+    @rule(copy=st.booleans())
+    def move(self, copy: bool) -> None:
+        self.do("move", copy=copy)
+
+    @rule(rival=st.builds(
+        Rival, victim=st.sampled_from(("trainer", "trainer", "flusher", "both", "nobody")),
+        fresh=st.booleans(), form=forms, flush=flushes, rules=rules,
+        saves=st.integers(1, 6), at_start=st.booleans(), delay_ms=st.integers(0, 250),
+        hurried=st.booleans(),
+    ))  # fmt: skip
+    def rival(self, rival: Rival) -> None:
+        self._write(f"{rival!r}.act(subject, nursery)")
+        with self._finding():
+            rival.act(self.subject, self.place.nursery)
+            self.subject.look()
+
+    def teardown(self) -> None:
+        if not self.place.found:
+            self.do("end")
+        for writer in self.subject.writers:
+            writer.checkpointer._work.close()
+
+
+def trial(
+    folder: Path, number: int, tally: Tally, *, phases: tuple[Phase, ...] = (Phase.generate,)
+) -> None:
     """Some runs, each with a random history."""
-    found: list[Violation] = []
-    nursery = Nursery(train)
+    place = Place(folder=folder, tally=tally, nursery=Nursery(train))
     chosen = settings(
-        max_examples=examples, stateful_step_count=STEPS, deadline=None, database=None,
+        max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
         phases=phases, suppress_health_check=list(HealthCheck), print_blob=False,
     )  # fmt: skip
     try:
-        run_state_machine_as_test(
-            seed(number)(machine(folder, tally, nursery, found)), settings=chosen
-        )
-    except BaseException:
-        if not found:
+        machine = seed(number)(type("Model", (Model,), {"place": place}))
+        run_state_machine_as_test(machine, settings=chosen)
+    except Exception:
+        if not place.found or Phase.shrink in phases:
             raise
-        raise found[0] from None
+        raise place.found[0] from None
     finally:
-        nursery.close()
+        place.nursery.close()
 
 
 if __name__ == "__main__":

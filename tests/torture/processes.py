@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import select
@@ -173,10 +174,16 @@ def _fork_for(end: socket.socket, body: Callable[[Say, dict[str, object]], None]
         pid = os.fork()
         if pid == 0:
             end.close()
-            _in_child(lambda say: body(say, json.loads(request)), *fds)
+            _in_child(functools.partial(_with_arguments, body, request), *fds)
         for fd in fds:
             os.close(fd)
         end.send(str(pid).encode())
+
+
+def _with_arguments(
+    body: Callable[[Say, dict[str, object]], None], request: bytes, say: Say
+) -> None:
+    body(say, json.loads(request))
 
 
 def _in_child(body: Callable[[Say], None], pipe: int, dump: int) -> None:

@@ -32,10 +32,8 @@ def table(results: Mapping[str, Result], *, seed: int, seconds: float) -> str:
     for name, result in results.items():
         tally = result.tally
         per_minute = tally.faults.total() / max(result.seconds, 1e-9) * 60
-        rows.append((
-            f"{name}: {tally.trials:,} trials in {result.seconds:,.0f} s,"
-            f" {per_minute:,.0f} faults a minute", f"{tally.faults.total():,}",
-        ))  # fmt: skip
+        how = f"{tally.trials:,} trials in {result.seconds:,.0f} s, {per_minute:,.0f} a minute"
+        rows.append((f"{name}: {how}", f"{tally.faults.total():,}"))
         rows += [(f"  {what}", f"{count:,}") for what, count in sorted(tally.faults.items())]
     rows += [("", ""), ("notes", "")]
     rows += [(f"  {what}", f"{count:,}") for what, count in sorted(total.notes.items())]

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import laststep
 from forms import Live
-from laststep.cli.processes import children_of
-from laststep.errors import LaststepError
 from ledger import Rules
 from processes import descendants, wait_until_dead
 from subject import PATIENCE_S, Pending, as_keep
 from tally import Violation
+
+import laststep
+from laststep.cli.processes import children_of
+from laststep.errors import LaststepError
 
 if TYPE_CHECKING:
     from processes import Child, Nursery, Say
@@ -72,9 +73,9 @@ class Rival:
         begun = (lambda: True) if self.at_start else (lambda: bool(child.said("saving")))
         if not child.wait(PATIENCE_S, until=lambda: begun() or _is_over(child)):
             _hangs(subject, child, "another process did not begin")
-        if self.victim == "nobody":
-            if not child.wait(PATIENCE_S, until=lambda: _is_over(child)):
-                _hangs(subject, child, "another process does not end")
+        to_its_end = self.victim == "nobody"
+        if to_its_end and not child.wait(PATIENCE_S, until=lambda: _is_over(child)):
+            _hangs(subject, child, "another process does not end")
         until = time.monotonic() + self.delay_ms / 1000
         while (left_s := until - time.monotonic()) > 0 and not _is_over(child):
             child.listen(left_s)
@@ -110,9 +111,7 @@ def train(say: Say, arguments: dict[str, object]) -> None:
             live.become(arguments["form"], mark)
             say("saving", first + number, mark)
             # The first is free, or restore() said wrong; the steps after it may be taken.
-            handle = checkpointer.save(
-                first + number, metrics={"loss": 0.5}, overwrite=number > 0
-            )
+            handle = checkpointer.save(first + number, metrics={"loss": 0.5}, overwrite=number > 0)
             live.weights["w"].zero_()
             if number % 3 == 1:
                 handle.captured.wait(PATIENCE_S)

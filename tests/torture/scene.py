@@ -12,13 +12,14 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
+from processes import Child, descendants, wait_until_dead
+from tally import Violation
+
 import laststep
 import state
 from laststep.catalog.run import Run
 from laststep.errors import LaststepError
 from laststep.storage.directory import DirectoryStore
-from processes import Child, descendants, wait_until_dead
-from tally import Violation
 
 if TYPE_CHECKING:
     import random
@@ -63,7 +64,8 @@ class Trainer:
             yield
         except LaststepError as error:
             if not error.remedy:
-                self.say("flaw", f"an error without a remedy: {error!r}")
+                told = f"{type(error).__name__}: {error.what}, found {error.found}"
+                self.say("flaw", f"an error without a remedy: {told}")
             self.say(f"{word} failed", step, repr(error))
         except (OSError, MemoryError, RuntimeError, ValueError, KeyError, TypeError) as error:
             self.say("flaw", f"a raw {error!r} from {word}")
@@ -117,6 +119,8 @@ class Scene:
         self.failed: set[int] = set()
         self.committed: set[int] = set()
         self.saves_elsewhere = False
+        self.harmless = False
+        """Whether the fault had no occasion to act."""
 
     def flush(self) -> str:
         """Where the next trainer flushes."""

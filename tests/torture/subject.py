@@ -16,20 +16,19 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from forms import Live, differences
+from ledger import Damage, Entry, Ledger, Rules
+from tally import Tally, Violation
 from typer.testing import CliRunner
 
 import laststep
-from forms import Live, differences
 from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
 from laststep.cli import app
 from laststep.errors import LaststepError
 from laststep.storage.directory import DirectoryStore
-from ledger import Damage, Entry, Ledger, Rules
-from tally import Tally, Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from laststep.catalog.listing import Listed
@@ -214,9 +213,8 @@ class Subject:
             raise Violation("wrong", f"{folder} of a writer that was taken over is committed")
         if number != one.epoch:
             self._claimed(number, one.head)
-        self.add(pending, folder, one.rules, one.resumed)
+        one.dropped = self.add(pending, folder, one.rules, one.resumed)
         one.head, one.epoch = folder, number
-        one.dropped = {e.folder for e in self.ledger.there() if e.may_go}
 
     def _claimed(self, number: int, head: str | None) -> None:
         """A new epoch, which must continue from `head`."""
@@ -228,13 +226,15 @@ class Subject:
             raise Violation("wrong", f"epoch {number} says {record}, it continues {wanted}")
         self.ledger.epochs[number] = head
 
-    def add(self, pending: Pending, folder: str, rules: Rules | None, resumed: str | None) -> None:
-        """One more commit, and the retention after it."""
+    def add(
+        self, pending: Pending, folder: str, rules: Rules | None, resumed: str | None
+    ) -> set[str]:
+        """One more commit, and the retention after it; what that drops."""
         self.ledger.entries[folder] = Entry(
             folder=folder, step=pending.step, form=pending.form, mark=pending.mark,
             epoch=_point(folder)[0], loss=pending.loss,
         )  # fmt: skip
-        self.ledger.retain(rules, resumed_from=resumed, abandoned=False)
+        return self.ledger.retain(rules, resumed_from=resumed, abandoned=False)
 
     def _failed(self, one: Writer, pending: Pending, error: LaststepError) -> None:
         """It failed: may it?"""
@@ -251,7 +251,7 @@ class Subject:
 
     def _check_remedy(self, error: LaststepError) -> None:
         if not error.remedy:
-            told = repr(error).replace(str(self._folder), "")
+            told = f"{type(error).__name__}: {error.what}, found {error.found}"
             self.tally.flaw("foreign error", f"an error without a remedy: {told}")
 
     # Restoring
@@ -309,7 +309,7 @@ class Subject:
         one.head = one.resumed = entry.folder
         steps = {e.step for e in self.ledger.descent(entry.folder)}
         if restored.next_step <= entry.step or restored.next_step in steps:
-            raise Violation("wrong", f"next_step {restored.next_step} on a lineage of {steps}")
+            self.tally.flaw("wrong", f"next_step {restored.next_step} on a lineage of {steps}")
         self.tally.checkpoint()
 
     def _not_restored(
@@ -488,5 +488,3 @@ def _point(folder: str) -> tuple[int, int]:
 
 def _names(entries: list[Entry]) -> list[str]:
     return [entry.folder for entry in entries]
-
-

@@ -6,9 +6,7 @@ judgement of `scene`. What this machine does not allow is noted, and is no pass.
 
 from __future__ import annotations
 
-import os
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import shim
@@ -19,6 +17,7 @@ from scene import Impossible, Scene
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tally import Tally
 
@@ -50,12 +49,15 @@ def inject(name: str, scene: Scene) -> None:
     finally:
         if scene.control is not None:
             scene.control.disarm()
-    scene.tally.fault(f"system: {name}")
+    if scene.harmless:
+        scene.tally.note(f"system: no such call was made: {name}")
+    else:
+        scene.tally.fault(f"system: {name}")
     scene.judge()
 
 
 def _place(folder: Path, place: int) -> Path:
     made = folder / f"{place}"
     made.mkdir()
-    os.chmod(made, 0o777)  # some trainers are nobody  # noqa: S103, PTH101
+    made.chmod(0o777)  # some trainers are nobody
     return made

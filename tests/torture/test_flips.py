@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+import flips
 import pytest
+from tally import Tally, Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
-
-HERE = Path(__file__).parent
+    from pathlib import Path
 
 
-@pytest.fixture
-def flips(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module, which finds its neighbour `state` by path, as torture.py lets it."""
-    monkeypatch.syspath_prepend(str(HERE))
-    yield importlib.import_module("flips")
-
-
-def test_every_byte_of_every_file_is_under_a_digest(flips: ModuleType, run_folder: Path) -> None:
+def test_every_byte_of_every_file_is_under_a_digest(run_folder: Path) -> None:
     newer = flips._make(run_folder)
     for file in newer.iterdir():
         at = 0
@@ -34,14 +23,15 @@ def test_every_byte_of_every_file_is_under_a_digest(flips: ModuleType, run_folde
         assert at == file.stat().st_size, file.name
 
 
-def test_flips_in_all_files_are_noticed(flips: ModuleType, run_folder: Path) -> None:
-    done = flips.torture(run_folder, flips=12, seed=1)
-    assert done.flips == 12
-    assert not any(outcome.startswith("exact") for outcome in done.outcomes)
+def test_flips_in_all_files_are_noticed(run_folder: Path) -> None:
+    tally = Tally()
+    flips.flip(run_folder, 1, tally, flips=12)
+    assert tally.faults.total() == tally.compared == 12
+    assert not any("exact" in outcome for outcome in tally.notes)
 
 
 def test_a_restore_that_notices_nothing_is_a_violation(
-    flips: ModuleType, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restore = flips._restore
     sound = run_folder.with_name("sound")
@@ -59,11 +49,11 @@ def test_a_restore_that_notices_nothing_is_a_violation(
 
     monkeypatch.setattr(flips, "_make", made)
     monkeypatch.setattr(flips, "_restore", blind)
-    with pytest.raises(flips.Violated, match="as if nothing had changed, but the byte is in"):
-        flips.torture(run_folder, flips=5, seed=1)
+    with pytest.raises(Violation, match="as if nothing had changed, but the byte is in"):
+        flips.flip(run_folder, 1, Tally(), flips=5)
 
 
-def test_a_byte_that_no_digest_covers_may_change(flips: ModuleType, run_folder: Path) -> None:
+def test_a_byte_that_no_digest_covers_may_change(run_folder: Path) -> None:
     """`pinned` is such a file: only that it is there counts."""
     newer = flips._make(run_folder)
     (newer / "pinned").write_bytes(b"x")

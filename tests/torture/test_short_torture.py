@@ -1,8 +1,8 @@
-"""A short torture with every test run; `make torture` is the long one."""
+"""A short, seeded share of the torture with every test run; `make torture` is the long one."""
 
 from __future__ import annotations
 
-import re
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +13,24 @@ TORTURE = Path(__file__).with_name("torture.py")
 
 
 @pytest.mark.slow
-def test_kills_flips_and_crashes_violate_nothing(run_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "seed", "faults"),
+    [("kills", 0, 10), ("flips", 1, 50), ("crashes", 1, 20), ("model", 4, 1), ("system", 0, 3)],
+)
+def test_a_part_of_the_torture_violates_nothing(
+    part: str, seed: int, faults: int, run_folder: Path
+) -> None:
     run_folder.mkdir()
-    counts = ("--kills", "10", "--flips", "60", "--crashes", "8", "--histories", "2")
+    result = run_folder / "result.json"
+    command = [sys.executable, str(TORTURE), "--part", part, "--seed", str(seed), "--trials", "1"]
     done = subprocess.run(
-        [sys.executable, str(TORTURE), *counts, "--folder", str(run_folder)],
+        [*command, "--folder", str(run_folder), "--json", str(result)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    table = dict(re.split(r"  +", line) for line in done.stdout.splitlines() if "  " in line)
-    assert table["kill -9: trials"] == "10"
-    assert table["bit flips"] == "60"
+    told = json.loads(result.read_text())
+    assert told["faults"] >= faults
+    assert told["compared"] > 0
+    assert told["found"] == {"wrong": 0, "hang": 0, "crash": 0, "foreign error": 0}

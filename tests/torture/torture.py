@@ -54,7 +54,7 @@ class Part:
 
 PARTS = (
     Part(name="kills", module="kills", share=0.08),
-    Part(name="flips", module="flips", share=0.03),
+    Part(name="flips", module="flips", share=0.06),
     Part(name="crashes", module="crashes", share=0.03),
     Part(name="model", module="model", share=0.13, limit_s=300.0),
     Part(name="system", module="system", share=0.13, limit_s=300.0, shimmed=True),
@@ -62,7 +62,7 @@ PARTS = (
     Part(name="formats", module="formats", share=0.03),
     Part(name="jobs", module="job_model", share=0.06, limit_s=300.0),
     # Alone, since it measures: it has half of the time, an hour of two.
-    Part(name="soak", module="soak", share=0.46, at_once=1, limit_s=float("inf")),
+    Part(name="soak", module="soak", share=0.43, at_once=1, limit_s=float("inf")),
 )
 
 
