@@ -33,9 +33,9 @@ from tally import Tally, Violation
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-EXAMPLES = 3
+EXAMPLES = 2
 """So many runs in a trial,"""
-STEPS = 30
+STEPS = 25
 """with so many steps each."""
 
 writers = st.integers(0, 1)

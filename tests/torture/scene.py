@@ -118,7 +118,6 @@ class Scene:
         self.begun: set[int] = set()
         self.failed: set[int] = set()
         self.committed: set[int] = set()
-        self.saves_elsewhere = False
         self.harmless = False
         """Whether the fault had no occasion to act."""
 
@@ -192,7 +191,7 @@ class Scene:
     def _check_restored(self, step: int | None) -> None:
         """Never older than what was committed before this trainer: it saves later ones only."""
         before = [old for old in self.committed if step is None or old > step]
-        if before and not self.saves_elsewhere:
+        if before:
             raise Violation("wrong", f"restored {step}, {max(before)} was committed")
 
     def judge(self, run: Path | None = None) -> None:
@@ -200,7 +199,7 @@ class Scene:
         place = self.run if run is None else run
         child = Child.fork(lambda say: _inspect(say, place))
         try:
-            if not child.wait(PATIENCE_S):
+            if not child.wait(PATIENCE_S + len(self.begun)):
                 self._hangs(child, "the judge does not end")
             for word, *rest in child.heard:
                 if word in ("wrong", "foreign"):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tally import Tally
 
 FAULTS: dict[str, Callable[[Scene], None]] = {**system_process.FAULTS, **system_disk.FAULTS}
-IN_A_TRIAL = 6
+IN_A_TRIAL = 4
 
 
 def trial(folder: Path, seed: int, tally: Tally) -> None:
