@@ -14,6 +14,7 @@ import system_disk
 import system_process
 from report import NOT_HERE
 from scene import Impossible, Scene
+from tally import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +47,9 @@ def inject(name: str, scene: Scene) -> None:
     except Impossible as reason:
         scene.tally.note(f"{NOT_HERE}{name}: {reason}")
         return
+    except Violation:
+        scene.tally.fault(f"system: {name}")
+        raise
     finally:
         if scene.control is not None:
             scene.control.disarm()

@@ -133,6 +133,7 @@ def _in_child(part: str, trial: Trial, place: Path, log: Path, seed: int) -> Non
                 tally.flaw("foreign error", text[-1])
             tally.end()
         finally:
+            _kill_below(os.getpid())  # they would be nobody's once we are gone
             os._exit(0)
 
 
@@ -182,10 +183,14 @@ def _finish(part: str, one: _Running) -> Tally:
 
 def _end(one: _Running) -> int:
     """Nothing of the trial is left; the status with which it ended."""
-    for pid in descendants(one.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    _kill_below(one.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(one.pid, signal.SIGKILL)
     os.close(one.pidfd)
     return os.waitpid(one.pid, 0)[1]
+
+
+def _kill_below(pid: int) -> None:
+    for below in descendants(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(below, signal.SIGKILL)
