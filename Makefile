@@ -22,7 +22,7 @@ help:
 	@echo "make demo      train, kill, resume: what laststep does, in a minute"
 	@echo "make test      everything that must be green: style, types, layers, tests"
 	@echo "make test-long more pairs of layouts, more ranks with DCP"
-	@echo "make torture   tests/torture: crashes and faults at every turn, much longer"
+	@echo "make torture   tests/torture: more than 10,000 faults of every kind, in two hours"
 	@echo "make bench     measure on this machine"
 	@echo "make clean     remove what the above left behind, except $(VENV)"
 
