@@ -10,26 +10,26 @@ import random
 from typing import TYPE_CHECKING
 
 import shim
-import system_disk
-import system_process
+import system_disk  # noqa: F401 (enters its faults)
+import system_forks  # noqa: F401
+import system_process  # noqa: F401
 from report import NOT_HERE
 from scene import Impossible, Scene
+from system_faults import FAULTS
 from tally import Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from tally import Tally
 
-FAULTS: dict[str, Callable[[Scene], None]] = {**system_process.FAULTS, **system_disk.FAULTS}
 IN_A_TRIAL = 4
 
 
 def trial(folder: Path, seed: int, tally: Tally) -> None:
     """Some faults in a row; over the seeds each has its turn."""
     chance = random.Random(seed)
-    order = list(FAULTS)
+    order = sorted(FAULTS)
     random.Random(0).shuffle(order)
     chosen = [order[(seed * IN_A_TRIAL + place) % len(order)] for place in range(IN_A_TRIAL)]
     control = shim.Control(folder) if shim.is_loaded() else None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scene import PATIENCE_S, Impossible, Scene, pause
+from system_faults import fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,19 +24,7 @@ if TYPE_CHECKING:
     from scene import Trainer
     from shim import Control
 
-FAULTS: dict[str, Callable[[Scene], None]] = {}
-
 _CLONE_NEWNS = 0x00020000
-
-
-def fault(name: str) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
-    """Enter a function into the registry."""
-
-    def enter(function: Callable[[Scene], None]) -> Callable[[Scene], None]:
-        FAULTS[name] = function
-        return function
-
-    return enter
 
 
 # Paths
