@@ -80,7 +80,8 @@ class Rival:
         while (left_s := until - time.monotonic()) > 0 and not _is_over(child):
             child.listen(left_s)
         helpers = children_of(child.pid)
-        subject.tally.fault(f"model: kill -9 of another process ({self.victim})")
+        if self.victim in ("trainer", "both") or (self.victim == "flusher" and helpers):
+            subject.tally.fault(f"model: kill -9 of another process ({self.victim})")
         if self.victim in ("flusher", "both"):
             for pid in helpers:
                 os.kill(pid, signal.SIGKILL)
