@@ -18,6 +18,7 @@ from trials import Violation
 
 import laststep
 from laststep.engine.pool import Pool
+from laststep.state.tensors import repeats_itself
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,7 +96,7 @@ class _Trial:
         handle = self._hear(number)
         self.handles[number] = handle
         under = self.chance.choice(changes.UNDER)
-        tensors = [one for one in self.world.tensors() if one.numel() and _resizable(one)]
+        tensors = [one for one in self.world.tensors() if one.numel() and _changeable(one)]
         tensor = self.chance.choice(tensors)
         self.tally.step(f"under it: {under.__name__} of {tuple(tensor.shape)}")
         self.tally.fault(f"during a save: {under.__name__.replace('_', ' ')}")
@@ -144,9 +145,10 @@ def _failed(handle: laststep.SaveHandle) -> bool:
     return handle.committed.over() and not handle.committed.done()
 
 
-def _resizable(tensor: torch.Tensor) -> bool:
-    """Whether torch lets anybody resize what it lies in; arrays of numpy it does not."""
-    return tensor.untyped_storage().resizable()
+def _changeable(tensor: torch.Tensor) -> bool:
+    """Whether torch lets anybody write into it, not if it was expanded, and resize what it lies in,
+    not if that is an array of numpy."""
+    return tensor.untyped_storage().resizable() and not repeats_itself(tensor)
 
 
 def _first(wanted: object, found: object, path: str = "") -> str:
