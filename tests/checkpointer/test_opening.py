@@ -197,7 +197,7 @@ def test_all_of_a_tensor_is_read_by_the_same_words_whatever_its_shape(run_folder
 @pytest.mark.parametrize(
     ("name", "index"),
     [("one", 0), ("one", slice(0, 1)), ("some", 2), ("some", (0, 3)), ("some", (0, 0, 0)),
-     ("some", torch.tensor([5])), ("some", object())],
+     ("some", torch.tensor([5])), ("some", Ellipsis.__class__)],
     ids=repr,
 )  # fmt: skip
 def test_an_index_that_a_tensor_does_not_have_is_told_and_ends_a_loop(

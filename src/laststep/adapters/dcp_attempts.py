@@ -85,7 +85,7 @@ class Attempt:
     def _end(self) -> None:
         if not self._ended:
             self._ended = True
-            self.tenure.ended()
+            self.tenure.ended(self.number)
 
 
 class Tenure:
@@ -99,7 +99,8 @@ class Tenure:
         self._epoch: int | None = None
         self._lock: Lock | None = None
         self._attempts = 0
-        self._under_way = 0
+        self._under_way: dict[int, Attempt | None] = {}
+        """By their numbers; None: just about to begin."""
         self.last_folder: str | None = None
 
     def begin(self, step: int, *, overwrite: bool) -> Attempt:
@@ -111,28 +112,37 @@ class Tenure:
             run = self._run = self._run or Run.open_or_create(self._store)
             if self._epoch is not None:
                 run.check_newest(self._epoch)
+                self._end_given_up(run)
             if not overwrite:
                 _check_step_free(run, step)
             epoch = self._enter(run) if self._epoch is None else self._epoch
             if self._lock is None:
                 self._lock = run.lock_epoch(epoch)
             self._attempts += 1
-            self._under_way += 1
+            number = self._attempts
+            self._under_way[number] = None
             try:
-                folder = run.begin(step=step, epoch=epoch, attempt=self._attempts)
+                folder = run.begin(step=step, epoch=epoch, attempt=number)
             except BaseException:
-                self.ended()
+                self.ended(number)
                 raise
-            return Attempt(
-                tenure=self, run=run, step=step, epoch=epoch, number=self._attempts, folder=folder,
+            attempt = self._under_way[number] = Attempt(
+                tenure=self, run=run, step=step, epoch=epoch, number=number, folder=folder,
                 continues=self.last_folder, overwrite=overwrite,
             )  # fmt: skip
+            return attempt
 
-    def ended(self) -> None:
+    def _end_given_up(self, run: Run) -> None:
+        """Whoever begins a save is done with those that some rank has decided against."""
+        for attempt in list(self._under_way.values()):
+            if attempt is not None and isinstance(run.decision(attempt.folder), Abort):
+                attempt.give_up("a rank has given it up")
+
+    def ended(self, number: int) -> None:
         """One attempt less; the lock shows a live writer only while there are any."""
         with self._mutex:
-            self._under_way -= 1
-            if self._under_way == 0 and self._lock is not None:
+            self._under_way.pop(number, None)
+            if not self._under_way and self._lock is not None:
                 self._lock.close()
                 self._lock = None
 

@@ -94,27 +94,25 @@ def open_run(store: Store, ranks: Ranks) -> Run:
     """The run, at which only the first rank has looked; `NotFound` where there is none.
     `StorageFailed` where the first rank sees none and another does: that one would be abandoned."""
 
-    def look() -> Run | NotFound:
+    def look() -> Run | None:
         try:
             return Run.open(store)
-        except NotFound as error:
-            return error
+        except NotFound:
+            return None
 
     unseen = Run(store, None)
     found = together(ranks, lambda: look() if ranks.rank.is_first else unseen)
-    if not ranks.largest(isinstance(found, NotFound)):
-        assert isinstance(found, Run)  # noqa: S101 (nobody has another thing)
+    if not ranks.largest(found is None):
+        assert found is not None  # noqa: S101 (nobody has none)
         return found
     found = together(ranks, look)
-    if seen := ranks.largest(ranks.rank.number if isinstance(found, Run) else 0):
+    if seen := ranks.largest(0 if found is None else ranks.rank.number):
         raise StorageFailed(
             "the first rank of this job sees no run where another does", where=store.url,
             expected="all ranks to see the same folder", found=f"a run on rank {seen}",
             remedy="look whether the filesystem is mounted where rank 0 runs",
         )  # fmt: skip
-    if isinstance(found, Run):  # made just now, by somebody else
-        return found
-    raise found
+    return together(ranks, lambda: Run.open(store))
 
 
 class Choosing:
