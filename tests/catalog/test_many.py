@@ -104,23 +104,6 @@ def test_a_step_that_no_folder_has_is_free_without_a_look_into_any(
     assert calls["folder_names"] == 2
 
 
-def test_one_that_was_listed_is_found_again_by_looking_into_it_alone(
-    many: DirectoryStore, calls: Counter[str], tmp_path: Path
-) -> None:
-    run = Run.open(many)
-    wanted = run.lineage()[-2]
-    calls.clear()
-    assert run.find(wanted.folder) == wanted
-    assert calls["list"] == 2
-    assert calls["read"] == 0
-    (tmp_path / "run" / wanted.folder / "m.safetensors").unlink()
-    changed = run.find(wanted.folder)
-    assert changed is not None
-    assert changed.incomplete == "m.safetensors is missing"
-    (tmp_path / "run" / wanted.folder / "manifest.json").unlink()
-    assert run.find(wanted.folder) is None
-
-
 def test_the_newest_is_the_last_that_is_whole(many: DirectoryStore, tmp_path: Path) -> None:
     (tmp_path / "run" / f"step-{MANY:08d}.1-{MANY}" / "m.safetensors").unlink()
     (tmp_path / "run" / f"step-{MANY - 1:08d}.1-{MANY - 1}" / "manifest.json").write_bytes(b"x")

@@ -61,7 +61,7 @@ def pass_on(size: int, to: str) -> tuple[list[int], int]:
         "first": [0] if mine else [],
         "some": [mine + 1] if mine % 2 == 0 and mine + 1 < ranks else [],
     }[to]
-    group = Group(this_rank(), deadline_s=PATIENCE_S)
+    group = Group(this_rank(), "passing", deadline_s=PATIENCE_S)
     parcels = {rank: (bytes([mine]), filled(mine, rank, size)) for rank in receivers}
     senders = []
     with Coming() as coming:
@@ -76,7 +76,7 @@ def pass_on(size: int, to: str) -> tuple[list[int], int]:
 def tell_all(size: int) -> list[int]:
     """Two ranks have something for all others."""
     mine = dist.get_rank()
-    group = Group(this_rank(), deadline_s=PATIENCE_S)
+    group = Group(this_rank(), "passing", deadline_s=PATIENCE_S)
     told = (bytes([mine]), filled(mine, 0, size)) if mine in (0, 2) else None
     senders = []
     for head, data in group.exchange({}, told):

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from laststep.catalog.cleaning import Orphan
     from laststep.catalog.epochs import Writer
     from laststep.catalog.lineage import Point
-    from laststep.catalog.listing import Found
     from laststep.catalog.prune import PrunePlan
     from laststep.catalog.retention import Policy
     from laststep.storage.store import Lock, Store
@@ -81,7 +80,6 @@ class Run:
         self.record = record
         self._epochs = Epochs(store)
         self._scanner = Scanner(store)
-        self._listed: dict[str, tuple[Found, Listed]] = {}
 
     @classmethod
     def open(cls, store: Store) -> Run:
@@ -124,11 +122,7 @@ class Run:
         return self._checkpoints(Through.NOTHING)
 
     def _checkpoints(self, through: Through) -> tuple[Listed, ...]:
-        found = self._scanner.scan(through)
-        listed = listing.checkpoints(found, self._epochs.chain())
-        looks = {one.name.folder: one for one in found}
-        self._listed = {one.folder: (looks[one.folder], one) for one in listed}
-        return listed
+        return listing.checkpoints(self._scanner.scan(through), self._epochs.chain())
 
     def look(self) -> tuple[tuple[Listed, ...], tuple[Attempt, ...]]:
         """The committed checkpoints and the undecided attempts, as they were at one look, which
@@ -156,16 +150,6 @@ class Run:
                 if listed.is_whole:
                     return listed
         return None
-
-    def find(self, folder: str) -> Listed | None:
-        """One checkpoint as it is now: if it is as it was when all were listed last, so is all that
-        follows from the others. None where it is not there."""
-        name, known = parse_folder(folder), self._listed.get(folder)
-        if name is not None and known is not None:
-            entries = dict(self._scanner.folders())
-            if name in entries and self._scanner.look(name, entries[name]) == known[0]:
-                return known[1]
-        return next((one for one in self.checkpoints() if one.folder == folder), None)
 
     def attempts(self) -> tuple[Attempt, ...]:
         """The undecided attempts."""
