@@ -14,6 +14,7 @@ import pytest
 
 from laststep.codecs.digests import block_digests
 from laststep.engine.read import ReadFile, read_all
+from laststep.errors import StorageFailed
 from laststep.plan.load import Read, Want, plan_reads
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
@@ -202,7 +203,7 @@ def test_a_thread_that_cannot_be_started_stops_those_that_were(
     letting_go = threading.Thread(target=let_go)
     letting_go.start()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    with pytest.raises(StorageFailed, match="can't start new thread"):
         read_all(files, reads, room, lambda read, slot: None, threads=2)
     assert slow.ended == 1
     assert room.leased == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from laststep.catalog.retention import Policy
-from laststep.engine.wire import KeepRules
 from laststep.errors import Usage
 
 
@@ -37,17 +36,10 @@ class Keep:
             raise Usage("Keep(mode=…) is unknown", expected="'min' or 'max'", found=repr(self.mode))
 
     def policy(self) -> Policy:
-        """The same for the catalog, which checks it."""
+        """The same for the catalog."""
         return Policy(
             keep_last=self.last, keep_every=self.every, keep_best=self.best,
             best_metric=self.metric, best_mode=self.mode,  # type: ignore[arg-type]
-        )  # fmt: skip
-
-    def rules(self) -> KeepRules:
-        """The same for the flusher."""
-        return KeepRules(
-            keep_last=self.last, keep_every=self.every, keep_best=self.best,
-            best_metric=self.metric, best_mode=self.mode,
         )  # fmt: skip
 
     def bound(self) -> int | None:

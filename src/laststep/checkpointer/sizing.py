@@ -10,11 +10,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from laststep import threads
 from laststep.checkpointer.watching import human
 from laststep.config import MIN_SLOTS, Settings
 from laststep.dist.ranks import ranks_on_this_node
 from laststep.engine.memory import available_bytes
-from laststep.errors import LaststepError
+from laststep.errors import LaststepError, StorageFailed
 from laststep.events import Bus, Preflight
 from laststep.state.tensors import is_module, is_optimizer, share_bytes
 from laststep.terms import CHUNK_BYTES
@@ -112,7 +113,10 @@ def start_preflight(
         )  # fmt: skip
 
     thread = threading.Thread(target=run, name="laststep-preflight", daemon=True)
-    thread.start()
+    try:
+        threads.start(thread)
+    except StorageFailed as error:
+        log.warning("what saves need could not be found out: %s", error)
     return thread
 
 

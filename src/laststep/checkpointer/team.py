@@ -15,6 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from laststep import threads
 from laststep.checkpointer.following import Following
 from laststep.checkpointer.leading import Leading
 from laststep.checkpointer.rounds import Over, Round
@@ -51,7 +52,7 @@ class Team:
         """Whether anything was left on a board."""
         self._rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="laststep-commit", daemon=True)
-        self._thread.start()
+        threads.start(self._thread)
 
     def meet(self, ranks: Ranks) -> None:
         """Have all ranks leave their notes under a name of this start of the job, before the first:

@@ -13,13 +13,13 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from laststep import interrupts
+from laststep import interrupts, threads
 from laststep.catalog.starts import Start
 from laststep.checkpointer import lifetimes
 from laststep.config import FlushIn
 from laststep.engine.client import Client
 from laststep.engine.wire import Continue
-from laststep.errors import LaststepError
+from laststep.errors import LaststepError, StorageFailed
 from laststep.flusher import starting
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def launcher(
     run: str, pool: Pool, settings: Settings, keep: Keep | None, trainer: Writer
 ) -> Launch:
     """How to start a flusher for that run."""
-    rules = None if keep is None else keep.rules()
+    rules = None if keep is None else keep.policy()
 
     def launch(end: socket.socket) -> starting.Helper:
         writers = settings.writers
@@ -111,7 +111,10 @@ class Work:
         while, beside that. Should it fail, the first save tries again, and reports it."""
         if os.getpid() == self._pid:
             self._starter = threading.Thread(target=self._start, name="laststep-start", daemon=True)
-            self._starter.start()
+            try:
+                threads.start(self._starter)
+            except StorageFailed:
+                self._starter = None
         return True
 
     def await_start(self) -> None:
@@ -138,7 +141,7 @@ class Work:
             if self._team is not None:
                 self._team.close()
             self._client.close()
-            if self.preflight is not None:
+            if self.preflight is not None and self.preflight.is_alive():
                 self.preflight.join()
             self._pool.close()
             self._closed = True

@@ -16,6 +16,8 @@ from laststep.cli import output, places
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import Console
+
     from laststep.catalog.listing import Attempt, Listed
 
 
@@ -93,29 +95,41 @@ def _document(item: Listed) -> dict[str, object]:
     }
 
 
+_COLUMNS = ("step", "when", "size", "metrics", "lineage", "pinned", "folder")
+_NUMBERS = ("step", "size")
+
+
+def _row(item: Listed) -> tuple[str, ...]:
+    lineage = "●" if item.on_lineage else lineage_of(item)
+    if item.incomplete is not None:
+        lineage += " incomplete"
+    return (
+        str(item.step),
+        output.time_text(item.created_s),
+        output.size_text(item.size_bytes),
+        "damaged" if item.commit is None else output.metrics_text(item.commit.metrics),
+        lineage,
+        "pinned" if item.pinned else "",
+        item.folder,
+    )
+
+
+def _print_table(console: Console, checkpoints: Sequence[Listed]) -> None:
+    if len(checkpoints) > output.MANY_ROWS:
+        output.print_rows(_COLUMNS, [_row(item) for item in checkpoints], _NUMBERS)
+        return
+    table = output.table(*_COLUMNS, right=_NUMBERS)
+    for item in checkpoints:
+        table.add_row(*_row(item), style=None if item.on_lineage else "dim")
+    console.print(table)
+
+
 def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[Attempt]) -> None:
     console = output.console()
     if not checkpoints:
         console.print(f"{run} has no checkpoint yet")
     else:
-        table = output.table(
-            "step", "when", "size", "metrics", "lineage", "pinned", "folder", right=("step", "size")
-        )
-        for item in checkpoints:
-            lineage = "●" if item.on_lineage else lineage_of(item)
-            if item.incomplete is not None:
-                lineage += " incomplete"
-            table.add_row(
-                str(item.step),
-                output.time_text(item.created_s),
-                output.size_text(item.size_bytes),
-                "damaged" if item.commit is None else output.metrics_text(item.commit.metrics),
-                lineage,
-                "pinned" if item.pinned else "",
-                item.folder,
-                style=None if item.on_lineage else "dim",
-            )
-        console.print(table)
+        _print_table(console, checkpoints)
     for item in checkpoints:
         if item.error is not None:
             console.print(f"step {item.step} is damaged: {item.error}")

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import distributed_c10d
 
+from laststep import threads
+from laststep.errors import StorageFailed
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -46,9 +49,11 @@ def awaited(rank: Rank, what: str, name: str, limit_s: float) -> Iterator[None]:
                 )  # fmt: skip
 
     thread = threading.Thread(target=watch, name="laststep-arriving", daemon=True)
-    thread.start()
+    with contextlib.suppress(StorageFailed):  # then nobody tells who is late
+        threads.start(thread)
     try:
         yield
     finally:
         come.set()
-        thread.join()
+        if thread.is_alive():
+            thread.join()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import distributed_c10d
 
-from laststep import interrupts
+from laststep import interrupts, threads
 from laststep.errors import StorageFailed
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Board:
         self._default: Any = distributed_c10d._get_default_store()  # noqa: SLF001 (no other way)
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="laststep-board", daemon=True)
-        self._thread.start()
+        threads.start(self._thread)
 
     def under(self, name: str) -> None:
         """Lie under that name as well; before anything was asked."""

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
+from laststep import threads
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -127,7 +129,7 @@ def _within(call: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 (raised again below)
             done.put((None, error))
 
-    threading.Thread(target=run, name="laststep-nccl", daemon=True).start()
+    threads.start(threading.Thread(target=run, name="laststep-nccl", daemon=True))
     try:
         result, error = done.get(timeout=LIMIT_S)
     except queue.Empty:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from laststep import threads
 from laststep.engine.links import SaveLink, SealParts
 from laststep.engine.wire import (
     Begun,
@@ -252,6 +253,10 @@ class Client:
         ours, theirs = socket.socketpair()
         try:
             helper = self._launch(theirs)
+        except StorageFailed:
+            ours.close()
+            theirs.close()
+            raise
         except OSError as error:
             ours.close()
             theirs.close()
@@ -265,11 +270,17 @@ class Client:
         self.up.clear()
         if self._continues is not None:
             self.send(self._continues)
-        self._helper = helper  # from here on there is one, for other threads too
         self._receiver = threading.Thread(
             target=self._receive, name="laststep-receive", daemon=True
         )
-        self._receiver.start()
+        self._helper = helper  # from here on there is one, for other threads too
+        try:
+            threads.start(self._receiver)
+        except StorageFailed:
+            self._helper = None
+            self._connection.close()
+            helper.end(_END_S)
+            raise
 
     def _receive(self) -> None:
         while True:

@@ -81,7 +81,14 @@ class SaveFlush:
         except LaststepError as error:
             self.fail(error)
         except Exception as error:  # noqa: BLE001 (kept, and raised by `finish`)
-            self.fail(StorageFailed("a writer failed", where=target.plan.name, found=repr(error)))
+            self.fail(
+                StorageFailed(
+                    "a writer failed",
+                    where=target.plan.name,
+                    found=repr(error),
+                    remedy="look at the log; the next save tries again",
+                )
+            )
 
     def _write(self, target: _File, start: int, image: memoryview, size_bytes: int) -> None:
         sums = block_digests(image[:size_bytes])

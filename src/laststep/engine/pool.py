@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from laststep import threads
 from laststep.engine import memory
 from laststep.engine.slots import Slots
 from laststep.errors import LaststepError, StorageFailed, Usage
@@ -85,7 +86,7 @@ class Pool:
         self._guards = self.guarded
         self._changed = threading.Condition()
         self._grower = threading.Thread(target=self._grow, name="laststep-pool", daemon=True)
-        self._grower.start()
+        threads.start(self._grower)
 
     @property
     def ready_bytes(self) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from laststep import interrupts
+from laststep import threads as threads_of
 from laststep.codecs.digests import DIGEST_BYTES, block_digests
 from laststep.errors import Corrupt
 from laststep.format.manifest import DAMAGE_REMEDY
@@ -70,7 +71,7 @@ def read_all(
     ]
     try:
         for worker in workers:
-            worker.start()
+            threads_of.start(worker)
         pipeline.wait()
     finally:
         pipeline.end(workers)

@@ -24,16 +24,6 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=T
     pass
 
 
-class KeepRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Retention in plain values; the catalog turns them into its policy."""
-
-    keep_last: int | None = None
-    keep_every: int | None = None
-    keep_best: int | None = None
-    best_metric: str | None = None
-    best_mode: str = "min"
-
-
 class FileBegin(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A data file as the plan fixed it."""
 

@@ -8,8 +8,9 @@ import socket
 import msgspec
 
 from laststep.catalog.epochs import Writer
+from laststep.catalog.retention import Policy
 from laststep.engine.memory import Mapping
-from laststep.engine.wire import Connection, KeepRules
+from laststep.engine.wire import Connection
 from laststep.flusher.serving import Flusher
 
 NOT_FOR_THE_HELPER = (signal.SIGINT, signal.SIGTERM)
@@ -26,7 +27,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     trainer: Writer
     trainer_pidfd: int
     writers: int
-    keep: KeepRules | None
+    keep: Policy | None
 
 
 def main(text: str) -> None:
@@ -37,7 +38,9 @@ def main(text: str) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_HELPER)
     connection = Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd)
     mapping = Mapping(setup.pool_fd, setup.pool_bytes)
-    Flusher(
+    flusher = Flusher(
         connection, mapping.view, run_path=setup.run, trainer=setup.trainer,
         writers=setup.writers, keep=setup.keep,
-    ).serve()  # fmt: skip
+    )  # fmt: skip
+    flusher.start()
+    flusher.serve()

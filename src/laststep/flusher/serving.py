@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laststep import threads
 from laststep.catalog import groups, starts
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import Run, plan_prune
@@ -40,7 +41,6 @@ from laststep.engine.wire import (
     Freed,
     Gathered,
     Grouped,
-    KeepRules,
     Located,
     NoMetric,
     Progress,
@@ -80,13 +80,13 @@ class Flusher:
         run_path: str,
         trainer: Writer,
         writers: int,
-        keep: KeepRules | None,
+        keep: Policy | None,
     ) -> None:
         self._connection = connection
         self._pool = pool
         self._store = DirectoryStore(run_path)
         self._trainer = trainer
-        self._keep = _policy(keep)
+        self._keep = keep
         self._run: Run | None = None
         self._continues = Continue(seen=0)
         self._resumed_from: str | None = None
@@ -109,10 +109,19 @@ class Flusher:
             target=self._finish_all, name="laststep-finish", daemon=True
         )
 
+    def start(self) -> None:
+        """Start the threads; where one cannot be started, the others end."""
+        try:
+            for thread in [self._finisher, *self._threads]:
+                threads.start(thread)
+        except StorageFailed:
+            self._order.put(None)
+            for _ in self._threads:
+                self._chunks.put(None)
+            raise
+
     def serve(self) -> None:
-        """Receive until the trainer is gone, then finish what is whole."""
-        for thread in [*self._threads, self._finisher]:
-            thread.start()
+        """Receive until the trainer is gone, then finish what is whole; when it was started."""
         self._send(Ready(pid=os.getpid()))
         try:
             while True:
@@ -487,12 +496,3 @@ class Flusher:
             starts.forget(self._store, name, lock)
         else:
             lock.close()  # the trainer has it too
-
-
-def _policy(keep: KeepRules | None) -> Policy | None:
-    if keep is None:
-        return None
-    return Policy(
-        keep_last=keep.keep_last, keep_every=keep.keep_every, keep_best=keep.keep_best,
-        best_metric=keep.best_metric, best_mode="max" if keep.best_mode == "max" else "min",
-    )  # fmt: skip

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import xxhash
 
-from laststep.engine.wire import Connection, KeepRules
+from laststep import threads
+from laststep.engine.wire import Connection
 from laststep.flusher.__main__ import NOT_FOR_THE_HELPER, Setup
 from laststep.flusher.serving import Flusher
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import socket
 
     from laststep.catalog.epochs import Writer
+    from laststep.catalog.retention import Policy
 
 _BARE = ("-S", "-P", "-c")
 """Nothing of `site`: what packages put into its folder to be run takes longer than all the rest."""
@@ -100,7 +102,8 @@ class HelperThread:
     def __init__(self, flusher: Flusher) -> None:
         self._flusher = flusher
         self._thread = threading.Thread(target=flusher.serve, name="laststep-flusher", daemon=True)
-        self._thread.start()
+        flusher.start()
+        threads.start(self._thread)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end; False when it has not ended by then."""
@@ -125,7 +128,7 @@ def start_process(
     pool_fd: int,
     pool_bytes: int,
     writers: int,
-    keep: KeepRules | None,
+    keep: Policy | None,
 ) -> Helper:
     """Start the helper process; it inherits the pool and its end of the connection only."""
     # Opened here, where the number surely is the trainer's: it may be gone, and its number
@@ -159,7 +162,7 @@ def start_thread(
     run: str,
     trainer: Writer,
     writers: int,
-    keep: KeepRules | None,
+    keep: Policy | None,
 ) -> Helper:
     """The same flusher on a thread of this process, where a helper cannot be had."""
     return HelperThread(

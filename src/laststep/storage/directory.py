@@ -31,7 +31,6 @@ TEMPORARY = ".tmp-"
 """What marks a name as debris, should its maker die."""
 
 _NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EMLINK}
-
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -217,7 +216,10 @@ class DirectoryStore:
         try:
             self._disk.sync_folder(path)
         except FileNotFoundError as error:
-            raise NotFound("cannot sync, there is no such folder", where=path) from error
+            raise NotFound(
+                "cannot sync, there is no such folder", where=path,
+                remedy="somebody has deleted or renamed it: bring it back, or save elsewhere",
+            ) from error  # fmt: skip
         except OSError as error:
             raise failed("sync the folder", path, error) from error
 

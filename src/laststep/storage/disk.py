@@ -42,8 +42,11 @@ _REMEDIES = {
     errno.EFBIG: "the file would be larger than is allowed: raise the limit (`ulimit -f`), or "
     "save to a filesystem that holds such files",
     errno.ENOMEM: "give the process more memory (`ulimit -v`, the limit of its container)",
+    errno.ESTALE: "the server has lost the file: look at the mount, and try again",
+    errno.ENOENT: "somebody has deleted or renamed it: bring it back, or name another place",
     errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
 }
+_LOOK = "look at `dmesg` and at the mount; try again, or use another place"
 
 
 class Disk:
@@ -149,7 +152,7 @@ def failed(operation: str, path: str, error: OSError) -> StorageFailed:
         f"cannot {operation}",
         where=path,
         found=f"{error.strerror or error} ({errno.errorcode.get(number, number)})",
-        remedy=_REMEDIES.get(number),
+        remedy=_REMEDIES.get(number, _LOOK),
     )
     failure.transient = number in _TRANSIENT
     return failure

@@ -13,6 +13,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 from typing import TYPE_CHECKING
 
 from laststep.errors import StorageFailed, Usage
@@ -56,12 +57,15 @@ class FileWriter:
             count = self._disk.write(self._fd, rest, offset)
         except OSError as error:
             if error.errno == errno.EINVAL and self.alignment_bytes > 1:
-                raise self._misaligned(offset, rest.nbytes) from error
+                if not _is_too_large(offset + rest.nbytes):
+                    raise self._misaligned(offset, rest.nbytes) from error
+                error.errno, error.strerror = errno.EFBIG, os.strerror(errno.EFBIG)
             raise failed("write", self._path, error) from error
         if count <= 0:
             raise StorageFailed(
-                "cannot write", where=self._path, found="a write of 0 bytes without an error"
-            )
+                "cannot write", where=self._path, found="a write of 0 bytes without an error",
+                remedy="look at `dmesg`, and save to another place",
+            )  # fmt: skip
         return count
 
     def finish(self, size_bytes: int) -> None:
@@ -95,7 +99,15 @@ class FileWriter:
             where=self._path,
             expected=f"offset, length and address in multiples of {self.alignment_bytes}",
             found=f"offset {offset}, length {length}",
+            remedy="write from memory that is aligned",
         )
+
+
+def _is_too_large(end: int) -> bool:
+    """Whether a file may not grow so far. Where that limit is no multiple of the alignment, the
+    system cuts a direct write across it, and then says that it is misaligned."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return limit != resource.RLIM_INFINITY and end > limit
 
 
 class FileReader:

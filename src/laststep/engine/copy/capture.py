@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laststep import interrupts
+from laststep import interrupts, threads
 from laststep.config import Capture
 from laststep.engine.copy.device import SideStreams, record
 from laststep.engine.copy.early import Early, Remembered
@@ -81,7 +81,7 @@ class Capturer:
             if not fits and self._mode in (Capture.AUTO, Capture.LAZY):
                 staging.set_aside(min(RING_CHUNKS * CHUNK_BYTES, size))
         self._devices = tuple(expected_bytes)
-        self._thread.start()
+        threads.start(self._thread)
         return staged
 
     def take(

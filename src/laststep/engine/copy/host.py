@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Self
 
@@ -17,6 +18,7 @@ from laststep.engine.copy.gather import gather, strided_bits
 from laststep.engine.copy.layout import Group, Span
 from laststep.state.boxes import boxes_of_range
 from laststep.terms import DTYPES
+from laststep.threads import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,13 +41,28 @@ class HostCopier:
     def batch(self) -> Batch:
         """Copies that belong together."""
         if self._threads is None:
-            count = min(_MAX_THREADS, os.cpu_count() or 1)
-            self._threads = ThreadPoolExecutor(count, thread_name_prefix="laststep-copy")
+            self._threads = _started(min(_MAX_THREADS, os.cpu_count() or 1))
         return Batch(self._threads)
 
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown()
+
+
+def _started(count: int) -> ThreadPoolExecutor:
+    """So many threads, all of which run: one that could not be started later would fail a task that
+    is queued already, and that another thread then takes, into memory that is not its own."""
+    made = ThreadPoolExecutor(count, thread_name_prefix="laststep-copy")
+    all_run = threading.Event()
+    try:
+        for _ in range(count):
+            made.submit(all_run.wait)
+    except RuntimeError as error:
+        all_run.set()
+        made.shutdown()
+        raise refused("laststep-copy", error) from error
+    all_run.set()
+    return made
 
 
 class Batch:
