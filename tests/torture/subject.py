@@ -65,6 +65,12 @@ class Writer:
     """What its next save continues: what it restored, or saved last."""
     epoch: int | None = None
     """None: its next save takes a new one."""
+    seen: int | None = None
+    """The newest epoch when it restored, or first saved without that: what its claim depends on."""
+    own: set[int] = field(default_factory=set)
+    """The epochs that it took."""
+    ahead: set[int] = field(default_factory=set)
+    """Steps of its lineage beyond the one that it restored: saving them replaces them."""
     pending: list[Pending] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
     """What no rule kept at its last commit."""
@@ -123,7 +129,9 @@ class Subject:
         pending = Pending(step=step, form=one.live.form, mark=one.live.mark, loss=loss)
         # A Checkpointer may remember a step that retention has deleted.
         own = {earlier.step for earlier in one.pending} | self.ledger.steps_ever(one.head)
-        pending.exists = step in own and not overwrite
+        pending.exists = step in own - one.ahead and not overwrite
+        if one.seen is None:
+            one.seen = self.ledger.newest_epoch
         try:
             pending.handle = one.checkpointer.save(step, overwrite=overwrite,
                                                    metrics={"loss": loss})  # fmt: skip
@@ -209,12 +217,23 @@ class Subject:
         if pending.exists and pending.step in steps:
             raise Violation("wrong", f"step {pending.step} is on the lineage, and saved once more")
         number = _point(folder)[0]
-        if one.epoch is not None and one.epoch != self.ledger.newest_epoch:
+        if self._is_taken_over(one):
             raise Violation("wrong", f"{folder} of a writer that was taken over is committed")
         if number != one.epoch:
             self._claimed(number, one.head)
+            one.own.add(number)
+        one.ahead.discard(pending.step)
         one.dropped = self.add(pending, folder, one.rules, one.resumed)
         one.head, one.epoch = folder, number
+
+    def _is_taken_over(self, one: Writer) -> bool:
+        """Whether another start has taken the run since this one saw what it continues. What the
+        flusher of a dead trainer commits is in nobody's way who has not begun to save."""
+        if one.epoch is not None:
+            return one.epoch != self.ledger.newest_epoch
+        since = [n for n in self.ledger.epochs if n > (one.seen or 0) and n not in one.own]
+        records = [self.run().epoch(number) for number in since]
+        return any(record is not None and not record.orphan for record in records)
 
     def _claimed(self, number: int, head: str | None) -> None:
         """A new epoch, which must continue from `head`."""
@@ -238,7 +257,7 @@ class Subject:
 
     def _failed(self, one: Writer, pending: Pending, error: LaststepError) -> None:
         """It failed: may it?"""
-        taken_over = one.epoch is not None and one.epoch != self.ledger.newest_epoch
+        taken_over = self._is_taken_over(one)
         allowed = (
             (isinstance(error, laststep.Exists) and pending.exists)
             or (isinstance(error, laststep.Aborted) and taken_over)
@@ -287,11 +306,12 @@ class Subject:
     def _restored(
         self, one: Writer, restored: laststep.Restored, allowed: list[Entry], damaged: list[Entry]
     ) -> None:
-        one.epoch = None
+        one.epoch, one.seen = None, self.ledger.newest_epoch
         if restored.step is None:
             if any(not entry.may_go for entry in allowed) or damaged:
                 raise Violation("wrong", f"nothing was restored where {_names(allowed)} is due")
             one.head = one.resumed = None
+            one.ahead = set()
             return
         entry = next((e for e in allowed if e.folder == restored.folder), None)
         if entry is None:
@@ -308,8 +328,9 @@ class Subject:
             raise Violation("wrong", f"passed over {newer}, said {restored.skipped}")
         one.head = one.resumed = entry.folder
         steps = {e.step for e in self.ledger.descent(entry.folder)}
-        if restored.next_step <= entry.step or restored.next_step in steps:
-            self.tally.flaw("wrong", f"next_step {restored.next_step} on a lineage of {steps}")
+        one.ahead = {step for step in steps if step > entry.step}
+        if restored.next_step != entry.step + 1:
+            raise Violation("wrong", f"next_step {restored.next_step} after {entry.step}")
         self.tally.checkpoint()
 
     def _not_restored(
@@ -421,7 +442,10 @@ class Subject:
 
     def listed(self) -> tuple[Listed, ...]:
         """All that is committed."""
-        return self.run().checkpoints() if self.path.exists() else ()
+        try:
+            return self.run().checkpoints()
+        except laststep.NotFound:
+            return ()
 
     def look(self) -> None:
         """What must be there is, nothing else is, and the lineage is what it must be."""
