@@ -34,7 +34,7 @@ class World:
             for number in range(3):
                 big = torch.randn(LARGE + 1000 * number, device=device)
                 self.model.register_parameter(f"big{number}", nn.Parameter(big))
-        kinds = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]
+        kinds = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
         self.optimizer = chance.choice(kinds)(self.model.parameters(), lr=0.01)
         self.extra: dict[str, object] = {"step": 0, "t": self.tensor(), "nested": {"x": [1, 2.0]}}
 
