@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,70 +20,50 @@ if TYPE_CHECKING:
 # Lets the tests of several ranks import what they share by its name.
 sys.path.insert(0, str(Path(__file__).parent))
 
-TRAINER = Path(__file__).with_name("trainer.py")
-SOURCE = TRAINER.parent.parent.parent / "src"
 PATIENCE_S = 60.0
 
 
 class Trainer:
-    """A process that runs trainer.py."""
+    """A process that runs trainer.py, forked from one that has imported torch."""
 
     def __init__(
-        self, run: Path, *options: str, when_it_waits: Callable[[], None] | None = None
+        self,
+        jobs: Jobs,
+        run: Path,
+        *options: str,
+        when_it_waits: Callable[[], None] | None = None,
     ) -> None:
         """`when_it_waits` is called when its restore waits for somebody else, which it must."""
-        self.process = subprocess.Popen(
-            [sys.executable, str(TRAINER), str(run), *options]
-            + ["--tell-waiting"] * (when_it_waits is not None),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        )
+        waiting = ["--tell-waiting"] if when_it_waits is not None else []
+        self._process = jobs.fork({"what": "trainer", "arguments": [str(run), *options, *waiting]})
+        self.pid = self._process.pid
         self.children: list[int] = []
-        self._heard = b""
         if when_it_waits is not None:
             self.hear("waiting")
             when_it_waits()
-        _, helper, step = self.hear("ready")
+        helper, step = self.hear("ready")
         self.helper = None if helper == "None" else int(helper)
         self.restored = None if step == "None" else int(step)
 
     def next_words(self) -> list[str]:
         """The next line that it prints."""
-        out = self.process.stdout
-        while b"\n" not in self._heard:
-            if not select.select([out], [], [], PATIENCE_S)[0]:
-                raise TimeoutError("nothing was heard")
-            data = os.read(out.fileno(), 4096)
-            if not data:
-                break
-            self._heard += data
-        line, _, self._heard = self._heard.partition(b"\n")
-        return line.decode().split()
+        return self._process.next_words()
 
     def hear(self, word: str) -> list[str]:
-        """The next line, which must begin with that word."""
-        words = self.next_words()
-        if not words or words[0] != word:
-            self.kill()
-            raise AssertionError(f"{words} {self.process.stderr.read().decode()}")
-        return words
+        """The next line, which must begin with that word; returns the others."""
+        return self._process.hear(word).split()
 
     def tell(self, command: str) -> None:
-        self.process.stdin.write(f"{command}\n".encode())
-        self.process.stdin.flush()
+        self._process.tell(command)
 
     def do(self, command: str) -> None:
-        self.tell(command)
-        self.hear("done")
+        self._process.do(command)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(PATIENCE_S)
+        self._process.kill()
 
     def end(self) -> int:
-        return self.process.wait(PATIENCE_S)
+        return self._process.end()
 
     def stop_helper(self) -> None:
         os.kill(self.helper, signal.SIGSTOP)
@@ -102,14 +80,11 @@ class Trainer:
         wait_for_end(self.helper)
 
     def clean_up(self) -> None:
-        for pid in (self.process.pid, self.helper, *self.children):
-            if pid is not None and (pid == self.process.pid or is_ours(pid)):
+        self._process.clean_up()
+        for pid in (self.helper, *self.children):
+            if pid is not None and is_ours(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self.process.wait(PATIENCE_S)
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            with contextlib.suppress(OSError):
-                stream.close()
 
 
 def is_ours(pid: int) -> bool:
@@ -118,7 +93,7 @@ def is_ours(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return b"laststep.flusher" in command or str(TRAINER).encode() in command
+    return b"laststep.flusher" in command or b"rank_worker.py" in command
 
 
 def wait_for_end(pid: int) -> None:
@@ -133,12 +108,12 @@ def wait_for_end(pid: int) -> None:
 
 
 @pytest.fixture
-def start(run_folder: Path) -> Iterator[Callable[..., Trainer]]:
+def start(jobs: Jobs, run_folder: Path) -> Iterator[Callable[..., Trainer]]:
     """`start(*options, when_it_waits=…)`: a trainer on the test's run."""
     started: list[Trainer] = []
 
     def go(*options: str, **how: Callable[[], None]) -> Trainer:
-        started.append(Trainer(run_folder, *options, **how))
+        started.append(Trainer(jobs, run_folder, *options, **how))
         return started[-1]
 
     yield go

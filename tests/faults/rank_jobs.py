@@ -379,6 +379,11 @@ class Jobs:
         folder.mkdir()
         return Job(self.zygote, folder, ranks, **how)
 
+    def fork(self, request: dict[str, Any]) -> Process:
+        """A process of its own."""
+        self._count += 1
+        return Process(self.zygote, request, Path(self._folder.name) / f"{self._count}.log")
+
     def standing(self, deadline_s: float) -> Standing:
         self._count += 1
         return Standing(self, Path(self._folder.name) / f"run{self._count}", deadline_s)

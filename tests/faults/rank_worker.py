@@ -264,12 +264,20 @@ def host(request: dict[str, Any]) -> None:
         pass
 
 
+def train(request: dict[str, Any]) -> None:
+    """The trainer of single processes."""
+    import trainer
+
+    sys.argv = ["trainer.py", *request["arguments"]]
+    trainer.main()
+
+
 def child(request: dict[str, Any], streams: list[int]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     sys.stdin = os.fdopen(0, closefd=False)
-    {"rank": rank, "host": host}[request["what"]](request)
+    {"rank": rank, "host": host, "trainer": train}[request["what"]](request)
 
 
 def zygote() -> None:
