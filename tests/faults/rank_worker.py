@@ -280,7 +280,14 @@ def child(request: dict[str, Any], streams: list[int]) -> None:
     {"rank": rank, "host": host, "trainer": train}[request["what"]](request)
 
 
+def warm_up() -> None:
+    """The first step of an optimizer imports half of torch: once, for all."""
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).step()
+
+
 def zygote() -> None:
+    warm_up()
     requests = socket.socket(fileno=int(sys.argv[1]))
     while True:
         data, streams, _, _ = socket.recv_fds(requests, 1 << 16, 3)

@@ -17,9 +17,9 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from laststep.errors import Exists, NotFound, StorageFailed, Usage
+from laststep.errors import Exists, StorageFailed, Usage
 from laststep.storage import files, locks
-from laststep.storage.disk import UNSUPPORTED, Disk, failed, open_to_read
+from laststep.storage.disk import UNSUPPORTED, Disk, absent, failed, open_to_read
 from laststep.storage.store import Entry, check_name
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class DirectoryStore:
         try:
             return files.read_whole(path, limit_bytes)
         except FileNotFoundError as error:
-            raise NotFound("there is no such file", where=path) from error
+            raise absent("there is no such file", path) from error
         except OSError as error:
             raise failed("read", path, error) from error
 
@@ -185,7 +185,7 @@ class DirectoryStore:
             self._discard(temporary)
             raise Exists("cannot create, the name is taken", where=path) from error
         except FileNotFoundError as error:
-            raise NotFound("cannot create, there is no such folder", where=path) from error
+            raise absent("cannot create, there is no such folder", path) from error
         except OSError as error:
             self._discard(temporary)
             raise failed("create", path, error) from error
@@ -206,7 +206,7 @@ class DirectoryStore:
             if not self._make_one(path):
                 raise Exists("cannot make a folder, the name is taken", where=path)
         except FileNotFoundError as error:
-            raise NotFound("cannot make a folder in one that is absent", where=path) from error
+            raise absent("cannot make a folder in one that is absent", path) from error
         except OSError as error:
             raise failed("make a folder", path, error) from error
 
@@ -216,10 +216,7 @@ class DirectoryStore:
         try:
             self._disk.sync_folder(path)
         except FileNotFoundError as error:
-            raise NotFound(
-                "cannot sync, there is no such folder", where=path,
-                remedy="somebody has deleted or renamed it: bring it back, or save elsewhere",
-            ) from error  # fmt: skip
+            raise absent("cannot sync, there is no such folder", path) from error
         except OSError as error:
             raise failed("sync the folder", path, error) from error
 
@@ -269,7 +266,7 @@ class DirectoryStore:
         except FileExistsError as error:
             raise Exists("cannot create, the name is taken", where=path) from error
         except FileNotFoundError as error:
-            raise NotFound("cannot create, there is no such folder", where=path) from error
+            raise absent("cannot create, there is no such folder", path) from error
         except OSError as error:
             raise failed("create", path, error) from error
         writer = files.FileWriter(self._disk, fd, path, direct=direct)
@@ -292,7 +289,7 @@ class DirectoryStore:
                 fd = open_to_read(path)
             return files.FileReader(fd, path, direct=direct)
         except FileNotFoundError as error:
-            raise NotFound("there is no such file", where=path) from error
+            raise absent("there is no such file", path) from error
         except OSError as error:
             raise failed("open", path, error) from error
 

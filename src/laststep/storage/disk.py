@@ -14,7 +14,7 @@ import fcntl
 import os
 import stat
 
-from laststep.errors import StorageFailed
+from laststep.errors import NotFound, StorageFailed
 
 _KEEP_SIZE = 0x01
 _RENAME_NOREPLACE = 0x01
@@ -143,6 +143,13 @@ def open_to_read(path: str, flags: int = 0) -> int:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     raise OSError(errno.ENXIO, "a pipe or a device, not a file")
+
+
+def absent(what: str, path: str) -> NotFound:
+    """The error for what is not there, and was."""
+    return NotFound(
+        what, where=path, remedy="somebody has deleted or renamed it: bring it back, or use another"
+    )
 
 
 def failed(operation: str, path: str, error: OSError) -> StorageFailed:

@@ -21,8 +21,8 @@ import struct
 import threading
 import weakref
 
-from laststep.errors import Exists, NotFound, StorageFailed
-from laststep.storage.disk import Disk, failed, open_to_read
+from laststep.errors import Exists, StorageFailed
+from laststep.storage.disk import Disk, absent, failed, open_to_read
 
 _FLOCK = "@hhqqi"  # l_type, l_whence, l_start, l_len, l_pid of Linux on 64 bits
 _LAST_PLACE = (1 << 63) - 1
@@ -222,7 +222,7 @@ def _open_or_create(disk: Disk, path: str) -> int:
             except FileExistsError:
                 continue
             except FileNotFoundError as error:
-                raise NotFound("cannot lock, there is no such folder", where=path) from error
+                raise absent("cannot lock, there is no such folder", path) from error
             except OSError as error:
                 raise failed("make the lock", path, error) from error
         except OSError as error:
