@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 TORTURE_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-ALONE := tests/faults tests/ranks tests/torture
+WORKERS ?= 3
 
 # Some virtual CPUs announce AMX and then kill the process that uses it.
 ONEDNN_MAX_CPU_ISA ?= AVX2
@@ -64,11 +64,10 @@ layers: $(STAMP)
 	@echo "== lint-imports"
 	@$(BIN)/lint-imports
 
+# Three files at a time on two cores: much of it is waiting, for processes to start and to die.
 tests: $(STAMP)
-	@echo "== pytest, two files at a time"
-	@$(BIN)/python -m pytest -q --tb=short -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE)) $(PYTEST_ARGS)
-	@echo "== pytest, one at a time: these kill processes, and watch what others do in time"
-	@$(BIN)/python -m pytest -q --tb=short $(ALONE) $(PYTEST_ARGS)
+	@echo "== pytest, $(WORKERS) files at a time"
+	@$(BIN)/python -m pytest -q --tb=short -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-long: $(STAMP)
 	@echo "== pytest -m long"

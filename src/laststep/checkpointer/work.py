@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from laststep.checkpointer.keep import Keep
     from laststep.checkpointer.team import Team
     from laststep.config import Settings
-    from laststep.engine.client import Launch
+    from laststep.engine.client import Helper, Launch
     from laststep.engine.copy.capture import Capturer
     from laststep.engine.handle import SaveHandle
     from laststep.engine.pool import Pool
@@ -51,7 +51,7 @@ def launcher(
     """How to start a flusher for that run."""
     rules = None if keep is None else keep.policy()
 
-    def launch(end: socket.socket) -> starting.Helper:
+    def launch(end: socket.socket) -> Helper:
         writers = settings.writers
         if settings.flush is FlushIn.THREAD:
             return starting.start_thread(

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from laststep.catalog.epochs import Writer
     from laststep.catalog.retention import Policy
+    from laststep.engine.client import Helper
 
 _BARE = ("-S", "-P", "-c")
 """Nothing of `site`: what packages put into its folder to be run takes longer than all the rest."""
@@ -35,22 +36,6 @@ _CODE = (
     "import sys; sys.path[:0], sys.path[len(sys.path):] = sys.argv[2:3], sys.argv[3:]; "
     "from laststep.flusher.__main__ import main; main(sys.argv[1])"
 )
-
-
-class Helper(Protocol):
-    """The running flusher, as its trainer sees it."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-    @property
-    def pidfd(self) -> int | None: ...
-
-    def join(self, timeout_s: float) -> bool: ...
-
-    def end(self, timeout_s: float) -> bool: ...
-
-    def how_it_ended(self) -> str: ...
 
 
 class HelperProcess:
