@@ -154,3 +154,16 @@ class Settings:
                 "device_margin_bytes is negative", expected="0 or more",
                 found=str(self.device_margin_bytes), remedy="pass 0 to leave no margin",
             )  # fmt: skip
+
+
+def seconds(timeout_s: object) -> float | None:
+    """How long to wait at most; None: for ever."""
+    if timeout_s is None:
+        return None
+    is_number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
+    if not is_number or timeout_s != timeout_s:  # noqa: PLR0124 (nan)
+        raise Usage(
+            "timeout_s is not a number", expected="seconds, or None to wait as long as it takes",
+            found=repr(timeout_s), remedy="pass timeout_s=60",
+        )  # fmt: skip
+    return float(timeout_s)  # type: ignore[arg-type]

@@ -16,6 +16,8 @@ _SHOWN_PROBLEMS = 50
 class LaststepError(Exception):
     """The root of the tree; catch it to catch everything that laststep raises on purpose."""
 
+    usual_remedy: str | None = None
+    """What helps where nothing better is known."""
     missing: str | None = None
     """The file that is not there, by its name within its store, where that is what was found."""
 
@@ -32,7 +34,7 @@ class LaststepError(Exception):
         self.where = where
         self.expected = expected
         self.found = found
-        self.remedy = remedy
+        self.remedy = self.usual_remedy if remedy is None else remedy
         super().__init__(self._message())
 
     def without_remedy(self) -> str:
@@ -70,13 +72,19 @@ class LaststepError(Exception):
 class NotFound(LaststepError):
     """There is nothing there: no run, no checkpoint of that step, no such piece."""
 
+    usual_remedy = "check the name; `laststep ls` and `laststep show --all` list what there is"
+
 
 class Exists(LaststepError):
     """The name is taken: that step of this lineage, or that path, has been committed already."""
 
+    usual_remedy = "use another name, or remove what is there"
+
 
 class Corrupt(LaststepError):
     """Stored bytes are not what was written; an older checkpoint may still be good."""
+
+    usual_remedy = "`laststep verify` lists damaged bytes; restore an older step, or from a copy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,19 +149,26 @@ class Mismatch(LaststepError):
 class StorageFailed(LaststepError):
     """The store could not be read or written; `transient` says that trying again may help."""
 
+    usual_remedy = "the log says more; look at the disk and at `dmesg`, and try again"
     transient: bool = False
 
 
 class Aborted(LaststepError):
     """The save was given up, here or by another writer, and nothing of it was committed."""
 
+    usual_remedy = "the next save tries again"
+
 
 class Torn(LaststepError):
     """The state changed while it was captured; nothing of that save was committed."""
 
+    usual_remedy = "the next save tries again"
+
 
 class Usage(LaststepError):
     """The call cannot work as it was made, and will not work when repeated unchanged."""
+
+    usual_remedy = "pass what is expected; docs/guides/api.md has all arguments"
 
 
 _KINDS: dict[str, type[LaststepError]] = {

@@ -6,7 +6,6 @@ Knows nothing of what the arguments do. Whatever cannot work is `Usage`, before 
 from __future__ import annotations
 
 import difflib
-import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType
@@ -104,19 +103,6 @@ def true_or_false(name: str, value: object) -> bool:
             remedy=f"pass {name}=True or {name}=False",
         )  # fmt: skip
     return bool(value)
-
-
-def seconds(timeout_s: object) -> float | None:
-    """How long to wait at most; None: for ever."""
-    if timeout_s is None:
-        return None
-    is_number = isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool)
-    if not is_number or timeout_s != timeout_s:  # noqa: PLR0124 (nan)
-        raise Usage(
-            "timeout_s is not a number", expected="seconds, or None to wait as long as it takes",
-            found=repr(timeout_s), remedy="pass timeout_s=60",
-        )  # fmt: skip
-    return float(timeout_s)  # type: ignore[arg-type]
 
 
 def cuda_streams(streams: object) -> tuple[torch.cuda.Stream, ...]:

@@ -32,7 +32,7 @@ from laststep.checkpointer.restoring import Restored, Wanted, newest_of, restore
 from laststep.checkpointer.share import Sharing
 from laststep.checkpointer.watching import watch
 from laststep.checkpointer.work import Work, client_of, continuing
-from laststep.config import Capture, CompareReplicas, FlushIn, OnBusy, Settings
+from laststep.config import Capture, CompareReplicas, FlushIn, OnBusy, Settings, seconds
 from laststep.dist.ranks import ranks_on_this_node, this_rank
 from laststep.engine.copy.capture import Capturer
 from laststep.engine.handle import SaveHandle
@@ -282,7 +282,7 @@ class Checkpointer(lifetimes.OnlyOne):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed; False when the time is up. Raises what failed."""
         lifetimes.check_process("wait", self._pid)
-        timeout_s = arguments.seconds(timeout_s)
+        timeout_s = seconds(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for handle in list(self._work.handles):
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
@@ -443,10 +443,6 @@ class Checkpointer(lifetimes.OnlyOne):
                 "call restore() first to continue instead", self.path, self._abandons,
             )  # fmt: skip
         self._abandons = None
-
-    def _comes_again(self, step: int) -> bool:
-        """Whether the lineage has it from before it went back to where it was restored."""
-        return step in self._ahead and step not in self._taken
 
     def _check_step(self, step: int, *, overwrite: bool) -> None:
         if step in self._taken and not overwrite:

@@ -177,6 +177,11 @@ class Checkpoint(OnlyOne):
 
     def tensor(self, full_name: str) -> StoredTensor:
         """A tensor by its full name; nothing of it is read before it is sliced."""
+        if not isinstance(full_name, str):
+            raise Usage(
+                "a tensor is asked for by its name", expected="text such as 'model/weight'",
+                found=repr(full_name), remedy="checkpoint.tensors() lists the names",
+            )  # fmt: skip
         content = self._opened()
         item_name, _, name = full_name.partition("/")
         item = content.item(item_name)
@@ -303,7 +308,10 @@ class StoredTensor(OnlyOne):
     def _check(self, index: object) -> None:
         """Refuse what torch would warn of, or take for something else, before anything is read."""
         for part in index if isinstance(index, tuple) else (index,):
-            if isinstance(part, str | bytes | float | complex | Mapping | AbstractSet):
+            bounds = (part.start, part.stop, part.step) if isinstance(part, slice) else ()
+            odd = any(bound is not None and not hasattr(bound, "__index__") for bound in bounds)
+            odd = odd or (isinstance(part, slice) and part.step == 0)
+            if odd or isinstance(part, str | bytes | float | complex | Mapping | AbstractSet):
                 raise Usage(
                     f"cannot index {self.name}", expected="ints, slices or index tensors",
                     found=repr(index), remedy="t[:] reads all of it",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laststep import interrupts
+from laststep.config import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,7 @@ class Stage:
 
     def over_within(self, timeout_s: float | None) -> bool:
         """Wait until it was reached or never will be; False when the time is up."""
-        return interrupts.wait(self._event, timeout_s)
+        return interrupts.wait(self._event, seconds(timeout_s))
 
     def skip(self) -> None:
         """It will not be reached, and that is no error."""

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+_PART = re.compile(r"(.+)-r?[0-9]{5,}")
+"""How the files of an item are named that is split, or that several ranks have."""
 
 
 def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
@@ -40,12 +42,20 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
             "there is nothing to save", remedy="pass items, e.g. model=model, optimizer=optimizer"
         )
     for name in items:
-        if not _NAME.fullmatch(name) or name == "shared":
+        text: object = name  # whatever a user has passed
+        if not isinstance(text, str) or not _NAME.fullmatch(name) or name == "shared":
             raise Usage(
                 "an item's name becomes a file's name",
                 expected="letters, digits, '_', '-' and '.', at most 64, and not 'shared'",
-                found=repr(name),
-            )
+                found=repr(name), remedy="choose another name",
+            )  # fmt: skip
+        part = _PART.fullmatch(name)
+        if part is not None and (part[1] in items or part[1] == "shared"):
+            raise Usage(
+                "an item's name is that of a part of another one's file",
+                expected=f"not {part[1]!r} and a number behind it", found=repr(name),
+                remedy="choose another name",
+            )  # fmt: skip
     modules = {n: item for n, item in _find(items) if is_module(item)}
 
     def names() -> dict[int, tuple[str, str]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Path = tuple[object, ...]
 
 MAX_DEPTH = 200
-PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, range, slice})
+PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, range})
 _SMALL_BYTES = 4096
 
 
@@ -109,6 +109,8 @@ def _uncommon(
         )
     if type(value) is bytearray:
         return bytearray(value)
+    if type(value) is slice:
+        return slice(down(0, value.start), down(1, value.stop), down(2, value.step))
     if allow_pickle:
         return Tagged("pickle", _pickled(value, path))
     raise Usage(

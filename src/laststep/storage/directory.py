@@ -39,7 +39,9 @@ def absolute(path: object) -> str:
 
     `Usage` for what is no path on this machine, such as `s3://…`.
     """
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    text: object = None
+    with contextlib.suppress(TypeError):  # of a path that is not what it says
+        text = os.fspath(path)  # type: ignore[call-overload]
     if not isinstance(text, str) or not text or "\0" in text:
         raise Usage(
             "this is not the path of a folder",

@@ -338,7 +338,11 @@ def _sharing(
     bases: dict[str, torch.Tensor] = {}
     for overlap in find_overlaps([extent for extent in extents if extent.name not in ties]):
         base_name = f"~6base{len(bases)}"
-        storage = tensors[overlap.members[0].name].untyped_storage()
+        # Arrays of NumPy that begin at one address have a storage each, as long as the array.
+        storage = max(
+            (tensors[member.name].untyped_storage() for member in overlap.members),
+            key=torch.UntypedStorage.nbytes,
+        )
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         start = overlap.start // _BASE_ALIGN * _BASE_ALIGN
         bases[base_name] = whole[start : overlap.stop]

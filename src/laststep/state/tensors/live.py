@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from laststep.errors import Usage
+from laststep.state.tensors.backing import is_backed
 from laststep.state.tensors.kinds import TORCH_DTYPES
 from laststep.state.tensors.laid import is_dtensor, unlaid
 
@@ -121,6 +122,13 @@ def hold_scalar(name: str, value: object) -> object:
                 found=found,
                 remedy="reduce it first, e.g. with mean()",
             )
+        if value.is_meta or value.layout is not torch.strided or not is_backed(value):
+            raise Usage(
+                f"metric {name!r} has no number",
+                expected="a tensor of one element, with memory",
+                found=f"{value.device}, {value.layout}",
+                remedy="pass float(value) while it has one",
+            )  # fmt: skip
         held = value.detach().clone()
         event = None
         if held.is_cuda:
