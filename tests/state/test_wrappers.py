@@ -14,6 +14,7 @@ from laststep.state.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     Carry = Callable[..., laststep.Restored]
 
@@ -170,6 +171,111 @@ def test_a_wrapper_with_a_state_of_its_own_is_not_looked_through(
     assert unwrapped(trainer) is trainer
     schedule = trainer.scheduler  # type: ignore[attr-defined]
     assert unwrapped(schedule) is schedule  # though it holds an optimizer
+
+
+class Slow(Wrapped):
+    """Its own state comes with the first step; until then it gives what an empty one gives."""
+
+    state = None  # type: ignore[assignment]
+    state_dict = torch.optim.Optimizer.state_dict  # type: ignore[assignment]
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self.state: dict[Any, Any] = {}
+        self._optimizer_state_dict_pre_hooks: dict[int, Any] = {}
+        self._optimizer_state_dict_post_hooks: dict[int, Any] = {}
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"slow": parameter.detach().clone()}
+
+
+def test_an_optimizer_whose_state_comes_with_the_first_step_is_not_looked_through(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = training(torch.optim.SGD, 0, steps=0)
+    slow = Slow(optimizer)
+    assert slow.state_dict() == optimizer.state_dict()
+    with laststep.Checkpointer(tmp_path / "run", model=model, optimizer=slow) as run:
+        model(torch.ones(2, 3)).sum().backward()
+        slow.step()
+        run.save(1)
+    stored = laststep.load(tmp_path / "run")["optimizer"]["state"]
+    assert {tuple(entries) for entries in stored.values()} == {("slow",)}
+
+
+def test_a_wrapper_that_has_nothing_to_give_yet_is_not_looked_through(tmp_path: Path) -> None:
+    class Counting(Delegate):
+        def state_dict(self) -> dict[str, Any]:
+            return {key: value for key, value in vars(self).items() if key == "count"}
+
+    counting = Counting("scaler", torch.amp.GradScaler("cpu", enabled=False))
+    assert counting.state_dict() == counting.scaler.state_dict() == {}  # type: ignore[attr-defined]
+    with laststep.Checkpointer(tmp_path / "run", counting=counting) as run:
+        counting.count = 3  # type: ignore[attr-defined]
+        run.save(1)
+    assert laststep.load(tmp_path / "run")["counting"] == {"count": 3}
+
+
+def test_a_wrapper_that_changes_what_it_is_given_is_not_looked_through() -> None:
+    class Adding(Delegate):
+        def state_dict(self) -> dict[str, Any]:
+            state = super().state_dict()
+            state.update(vars(self).get("more", {}), kind="adding")
+            return state
+
+    scaler = torch.amp.GradScaler("cpu")
+    adding = Adding("scaler", scaler)
+    assert unwrapped(adding) is adding
+    assert vars(adding) == {"_name": "scaler", "scaler": scaler}
+
+
+def test_an_optimizer_that_gives_more_than_its_groups_and_state_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Scaled(Wrapped):
+        def state_dict(self) -> dict[str, Any]:
+            return {"inner": super().state_dict(), "scale": 8.0}
+
+    scaled = Scaled(training(torch.optim.SGD, 0, steps=1)[1])
+    assert unwrapped(scaled) is scaled
+    assert "Scaled holds the optimizer SGD, and gives more" in caplog.text
+
+
+def test_a_wrapper_that_gets_a_state_of_its_own_is_an_error_at_the_next_save(
+    tmp_path: Path,
+) -> None:
+    class Late(Delegate):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), **self.own} if self.own else super().state_dict()
+
+        own: dict[str, Any] = {}  # noqa: RUF012
+
+    class Own(Wrapped):
+        state = None  # type: ignore[assignment]
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer)
+            self.state: dict[Any, Any] = {}
+
+    model, optimizer = training(torch.optim.AdamW, 0, steps=1)
+    late, own = Late("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 2)), Own(optimizer)
+    with laststep.Checkpointer(tmp_path / "run", model=model, late=late, own=own) as run:
+        run.save(1)
+        late.own = {"mine": 1}
+        with pytest.raises(laststep.Usage, match=r"(?s)a wrapper that had no state.*item 'late'"):
+            run.save(2)
+        late.own = {}
+        own.state[model.weight] = {"slow": torch.ones(2, 3)}
+        with pytest.raises(laststep.Usage, match=r"(?s)a wrapper that had no state.*item 'own'"):
+            run.save(2)
+        own.state.clear()
+        run.save(2)
+        own.optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(laststep.Usage, match=r"(?s)holds something else.*item 'own'"):
+            run.save(3)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")

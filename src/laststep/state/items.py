@@ -25,7 +25,7 @@ from laststep.state.values import (
     ValueProvider,
     refuse_immutable,
 )
-from laststep.state.wrappers import unwrapped
+from laststep.state.wrappers import Behind, layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,7 +107,9 @@ def _provider(name: str, item: Any, names: Names) -> StateProvider:
         return item
     if is_module(item):
         return ModuleProvider(item)
-    item = unwrapped(item)
+    layers = layers_of(item)
+    if len(layers) > 1:
+        return Behind(layers, _provider(name, layers[-1], names))
     if is_optimizer(item):
         return OptimizerProvider(item, names)
     if type(item).__name__ == "GradScaler" and hasattr(item, "_growth_tracker"):
