@@ -46,6 +46,7 @@ def test_tensors_in_place_are_held_in_the_order_in_which_they_are_staged() -> No
         lambda t: t.resize_(2, 2),
         lambda t: t.set_(torch.randn(3, 4)),
         lambda t: setattr(t, "data", t.data.half()),
+        lambda t: t.as_strided_((3, 4), (1, 3)),
     ],
 )
 def test_a_tensor_that_moved_or_shrank_is_not_in_place(

@@ -69,12 +69,14 @@ class Sharing:
     def own(self, taken: Taken, agreement: Agreement) -> tuple[Taken, tuple[str, ...]]:
         """The part of the state that this rank writes, and the names of the objects with it."""
         known = self._worked_out
-        if known is None or known.agreement is not agreement or known.table is not self._table:
-            known = _work_out(taken, agreement, self._table, self._rank)
+        sources: tuple[torch.Tensor, ...] | None = None
+        if known is not None and known.agreement is agreement and known.table is self._table:
+            sources = known.sources(taken)
+        if known is None or sources is None:
+            known, sources = _work_out(taken, agreement, self._table, self._rank)
             if len(agreement.class_of) > 1 and agreement.is_first(self._rank):
                 known = known._replace(encoded=encode_table(self._table))
             self._worked_out = known
-        sources = tuple(window.of(taken.sources[window.source]) for window in known.windows)
         first = agreement.is_first(self._rank)
         objects = tuple(tree_name(spec.name) for spec in known.specs if first or spec.per_rank)
         own = replace(
@@ -126,6 +128,14 @@ class _WorkedOut(NamedTuple):
     encoded: bytes = b""
     """The table, if this rank says it for its class."""
 
+    def sources(self, taken: Taken) -> tuple[torch.Tensor, ...] | None:
+        """What is written, of this memory. None where a piece lies in it otherwise than it did: of
+        that a table says nothing, and two strides of a tensor can differ in it for a window."""
+        found = tuple(window.of(taken.sources[window.source]) for window in self.windows)
+        pairs = zip(found, self.pieces, strict=True)
+        same = all(source.is_contiguous() == piece.contiguous for source, piece in pairs)
+        return found if same else None
+
 
 def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[Tensor, ...]:
     found = []
@@ -169,12 +179,16 @@ def _ties(item: str, collected: Collected) -> tuple[tuple[str, str], ...]:
     return tuple(collected.ties.items()) if collected.layouts else ()
 
 
-def _work_out(taken: Taken, agreement: Agreement, table: Table, rank: int) -> _WorkedOut:
+def _work_out(
+    taken: Taken, agreement: Agreement, table: Table, rank: int
+) -> tuple[_WorkedOut, tuple[torch.Tensor, ...]]:
+    """What a rank writes, and the memory that it writes it from."""
     shares: dict[tuple[str, str], list[Share]] = {}
     for key, share in agreement.shares(rank):
         shares.setdefault(key, []).append(share)
     specs: list[ItemSpec] = []
     windows: list[_Window] = []
+    sources: list[torch.Tensor] = []
     at = 0
     for spec in taken.specs:
         layouts = taken.collected[spec.name].layouts
@@ -183,6 +197,7 @@ def _work_out(taken: Taken, agreement: Agreement, table: Table, rank: int) -> _W
             if spec.per_rank:
                 pieces.append(piece)
                 windows.append(_Window(number, None, piece.shape, None))
+                sources.append(taken.sources[number])
                 continue
             layout = layouts.get(piece.name)
             held = _held(rank, piece, layout, f"{spec.name}/{piece.name}")
@@ -191,11 +206,12 @@ def _work_out(taken: Taken, agreement: Agreement, table: Table, rank: int) -> _W
                 box = None if share.box == share.held else share.box.within(share.held)
                 window = _Window(number, held.get(share.held), share.held.shape, box)
                 windows.append(window)
-                pieces.append(_piece(piece, shape, share, window.of(taken.sources[number])))
+                sources.append(window.of(taken.sources[number]))
+                pieces.append(_piece(piece, shape, share, sources[-1]))
         at += len(spec.pieces)
         specs.append(replace(spec, pieces=tuple(pieces)))
     flat = tuple(piece for spec in specs for piece in spec.pieces)
-    return _WorkedOut(agreement, table, tuple(specs), flat, tuple(windows))
+    return _WorkedOut(agreement, table, tuple(specs), flat, tuple(windows)), tuple(sources)
 
 
 def _held(rank: int, piece: Piece, layout: Layout | None, where: str) -> dict[Box, int | None]:

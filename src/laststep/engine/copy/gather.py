@@ -13,17 +13,22 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from laststep.engine.copy.exact import copy_each, join
+from laststep.engine.copy.exact import changed, copy_each, join
 from laststep.engine.copy.kernels import Copies, Kernels, kernels_on
 from laststep.engine.copy.layout import Group, Span
 from laststep.state.tensors import TORCH_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from laststep.engine.copy.sources import Tensors
 
 _FORM: Final = operator.attrgetter("shape", "dtype")
+_LOOKS: Final[tuple[Callable[[torch.Tensor], object], ...]] = (
+    torch.Tensor.data_ptr, torch.Tensor.is_contiguous, operator.attrgetter("nbytes"),
+)  # fmt: skip
+"""What a table of addresses is made from, but for the plan: more than addresses, since other
+strides or sizes at the same place are other bytes."""
 _AS_INTEGERS: dict[torch.dtype, torch.dtype] = {
     dtype: {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[
         dtype.itemsize
@@ -120,7 +125,7 @@ class Gatherer:
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
         self._pieces = [span.piece for group in groups for span in group.spans]
-        self._addresses: list[int] = []
+        self._made_from: tuple[list[object], ...] = ()
         self._copies: Copies | None = None
         self._strided: list[Group] = []
 
@@ -146,9 +151,11 @@ class Gatherer:
         if kernels is None:
             return False
         pieces = [sources[piece] for piece in self._pieces]
-        addresses = list(map(torch.Tensor.data_ptr, pieces))
-        if self._copies is None or addresses != self._addresses:
-            self._tabulate(kernels, addresses, sources, stream)
+        found = tuple(list(map(look, pieces)) for look in _LOOKS)
+        if found != self._made_from:
+            self._made_from = ()
+            self._tabulate(kernels, sources, stream)
+            self._made_from = found
         return True
 
     def run_again(self, buffer: torch.Tensor) -> None:
@@ -163,7 +170,6 @@ class Gatherer:
     def _tabulate(
         self,
         kernels: Kernels,
-        addresses: list[int],
         sources: Sequence[torch.Tensor],
         stream: torch.cuda.Stream,
     ) -> None:
@@ -175,6 +181,8 @@ class Gatherer:
             for span in group.spans:
                 length = (span.last - span.first) * size
                 tensor = sources[span.piece]
+                if span.last * size > tensor.nbytes:
+                    raise changed((span.last, group.dtype), (tensor.numel(), tensor.dtype))
                 if tensor.is_contiguous():
                     rows.append((tensor.data_ptr() + span.first * size, at, length))
                 else:
@@ -183,4 +191,3 @@ class Gatherer:
                     self._strided.append(one)
                 at += length
         self._copies = Copies(kernels, rows, stream) if rows else None
-        self._addresses = addresses

@@ -100,6 +100,7 @@ class Kept:
         self._forms = list(map(_FORM, tensors))
         self._addresses = list(map(_DATA_PTR, tensors))
         self._storages = _storages(tensors)
+        self._contiguous = list(map(_IS_CONTIGUOUS, tensors))
 
     def in_place(self) -> list[torch.Tensor] | None:
         """All of them, held, if each is alive and has the form and the memory that it had."""
@@ -112,5 +113,6 @@ class Kept:
             and list(map(_FORM, tensors)) == self._forms
             and list(map(_DATA_PTR, tensors)) == self._addresses
             and _storages(tensors) == self._storages
+            and list(map(_IS_CONTIGUOUS, tensors)) == self._contiguous
         )
         return tensors if same else None
