@@ -134,6 +134,9 @@ class World:
     def conjugated(self) -> None:
         self.plain["complex"].data = self.plain["complex"].data.conj()
 
+    def negated(self) -> None:
+        self.first().weight.data = torch._neg_view(self.first().weight.data)
+
     def parameter_added(self) -> None:
         self.model.register_parameter(
             f"p{len(self.model._parameters)}", nn.Parameter(torch.ones(2))
@@ -330,7 +333,8 @@ def check_same(quick: Taken | str, fresh: Taken | str) -> None:
         assert mine.dtype == theirs.dtype
         assert mine.shape == theirs.shape
         assert mine.device == theirs.device
-        assert mine.is_conj() == theirs.is_conj()
+        assert not mine.is_conj()
+        assert not mine.is_neg()
         assert torch.equal(mine, theirs)
     for name, mine in quick.collected.items():
         theirs = fresh.collected[name]

@@ -134,6 +134,27 @@ def test_tensors_are_restored_into_views_of_any_kind(carry: Callable[..., object
     assert torch.equal(image, source["image"])
 
 
+@pytest.mark.parametrize("elements", [3, 20 << 20])  # copied through torch; by address
+@pytest.mark.parametrize(
+    ("dtype", "mark"),
+    [(torch.float32, torch._neg_view), (torch.complex64, torch.conj)],
+)
+def test_what_is_marked_as_negated_or_conjugated_after_a_save_is_stored_by_its_value(
+    elements: int,
+    dtype: torch.dtype,
+    mark: Callable[[torch.Tensor], torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    live = torch.full((elements,), 1 + 2j).to(dtype) if dtype.is_complex else torch.ones(elements)
+    with laststep.Checkpointer(tmp_path / "run", s={"t": live}) as run:
+        run.save(0)
+        live.data = mark(live.data)
+        assert live.is_contiguous()
+        run.save(1)
+    stored = laststep.load(tmp_path / "run")["s"]["t"]
+    assert torch.equal(stored, live)
+
+
 def test_a_lone_conjugate_view_is_restored_in_place(carry: Callable[..., object]) -> None:
     memory = torch.zeros(2, dtype=torch.complex64)
     carry({"z": torch.tensor([1 + 2j, 3j])}, {"z": memory.conj()})

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _DATA_PTR: Final = torch.Tensor.data_ptr
 _IS_CONTIGUOUS: Final = torch.Tensor.is_contiguous
+_IS_NEGATIVE: Final = torch.Tensor.is_neg
+_IS_CONJUGATE: Final = torch.Tensor.is_conj
 _FORM: Final = operator.attrgetter("shape", "dtype", "layout")
 _IS_NESTED: Final = operator.attrgetter("is_nested")
 _LOCAL: Final = operator.attrgetter("_local_tensor")
@@ -28,7 +30,8 @@ _LAYOUT: Final = operator.attrgetter("_spec.mesh", "_spec.placements", "shape")
 
 
 class Lying:
-    """Where plain tensors lie, and DTensors."""
+    """Where plain tensors lie, and DTensors. Their memory MUST be their values: nothing that is
+    only marked as negated or conjugated."""
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         self._kinds = list(map(type, leaves))
@@ -43,13 +46,14 @@ class Lying:
         self._storages = _storages(memories)
         self._forms = list(map(_FORM, memories))
         self._contiguous = list(map(_IS_CONTIGUOUS, memories))
+        self._complex = [number for number, form in enumerate(self._forms) if form[1].is_complex]
         # Of these more than address, shape, dtype and being contiguous tells what they are.
         self._odd = [
             number
-            for number, (address, (_, dtype, _), contiguous) in enumerate(
-                zip(self._addresses, self._forms, self._contiguous, strict=True)
+            for number, (address, contiguous) in enumerate(
+                zip(self._addresses, self._contiguous, strict=True)
             )
-            if not contiguous or not address or dtype.is_complex
+            if not contiguous or not address
         ]
         self._details = [_details(memories[number]) for number in self._odd]
 
@@ -71,6 +75,8 @@ class Lying:
             and _storages(memories) == self._storages
             and list(map(_IS_CONTIGUOUS, memories)) == self._contiguous
             and [_details(memories[number]) for number in self._odd] == self._details
+            and not any(map(_IS_NEGATIVE, memories))
+            and not any(_IS_CONJUGATE(memories[number]) for number in self._complex)
         )
         return memories if same else None
 
@@ -89,7 +95,7 @@ def _storages(memories: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _details(memory: torch.Tensor) -> tuple[object, ...]:
-    return memory.stride(), memory.is_conj(), memory.is_neg(), memory.device
+    return memory.stride(), memory.device
 
 
 class Kept:
