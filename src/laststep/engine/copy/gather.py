@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from laststep.engine.copy.sources import Tensors
 
 _FORM: Final = operator.attrgetter("shape", "dtype")
+_WHOLE: Final = operator.attrgetter("whole")
 _LOOKS: Final[tuple[Callable[[torch.Tensor], object], ...]] = (
     torch.Tensor.data_ptr, torch.Tensor.is_contiguous, operator.attrgetter("nbytes"),
 )  # fmt: skip
@@ -84,6 +85,18 @@ def elements(source: torch.Tensor, span: Span) -> torch.Tensor:
     return bits(whole if span.whole else whole[span.first : span.last])
 
 
+def _elements_of_all(group: Group, sources: Tensors) -> list[torch.Tensor]:
+    """The elements of each span; what most are, whole and plain, without a call for each."""
+    tensors = [sources[span.piece] for span in group.spans]
+    if (
+        TORCH_DTYPES[group.dtype] in _AS_INTEGERS
+        or not all(map(_WHOLE, group.spans))
+        or not all(map(torch.Tensor.is_contiguous, tensors))
+    ):
+        return list(map(elements, tensors, group.spans))
+    return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
+
+
 def gather(buffer: torch.Tensor, groups: Sequence[Group], sources: Tensors) -> None:
     """Fill a buffer of bytes from the pieces that its groups name, on the current stream."""
     into: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -91,7 +104,7 @@ def gather(buffer: torch.Tensor, groups: Sequence[Group], sources: Tensors) -> N
         for group in groups:
             if group.device == "cpu" and _gather_scalars(buffer, group, sources):
                 continue
-            parts = [elements(sources[span.piece], span) for span in group.spans]
+            parts = _elements_of_all(group, sources)
             if group.device == "cpu" and len(parts) > 1:
                 # One call that knows nothing of the single places beats one view for each.
                 join(buffer[group.start : group.stop].view(parts[0].dtype), parts)
@@ -110,7 +123,10 @@ def _gather_scalars(buffer: torch.Tensor, group: Group, sources: Tensors) -> boo
     them."""
     dtype = TORCH_DTYPES[group.dtype]
     tensors = [sources[span.piece] for span in group.spans]
-    if dtype in _AS_INTEGERS or set(map(_FORM, tensors)) != {(torch.Size(), dtype)}:
+    # The first one that has a dimension ends the look at dimensions.
+    if dtype in _AS_INTEGERS or any(map(torch.Tensor.dim, tensors)):
+        return False
+    if set(map(_FORM, tensors)) != {(torch.Size(), dtype)}:
         return False
     # Into memory of its own first: whatever becomes of a tensor meanwhile, only bytes that are
     # just as many as planned get into the buffer.
