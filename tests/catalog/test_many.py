@@ -99,8 +99,9 @@ def test_a_step_that_no_folder_has_is_free_without_a_look_into_any(
     run = Run.open(many)
     calls.clear()
     run.check_step_free(MANY + 1)
-    run.newest_epoch()
     assert calls["list"] == calls["read"] == 0
+    run.newest_point()
+    assert (calls["list"], calls["read"]) == (0, 1)
     assert calls["folder_names"] == 2
 
 

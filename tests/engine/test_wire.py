@@ -65,7 +65,7 @@ TO_FLUSHER = [
         ClassRecord(table="0" * 32, spans=(Span(0, 2, 2), Span(1, 1))),
     )),
     Drop(save=1, reason="why"),
-    Continue(epoch=None, attempt=None, folder=None, seen=3),
+    Continue(epoch=None, attempt=None, folder=None, seen=(3, 2)),
     Witness(name="epochs/start.lock"),
     Bye(),
 ]  # fmt: skip

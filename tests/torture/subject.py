@@ -65,8 +65,9 @@ class Writer:
     """What its next save continues: what it restored, or saved last."""
     epoch: int | None = None
     """None: its next save takes a new one."""
-    seen: int | None = None
-    """The newest epoch when it restored, or first saved without that: what its claim depends on."""
+    seen: tuple[int, int] | None = None
+    """The newest epoch and its last commit when it restored, or first saved without that: what its
+    claim depends on."""
     own: set[int] = field(default_factory=set)
     """The epochs that it took."""
     ahead: set[int] = field(default_factory=set)
@@ -131,7 +132,7 @@ class Subject:
         own = {earlier.step for earlier in one.pending} | self.ledger.steps_ever(one.head)
         pending.exists = step in own - one.ahead and not overwrite
         if one.seen is None:
-            one.seen = self.ledger.newest_epoch
+            one.seen = self._newest_point()
         try:
             pending.handle = one.checkpointer.save(step, overwrite=overwrite,
                                                    metrics={"loss": loss})  # fmt: skip
@@ -227,13 +228,22 @@ class Subject:
         one.head, one.epoch = folder, number
 
     def _is_taken_over(self, one: Writer) -> bool:
-        """Whether another start has taken the run since this one saw what it continues. What the
-        flusher of a dead trainer commits is in nobody's way who has not begun to save."""
+        """Whether another start has taken the run, or committed to it, since this one saw what it
+        continues."""
         if one.epoch is not None:
             return one.epoch != self.ledger.newest_epoch
-        since = [n for n in self.ledger.epochs if n > (one.seen or 0) and n not in one.own]
+        seen = one.seen or (0, 0)
+        commits = [_point(entry.folder) for entry in self.ledger.there()]
+        if any(point > seen and point[0] not in one.own for point in commits):
+            return True
+        since = [n for n in self.ledger.epochs if n > seen[0] and n not in one.own]
         records = [self.run().epoch(number) for number in since]
         return any(record is not None and not record.orphan for record in records)
+
+    def _newest_point(self) -> tuple[int, int]:
+        newest = self.ledger.newest_epoch
+        points = [_point(entry.folder) for entry in self.ledger.there()]
+        return max([(newest, 0), *(point for point in points if point[0] == newest)])
 
     def _claimed(self, number: int, head: str | None) -> None:
         """A new epoch, which must continue from `head`."""
@@ -306,7 +316,7 @@ class Subject:
     def _restored(
         self, one: Writer, restored: laststep.Restored, allowed: list[Entry], damaged: list[Entry]
     ) -> None:
-        one.epoch, one.seen = None, self.ledger.newest_epoch
+        one.epoch, one.seen = None, self._newest_point()
         if restored.step is None:
             if any(not entry.may_go for entry in allowed) or damaged:
                 raise Violation("wrong", f"nothing was restored where {_names(allowed)} is due")

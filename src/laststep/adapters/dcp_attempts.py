@@ -148,7 +148,7 @@ class Tenure:
 
     def _enter(self, run: Run) -> int:
         """Take the next epoch, which continues the newest checkpoint."""
-        seen = run.newest_epoch()
+        seen = run.newest_point()
         newest = run.newest()
         point = None if newest is None else (newest.epoch, newest.attempt)
         epoch = run.claim_epoch(point, seen=seen, writer=self._trainer)

@@ -32,6 +32,8 @@ from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
 from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from laststep.storage.store import Store
 
 _log = logging.getLogger(__name__)
@@ -167,9 +169,16 @@ class Epochs:
         self._known[epoch] = record
         return record
 
-    def chain(self) -> Chain:
-        """The epochs of the lineage. Records beside it are not read: their damage is harmless."""
+    def chain(self, is_there: Callable[[Link], bool] | None = None) -> Chain:
+        """The epochs of the lineage. Records beside it are not read: their damage is harmless.
+
+        With `is_there`, which says whether an epoch has a commit or what it continues is left, one
+        that has neither is passed over: its writer died before its first commit, and has lost
+        nothing but what was there before it.
+        """
         numbers = self.numbers()
+        if is_there is not None:
+            numbers = self._without_lost(numbers, is_there)
         links: list[Link] = []
         epoch: int | None = numbers[-1] if numbers else None
         while epoch is not None:
@@ -186,6 +195,23 @@ class Epochs:
                 "epoch %d of %s has no record: the lineage ends there", epoch, self._store.url
             )
         return Chain(links=tuple(links), unrecorded_below=unrecorded)
+
+    def _without_lost(
+        self, numbers: tuple[int, ...], is_there: Callable[[Link], bool]
+    ) -> tuple[int, ...]:
+        """The epochs up to the newest that is there; all where none is."""
+        for count in range(len(numbers), 0, -1):
+            epoch = numbers[count - 1]
+            record = self.read(epoch)
+            continues = None if record is None else record.continues
+            if continues is None or is_there(Link(epoch=epoch, continues=continues)):
+                if count < len(numbers):
+                    _log.warning(
+                        "epoch %d of %s has committed nothing, and what it continues is gone: the "
+                        "newest is what was committed before it", numbers[count], self._store.url,
+                    )  # fmt: skip
+                return numbers[:count]
+        return numbers
 
     def claim(
         self, continues: Point | None, *, seen: int, writer: Writer, orphan: bool = False
@@ -215,13 +241,14 @@ class Epochs:
         self._known[number] = record
         return number
 
-    def superseded(self, epoch: int, *, expected: str) -> Aborted:
-        """The error for a writer in whose way that epoch is."""
+    def superseded(self, epoch: int, *, expected: str, saved: str | None = None) -> Aborted:
+        """The error for a writer in whose way that epoch is, or what was `saved` in it."""
+        who = self.described(epoch)
         return Aborted(
             "the run was taken over by another writer",
             where=self._store.url,
             expected=expected,
-            found=self.described(epoch),
+            found=who if saved is None else f"{saved} of {who}",
             remedy="end one of the two jobs, only one at a time may save to a run; or restore(), "
             "to go on from what the other has saved",
         )
@@ -235,11 +262,14 @@ class Epochs:
         who = "" if record is None else f", process {record.pid} on {record.host}"
         return f"epoch {epoch}{who}"
 
+    def is_of(self, epoch: int, writer: Writer) -> bool:
+        """Whether that start has claimed the epoch."""
+        record = self.read(epoch)
+        return record is not None and bool(writer.start) and record.start == writer.start
+
     def _is_in_the_way(self, epoch: int, writer: Writer) -> bool:
         record = self.read(epoch)
-        if record is None or record.orphan:
-            return False
-        return not (writer.start and record.start == writer.start)
+        return not (record is None or record.orphan or self.is_of(epoch, writer))
 
     def _listed(self, kind: str) -> tuple[int, ...]:
         found = (names.parse_epoch(name, kind) for name in self._files())

@@ -7,6 +7,7 @@ on disk, so any thread may call any method.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -28,18 +29,22 @@ from laststep.catalog.listing import Attempt, Listed, Scanner, Through
 from laststep.catalog.names import (
     PIN_NAME,
     RUN_NAME,
+    AttemptName,
     epoch_lock_name,
     format_folder,
     parse_folder,
 )
-from laststep.errors import Corrupt, Exists, LaststepError, NotFound, Usage
+from laststep.errors import Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
 from laststep.format.manifest import Abort, Commit
 from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from laststep.catalog.cleaning import Orphan
     from laststep.catalog.epochs import Writer
-    from laststep.catalog.lineage import Point
+    from laststep.catalog.lineage import Chain, Link, Point
+    from laststep.catalog.listing import Found
     from laststep.catalog.prune import PrunePlan
     from laststep.catalog.retention import Policy
     from laststep.storage.store import Lock, Store
@@ -122,14 +127,33 @@ class Run:
         return self._checkpoints(Through.NOTHING)
 
     def _checkpoints(self, through: Through) -> tuple[Listed, ...]:
-        return listing.checkpoints(self._scanner.scan(through), self._epochs.chain())
+        found = self._scanner.scan(through)
+        return listing.checkpoints(found, self._chain(found))
+
+    def _chain(self, found: tuple[Found, ...]) -> Chain:
+        committed = [item.name for item in found if item.is_committed]
+        return self._chain_of(committed, lambda _: True)
+
+    def _chain_of(
+        self, names: Iterable[AttemptName], is_committed: Callable[[AttemptName], bool]
+    ) -> Chain:
+        """The chain of what is left, asking for as few of these as will do."""
+        newest_first = sorted(names, key=lambda name: name.point, reverse=True)
+
+        def is_there(link: Link) -> bool:
+            return any(
+                (name.epoch == link.epoch or name.point == link.continues) and is_committed(name)
+                for name in newest_first
+            )
+
+        return self._epochs.chain(is_there if newest_first else None)
 
     def look(self) -> tuple[tuple[Listed, ...], tuple[Attempt, ...]]:
         """The committed checkpoints and the undecided attempts, as they were at one look, which
         goes through all folders: for a person, or before a deletion."""
         found = self._scanner.scan(Through.ALL)
         return (
-            listing.checkpoints(found, self._epochs.chain()),
+            listing.checkpoints(found, self._chain(found)),
             listing.attempts(found, self._epochs),
         )
 
@@ -142,9 +166,10 @@ class Run:
         """The last of the lineage that is whole, as far as its manifest and sizes tell. Looks into
         no more folders than it has to."""
         folders = dict(self._scanner.folders())
-        chain = self._epochs.chain()
+        look = functools.cache(lambda name: self._scanner.look(name, folders[name]))
+        chain = self._chain_of(folders, lambda name: look(name).is_committed)
         for name in reversed(lineage.order(folders, chain)):
-            found = self._scanner.look(name, folders[name])
+            found = look(name)
             if found.is_committed:
                 (listed,) = listing.checkpoints((found,), chain)
                 if listed.is_whole:
@@ -179,30 +204,30 @@ class Run:
 
     # Writing
 
-    def newest_epoch(self) -> int:
-        """The newest epoch that there is now, by its record or by what it saved; 0 where there is
-        none. What is listed after this belongs to it or to a newer one."""
-        return newest_epoch(self.store)
+    def newest_point(self) -> Point:
+        """See `newest_point`. What is listed after this holds that, or something newer."""
+        return newest_point(self.store)
 
     def claim_epoch(
         self,
         continues: Point | None,
         *,
-        seen: int | None = None,
+        seen: Point | None = None,
         writer: Writer | None = None,
         orphan: bool = False,
     ) -> int:
         """Become the writer: take the next epoch, then give up what older, dead writers left open.
 
-        `Aborted` unless the newest epoch is the one that was `seen` when it was decided to continue
-        from there (None: that was just now); see `epochs`. `writer` is the trainer that this is
-        done for; this process where none is named. The lock of the epoch MUST be taken
-        (`lock_epoch`) before the first attempt begins.
+        `Aborted` unless the newest epoch and its last commit are those that were `seen` when it was
+        decided to continue from there (None: that was just now); see `epochs`. `writer` is the
+        trainer that this is done for; this process where none is named. The lock of the epoch MUST
+        be taken (`lock_epoch`) before the first attempt begins.
         """
-        number = self._epochs.claim(
-            continues, seen=self.newest_epoch() if seen is None else seen,
-            writer=writer or this_writer(), orphan=orphan,
-        )  # fmt: skip
+        seen, writer = seen or self.newest_point(), writer or this_writer()
+        # Who continues from a commit has seen it, though it may have come after the first look.
+        seen = max(seen, continues or seen)
+        self._check_unchanged(seen, writer)
+        number = self._epochs.claim(continues, seen=seen[0], writer=writer, orphan=orphan)
         for item in self.attempts():
             if item.epoch < number and not item.alive:
                 decided = decision.abort(
@@ -215,6 +240,17 @@ class Run:
                     )  # fmt: skip
         _log.info("epoch %d of %s continues from %s", number, self.store.url, continues)
         return number
+
+    def _check_unchanged(self, seen: Point, writer: Writer) -> None:
+        """`Aborted` if another start has committed anything since: it would be abandoned, and what
+        is to be continued may be pruned by now."""
+        later = sorted((n for n in self._scanner.names() if n.point > seen), key=lambda n: n.point)
+        for name in reversed(later):
+            if not self._epochs.is_of(name.epoch, writer) and _is_committed(self.store, name):
+                raise self._epochs.superseded(
+                    name.epoch, expected="nothing to be saved since this job looked at the run",
+                    saved=name.folder,
+                )  # fmt: skip
 
     def check_newest(self, epoch: int) -> None:
         """`Aborted` if another writer has taken a newer epoch."""
@@ -230,7 +266,9 @@ class Run:
         """`Exists` where that step is committed on the lineage and whole."""
         if all(name.step != step for name in self._scanner.names()):
             return
-        for item in self._checkpoints(Through.ALL):
+        # By the records alone: what a writer passes over that continues nothing, it does not own.
+        found = self._scanner.scan(Through.ALL)
+        for item in listing.checkpoints(found, self._epochs.chain()):
             if item.on_lineage and item.step == step and item.is_whole:
                 raise Exists(
                     f"step {step} has been saved already",
@@ -317,11 +355,23 @@ class Run:
         self.store.delete(f"{folder}/{PIN_NAME}")
 
 
-def newest_epoch(store: Store) -> int:
-    """The newest epoch of the run in a store, by its record or by what it saved; 0 where there is
-    none, or no run."""
-    folders = (name.epoch for name in Scanner(store).names())
-    return max((*Epochs(store).numbers(), *folders), default=0)
+def newest_point(store: Store) -> Point:
+    """The newest epoch of the run in a store, by its record or by what it saved, and its last
+    attempt that is committed; 0 for what there is not."""
+    names = Scanner(store).names()
+    newest = max((*Epochs(store).numbers(), *(name.epoch for name in names)), default=0)
+    own = sorted((n for n in names if n.epoch == newest), key=lambda n: n.point, reverse=True)
+    return newest, next((name.attempt for name in own if _is_committed(store, name)), 0)
+
+
+def _is_committed(store: Store, name: AttemptName) -> bool:
+    """Whether it counts as a checkpoint: an unreadable manifest does, as in a listing."""
+    try:
+        return isinstance(decision.read(store, name.folder), Commit)
+    except StorageFailed:
+        raise
+    except LaststepError:
+        return True
 
 
 def plan_prune(

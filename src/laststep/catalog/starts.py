@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 
 from laststep.catalog import names
 from laststep.catalog.epochs import new_start
-from laststep.catalog.run import newest_epoch
+from laststep.catalog.run import newest_point
 from laststep.errors import Exists, LaststepError
 
 if TYPE_CHECKING:
+    from laststep.catalog.lineage import Point
     from laststep.storage.store import Lock, Store
 
 _log = logging.getLogger(__name__)
@@ -55,9 +56,9 @@ class Start:
         """The name of the witness within the run."""
         return names.witness_name(self.writer.start, self.writer.pid)
 
-    def newest_epoch(self) -> int:
+    def newest_point(self) -> Point:
         """What a start sees that continues from nothing."""
-        return newest_epoch(self._store)
+        return newest_point(self._store)
 
     def announce(self, save: int) -> int | None:
         """Mark a save that is coming; returns the descriptor to hand over with it. None where that

@@ -28,6 +28,7 @@ from laststep.format.manifest import Commit
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from laststep.catalog.lineage import Point
     from laststep.catalog.listing import Listed
     from laststep.dist.group import Ranks
     from laststep.storage.store import Store
@@ -119,10 +120,10 @@ class Choosing:
     """The checkpoints to try, one after the other, on all ranks."""
 
     def __init__(
-        self, run: Run, step: int | None, ranks: Ranks, saw: Callable[[int], None]
+        self, run: Run, step: int | None, ranks: Ranks, saw: Callable[[Point], None]
     ) -> None:
         """`NotFound` where the run has not that step. `saw` is told, on the first rank, which epoch
-        was the newest before the run was listed."""
+        was the newest, and its last commit, before the run was listed."""
         self._store = run.store
         self.url = run.store.url
         self._run = run
@@ -139,7 +140,7 @@ class Choosing:
     def _list(self) -> None:
         if not self._ranks.rank.is_first:
             return
-        self._saw(self._run.newest_epoch())
+        self._saw(self._run.newest_point())
         self._lineage = self._run.lineage()
         found = self._lineage if self._step is None else (_named(self._run, self._step),)
         self._left = [one for one in found if one.folder not in self._passed]

@@ -104,7 +104,7 @@ class Checkpointer(lifetimes.OnlyOne):
         self._ahead: set[int] = set()
         """Steps of the lineage beyond the one that was restored: saving them replaces them."""
         self._mixed: str | None = None
-        self._seen = 0
+        self._seen = (0, 0)
         self._resumed = False
         self._closed = False
         self._pid = os.getpid()
@@ -395,7 +395,7 @@ class Checkpointer(lifetimes.OnlyOne):
 
     def continue_newest(self) -> None:
         """Let saves continue the newest checkpoint without restoring it, as an import does."""
-        seen = self._client.newest_epoch()
+        seen = self._client.newest_point()
         newest = newest_of(self._store)
         if newest is not None:
             self._abandons = None

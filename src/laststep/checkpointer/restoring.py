@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep import interrupts
-from laststep.catalog.run import Run, newest_epoch
+from laststep.catalog.run import Run, newest_point
 from laststep.catalog.starts import coming, still_coming
 from laststep.checkpointer.choosing import Asked, Choosing, Verdict, check_asked, open_run
 from laststep.checkpointer.loading import Fit, Transfer, fit, judge_twins, state_of_rank
@@ -103,7 +103,7 @@ def restore_into(
     wanted: Wanted,
     *,
     touched: Callable[[str], None],
-    saw: Callable[[int], None],
+    saw: Callable[[tuple[int, int]], None],
     ranks: Ranks,
 ) -> Outcome | None:
     """Restore; None where there is nothing yet and no step was asked for. `touched` is called with
@@ -157,11 +157,11 @@ def restore_into(
     return None
 
 
-def _look_at_writers(store: Store, saw: Callable[[int], None]) -> None:
-    """See to it that nothing is coming, and which epoch is the newest, before any look at what
-    there is."""
+def _look_at_writers(store: Store, saw: Callable[[tuple[int, int]], None]) -> None:
+    """See to it that nothing is coming, and what was committed last, before any look at what there
+    is."""
     wait_for_writers(store)
-    saw(newest_epoch(store))
+    saw(newest_point(store))
 
 
 class _Done(NamedTuple):

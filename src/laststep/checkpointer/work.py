@@ -72,8 +72,10 @@ def client_of(store: Store, pool: Pool, settings: Settings, keep: Keep | None, b
     return Client(launch, pool, bus, start)
 
 
-def continuing(found: Listed | Chosen | None, seen: int, *, resumed: bool = True) -> Continue:
-    """What saves continue from: what was found when that epoch was the newest, or nothing."""
+def continuing(
+    found: Listed | Chosen | None, seen: tuple[int, int], *, resumed: bool = True
+) -> Continue:
+    """What saves continue from: what was found when that was the newest, or nothing."""
     if found is None:
         return Continue(seen=seen)
     return Continue(

@@ -85,7 +85,7 @@ class Start(Protocol):
     @property
     def witness_name(self) -> str: ...
 
-    def newest_epoch(self) -> int: ...
+    def newest_point(self) -> tuple[int, int]: ...
 
     def announce(self, save: int) -> int | None: ...
 
@@ -160,9 +160,9 @@ class Client:
         self._start()
         self._dead = None
 
-    def newest_epoch(self) -> int:
-        """The newest epoch of the run now."""
-        return self._job.newest_epoch()
+    def newest_point(self) -> tuple[int, int]:
+        """The newest epoch of the run now, and its last commit."""
+        return self._job.newest_point()
 
     def continue_from(self, continues: Continue) -> None:
         """Saves from now on continue that checkpoint, under a new epoch."""
@@ -182,7 +182,7 @@ class Client:
     ) -> SaveLink:
         """Enter a save; its chunks may follow. Raises if the flusher is gone, or cannot start."""
         if self._continues is None and role != "member":
-            self.continue_from(Continue(seen=self.newest_epoch()))
+            self.continue_from(Continue(seen=self.newest_point()))
         self.start()
         with self._lock:
             if self._dead is not None:
@@ -356,7 +356,8 @@ class Client:
         before = self._continues
         self._continues = Continue(
             epoch=message.epoch, attempt=message.attempt, folder=message.folder,
-            seen=message.epoch, resumed_from=None if before is None else before.resumed_from,
+            seen=(message.epoch, message.attempt),
+            resumed_from=None if before is None else before.resumed_from,
         )  # fmt: skip
         report = link.handle.report
         report.committed_s, report.folder = link.handle.since_began_s(), message.folder

@@ -122,8 +122,9 @@ class Continue(_Message, frozen=True, kw_only=True):
     epoch: int | None = None
     attempt: int | None = None
     folder: str | None = None
-    seen: int
-    """The newest epoch when that was decided: if another start takes one, the run is its own."""
+    seen: tuple[int, int]
+    """The newest epoch when that was decided, and its last commit: if another start takes one or
+    commits anything since, the run is its own."""
     resumed_from: str | None = None
     """The checkpoint that the trainer restored, which retention keeps."""
 

@@ -88,7 +88,7 @@ class Flusher:
         self._trainer = trainer
         self._keep = keep
         self._run: Run | None = None
-        self._continues = Continue(seen=0)
+        self._continues = Continue(seen=(0, 0))
         self._resumed_from: str | None = None
         self._witness: tuple[str, Lock] | None = None
         self._given_up = False

@@ -1,0 +1,85 @@
+"""Who may take a run over: only a start that has missed nothing; what is left if it dies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.catalog.epochs import new_start
+from laststep.catalog.retention import Policy
+from laststep.catalog.run import Run, plan_prune
+from laststep.errors import Aborted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Save = Callable[..., str]
+
+
+def test_who_missed_a_commit_of_the_epoch_it_saw_cannot_take_over(run: Run, save: Save) -> None:
+    epoch = run.claim_epoch(None, writer=new_start())
+    save(run, 1, epoch, 1)
+    seen = run.newest_point()
+    save(run, 2, epoch, 2)
+    plan_prune(run, Policy(keep_last=1)).execute()
+    stale = new_start()
+    with pytest.raises(Aborted, match=r"step-00000002\.1-2 of epoch 1.*restore\(\)"):
+        run.claim_epoch((epoch, 1), seen=seen, writer=stale)
+    assert run.newest_point() == (epoch, 2)
+    assert run.claim_epoch((epoch, 2), seen=run.newest_point(), writer=stale) == 2
+
+
+def test_who_missed_the_commit_of_an_orphan_cannot_take_over(run: Run, save: Save) -> None:
+    epoch = run.claim_epoch(None, writer=new_start())
+    save(run, 1, epoch, 1)
+    seen = run.newest_point()
+    orphan = run.claim_epoch((epoch, 1), seen=seen, writer=new_start(), orphan=True)
+    save(run, 2, orphan, 1)
+    with pytest.raises(Aborted, match=r"step-00000002\.2-1"):
+        run.claim_epoch((epoch, 1), seen=seen, writer=new_start())
+
+
+def test_attempts_that_were_given_up_since_are_in_nobodys_way(run: Run, save: Save) -> None:
+    epoch = run.claim_epoch(None, writer=new_start())
+    save(run, 1, epoch, 1)
+    seen = run.newest_point()
+    run.abort(run.begin(step=2, epoch=epoch, attempt=2), "a disk that was full")
+    run.begin(step=2, epoch=epoch, attempt=3)
+    assert run.claim_epoch((epoch, 1), seen=seen, writer=new_start()) == 2
+
+
+def test_who_continues_a_commit_that_came_while_it_looked_has_seen_it(run: Run, save: Save) -> None:
+    epoch = run.claim_epoch(None, writer=new_start())
+    save(run, 1, epoch, 1)
+    seen = run.newest_point()
+    save(run, 2, epoch, 2)
+    assert run.claim_epoch((epoch, 2), seen=seen, writer=new_start()) == 2
+
+
+def test_commits_of_the_same_start_are_not_in_its_way(run: Run, save: Save) -> None:
+    start = new_start()
+    epoch = run.claim_epoch(None, seen=(0, 0), writer=start)
+    save(run, 1, epoch, 1)
+    assert run.claim_epoch((epoch, 1), seen=(0, 0), writer=start) == 2
+
+
+def test_an_epoch_that_continues_nothing_and_has_nothing_hides_no_commit(
+    run: Run, save: Save, caplog: pytest.LogCaptureFixture
+) -> None:
+    epoch = run.claim_epoch(None)
+    gone = save(run, 1, epoch, 1)
+    kept = save(run, 2, epoch, 2)
+    second = run.claim_epoch((epoch, 1))
+    assert [one.step for one in run.lineage()] == [1]
+    assert not caplog.records
+    run.store.delete_folder(gone)
+    newest = run.newest()
+    assert newest is not None
+    assert newest.folder == kept
+    assert [one.folder for one in run.lineage()] == [kept]
+    assert "epoch 2" in caplog.text
+    assert "what it continues is gone" in caplog.text
+    run.check_step_free(2)
+    own = save(run, 2, second, 1)
+    assert [one.folder for one in run.lineage()] == [own]
