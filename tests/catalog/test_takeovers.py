@@ -10,6 +10,7 @@ from laststep.catalog.epochs import new_start
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted
+from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,3 +84,35 @@ def test_an_epoch_that_continues_nothing_and_has_nothing_hides_no_commit(
     run.check_step_free(2)
     own = save(run, 2, second, 1)
     assert [one.folder for one in run.lineage()] == [own]
+
+
+def test_an_orphan_claims_nothing_while_the_newest_writer_lives(run: Run, save: Save) -> None:
+    live = run.claim_epoch(None, writer=new_start())
+    lock = run.lock_epoch(live)
+    save(run, 1, live, 1)
+    seen, dead = run.newest_point(), new_start()
+    with pytest.raises(Aborted, match="no live writer beside a dead trainer's"):
+        run.claim_epoch((live, 1), seen=seen, writer=dead, orphan=True)
+    save(run, 2, live, 2)
+    seen = run.newest_point()
+    lock.close()
+    assert run.claim_epoch((live, 2), seen=seen, writer=dead, orphan=True) == 2
+
+
+@pytest.mark.parametrize("orphan", [True, False])
+def test_of_two_that_claim_at_once_only_one_that_lives_is_in_the_way(
+    run: Run, monkeypatch: pytest.MonkeyPatch, *, orphan: bool
+) -> None:
+    create, faster = DirectoryStore.create, new_start()
+
+    def late(store: DirectoryStore, name: str, data: bytes) -> None:
+        monkeypatch.setattr(DirectoryStore, "create", create)
+        run.claim_epoch(None, seen=(0, 0), writer=faster, orphan=orphan)
+        create(store, name, data)
+
+    monkeypatch.setattr(DirectoryStore, "create", late)
+    if orphan:
+        assert run.claim_epoch(None, seen=(0, 0), writer=new_start()) == 2
+    else:
+        with pytest.raises(Aborted, match="epoch 1"):
+            run.claim_epoch(None, seen=(0, 0), writer=new_start())

@@ -35,6 +35,7 @@ def test_no_epoch_is_claimed_for_a_dead_trainer_of_several_ranks(run_folder: Pat
         Connection(theirs, peer=pidfd), memoryview(b""), run_path=str(run_folder),
         trainer=new_start(), writers=1, keep=None,
     )  # fmt: skip
+    flusher.start()
     flusher.serve()
     os.close(pidfd)
     assert Run.open_or_create(DirectoryStore(run_folder)).newest_point() == (0, 0)

@@ -8,8 +8,10 @@ for telling whether a lock can be trusted.
 The invariant: **an epoch is claimed only if the newest is the one that this start has seen**, when
 it restored or, without that, when it began to save. Nobody is in the way of a start but others: an
 epoch of its own does not count, nor one of an orphan, a flusher whose trainer was dead when it
-claimed. The name of the next epoch can be created once, so of two starts that saw the same one
-wins; the other is superseded, and never tries a higher number by itself.
+claimed; what others have committed since does, and is `run`'s part. The name of the next epoch can
+be created once, so of two starts that saw the same one wins; the other is superseded, and never
+tries a higher number by itself. An orphan claims nothing while the writer of the newest epoch is
+alive: that one would be stopped.
 """
 
 from __future__ import annotations
@@ -222,10 +224,20 @@ class Epochs:
         """
         self._make_folder()
         newest = max((seen, *self.numbers()))
-        for number in range(seen + 1, newest + 1):
-            if self._is_in_the_way(number, writer):
-                raise self.superseded(number, expected=f"epoch {seen} to be the newest")
-        number = newest + 1
+        while True:
+            for number in range(seen + 1, newest + 1):
+                if self._is_in_the_way(number, writer):
+                    raise self.superseded(number, expected=f"epoch {seen} to be the newest")
+            if orphan and self.is_alive(newest) and not self.is_of(newest, writer):
+                raise self.superseded(newest, expected="no live writer beside a dead trainer's")
+            if self._create(newest + 1, continues, writer, orphan=orphan):
+                return newest + 1
+            newest += 1  # somebody was faster, who may not be in the way
+
+    def _create(
+        self, number: int, continues: Point | None, writer: Writer, *, orphan: bool
+    ) -> bool:
+        """Create the record of an epoch; False where there is one now."""
         if continues is not None and not (1 <= continues[0] < number and continues[1] >= 1):
             raise Usage(
                 "cannot continue from a checkpoint that this run does not know",
@@ -236,10 +248,10 @@ class Epochs:
         record = _record(number, continues, writer, orphan=orphan)
         try:
             self._store.create(names.epoch_record_name(number), encode(record))
-        except Exists as error:
-            raise self.superseded(number, expected=f"epoch {newest} to be the newest") from error
+        except Exists:
+            return False
         self._known[number] = record
-        return number
+        return True
 
     def superseded(self, epoch: int, *, expected: str, saved: str | None = None) -> Aborted:
         """The error for a writer in whose way that epoch is, or what was `saved` in it."""
