@@ -9,7 +9,7 @@ import pytest
 from laststep.catalog.epochs import new_start
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import Run, plan_prune
-from laststep.errors import Aborted
+from laststep.errors import Aborted, StorageFailed
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -116,3 +116,38 @@ def test_of_two_that_claim_at_once_only_one_that_lives_is_in_the_way(
     else:
         with pytest.raises(Aborted, match="epoch 1"):
             run.claim_epoch(None, seen=(0, 0), writer=new_start())
+
+
+def test_an_attempt_that_cannot_be_given_up_stops_no_successor(
+    run: Run, save: Save, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = run.begin(step=1, epoch=run.claim_epoch(None), attempt=1)
+    create = DirectoryStore.create
+
+    def refused(store: DirectoryStore, name: str, data: bytes) -> None:
+        if name.startswith(stuck):
+            raise StorageFailed("cannot create", where=name, found="Permission denied")
+        create(store, name, data)
+
+    monkeypatch.setattr(DirectoryStore, "create", refused)
+    second = run.claim_epoch(None)
+    assert f"cannot give up {stuck}" in caplog.text
+    assert [one.folder for one in run.attempts()] == [stuck]
+    save(run, 1, second, 1)
+
+
+def test_what_cannot_be_removed_stops_nothing_else_from_being(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    epoch = run.claim_epoch(None)
+    stuck, other = (run.begin(step=n, epoch=epoch, attempt=n) for n in (1, 2))
+    delete = DirectoryStore.delete_folder
+
+    def refused(store: DirectoryStore, name: str, **more: str) -> None:
+        if name == stuck:
+            raise StorageFailed("cannot delete", where=name, found="Permission denied")
+        delete(store, name, **more)
+
+    monkeypatch.setattr(DirectoryStore, "delete_folder", refused)
+    assert [one.name for one in run.clean()] == [other]
+    assert f"cannot remove {stuck}" in caplog.text

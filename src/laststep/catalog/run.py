@@ -230,16 +230,25 @@ class Run:
         number = self._epochs.claim(continues, seen=seen[0], writer=writer, orphan=orphan)
         for item in self.attempts():
             if item.epoch < number and not item.alive:
-                decided = decision.abort(
-                    self.store, item.folder, f"epoch {number} has taken over from a dead writer"
-                )
-                if isinstance(decided, Abort):
-                    _log.warning(
-                        "gave up %s, which has no manifest and whose writer is dead: its folder is "
-                        "deleted", item.folder,
-                    )  # fmt: skip
+                self._give_up_for(number, item.folder)
         _log.info("epoch %d of %s continues from %s", number, self.store.url, continues)
         return number
+
+    def _give_up_for(self, successor: int, folder: str) -> None:
+        """Give up what a dead writer left open. Where that fails the successor goes on: a writer
+        that was only asleep still sees the newer epoch before it commits."""
+        try:
+            decided = decision.abort(
+                self.store, folder, f"epoch {successor} has taken over from a dead writer"
+            )
+        except LaststepError as error:
+            _log.warning("cannot give up %s, whose writer is dead: %s", folder, error)
+            return
+        if isinstance(decided, Abort):
+            _log.warning(
+                "gave up %s, which has no manifest and whose writer is dead: its folder is deleted",
+                folder,
+            )
 
     def _check_unchanged(self, seen: Point, writer: Writer) -> None:
         """`Aborted` if another start has committed anything since: it would be abandoned, and what
@@ -334,9 +343,19 @@ class Run:
         return cleaning.orphans(self.store, self._epochs, found, now_s=now)
 
     def clean(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
-        """Remove the orphans; returns those that are gone."""
-        found = self.orphans(now_s=now_s)
-        return tuple(orphan for orphan in found if cleaning.remove(self.store, orphan))
+        """Remove the orphans; returns those that are gone. Failing costs disk space and is logged:
+        whoever cleans has something better to do, and the next writer tries again."""
+        gone = []
+        try:
+            for orphan in self.orphans(now_s=now_s):
+                try:
+                    if cleaning.remove(self.store, orphan):
+                        gone.append(orphan)
+                except LaststepError as error:
+                    _log.warning("cannot remove %s: %s", orphan.name, error)
+        except LaststepError as error:
+            _log.warning("cannot look for what crashes left behind: %s", error)
+        return tuple(gone)
 
     def pin(self, folder: str) -> None:
         """Keep that checkpoint whatever the policy says."""
