@@ -86,3 +86,24 @@ def test_a_save_that_was_begun_before_the_run_was_taken_over_is_not_committed(
         checkpointer.save(2).wait(PATIENCE_S)
     checkpointer.close()
     assert [one.step for one in laststep.open(run_folder)] == [1]
+
+
+def test_a_job_that_missed_a_save_restores_again_before_it_takes_over(run_folder: Path) -> None:
+    keep = laststep.Keep(last=1)
+    first, second = (
+        laststep.Checkpointer(run_folder, state={"t": torch.zeros(5)}, keep=keep, flush="thread")
+        for _ in range(2)
+    )
+    first.save(1).wait(PATIENCE_S)
+    assert second.restore().step == 1
+    first.save(2).wait(PATIENCE_S)
+    with pytest.raises(laststep.Aborted, match=r"step-00000002\.1-2 of epoch 1"):
+        second.save(2).wait(PATIENCE_S)
+    assert laststep.open(run_folder).steps()[-1] == 2
+    assert second.restore().step == 2
+    second.save(3).wait(PATIENCE_S)
+    with pytest.raises(laststep.Aborted, match="taken over"):
+        first.save(3).wait(PATIENCE_S)
+    first.close()
+    second.close()
+    assert laststep.open(run_folder).steps() == [2, 3]
