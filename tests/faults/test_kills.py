@@ -80,9 +80,8 @@ def test_a_new_trainer_waits_for_a_first_save_of_which_nothing_is_in_the_run_yet
     assert not list((run_folder / "epochs").glob("start-*"))
 
 
-@pytest.mark.parametrize("wakes", ["before its successor saves", "after it"])
 def test_the_orphan_of_a_dead_trainer_takes_the_run_from_nobody(
-    wakes: str, start: Callable[..., object], run_folder: Path
+    start: Callable[..., object], run_folder: Path
 ) -> None:
     first = start()
     first.stop_helper()
@@ -90,18 +89,38 @@ def test_the_orphan_of_a_dead_trainer_takes_the_run_from_nobody(
     first.kill()
     second = start("--patience", "0.1")  # it gives up waiting
     assert second.restored is None
-    steps = (5, 6, 7)
-    for step in steps[:1] if wakes == "after it" else ():
-        second.do(f"save {step}")
-        second.do("wait")
+    second.do("save 5")
+    second.do("wait")
     first.resume_helper()
     first.wait_for_helper()
-    for step in steps[1:] if wakes == "after it" else steps:
+    for step in (6, 7):
         second.do(f"save {step}")
         second.do("wait")
     second.do("close")
     assert laststep.open(run_folder).steps() == [5, 6, 7]
     assert numbers(run_folder) == (7, 7.0)
+
+
+def test_what_an_orphan_commits_before_its_successor_saves_is_not_abandoned(
+    start: Callable[..., object], run_folder: Path
+) -> None:
+    first = start()
+    first.stop_helper()
+    first.do("capture 1")
+    first.kill()
+    second = start("--patience", "0.1")  # it gives up waiting
+    assert second.restored is None
+    first.resume_helper()
+    first.wait_for_helper()
+    second.do("save 5")
+    second.tell("wait")
+    assert second.hear("failed")[0] == "Aborted"
+    second.do("close")
+    third = start()
+    assert third.restored == 1
+    third.do("save 2")
+    third.do("close")
+    assert laststep.open(run_folder).steps() == [1, 2]
 
 
 def test_a_job_whose_flusher_died_before_a_commit_does_not_take_the_run_back(
