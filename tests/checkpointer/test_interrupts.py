@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import laststep
+from laststep import interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -169,6 +170,62 @@ def test_waiting_for_a_save_can_be_interrupted(run_folder: Path, waits: str) -> 
     assert handle.wait(PATIENCE_S)
     checkpointer.close()
     assert laststep.open(run_folder).steps() == [1]
+
+
+@pytest.mark.parametrize("call", ["close", "wait", "save", "restore"])
+@pytest.mark.parametrize("outer", ["save", "restore"])
+def test_a_handler_that_calls_in_the_midst_of_a_call_is_refused(
+    run_folder: Path, outer: str, call: str
+) -> None:
+    """It could only wait for a call that waits for it. What it interrupted can be made again."""
+    go_on = threading.Event()
+
+    def slow(event: laststep.events.Event) -> None:
+        if isinstance(event, laststep.events.Captured):
+            go_on.wait()
+
+    with laststep.Checkpointer(run_folder, x={"x": 1}, subscribers=[slow]) as checkpointer:
+        calls: dict[str, Callable[[], object]] = {
+            "close": checkpointer.close,
+            "wait": checkpointer.wait,
+            "save": lambda: checkpointer.save(2),
+            "restore": checkpointer.restore,
+        }
+        before = signal.signal(signal.SIGUSR1, lambda *_: calls[call]())
+        checkpointer.save(1)
+        try:
+            refused = pytest.raises(
+                laststep.Usage, match=f"cannot {call} in the midst of a {outer}"
+            )
+            with refused, interrupts.held():  # it comes before, and is let in where the call waits
+                signal.raise_signal(signal.SIGUSR1)
+                calls[outer]()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+            go_on.set()
+        assert checkpointer.save(3).wait(PATIENCE_S)
+    assert laststep.open(run_folder).steps() == [1, 3]
+
+
+def test_a_handler_may_close_when_a_save_has_returned(run_folder: Path) -> None:
+    """One that comes while a save has no need to wait runs at its end."""
+    checkpointer = laststep.Checkpointer(run_folder, x=Signalling())
+    before = signal.signal(signal.SIGUSR1, lambda *_: checkpointer.close())
+    try:
+        assert checkpointer.save(1).committed.done()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert laststep.open(run_folder).steps() == [1]
+
+
+class Signalling:
+    """Gets a signal in the midst of a save."""
+
+    def state_dict(self) -> dict[str, int]:
+        signal.raise_signal(signal.SIGUSR1)
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
 class Fresh:

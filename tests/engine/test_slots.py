@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
@@ -10,8 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from laststep import interrupts
 from laststep.engine.slots import Slots
 from laststep.errors import StorageFailed, Usage
+
+PATIENCE_S = 10.0
 
 
 class SlotsMachine(RuleBasedStateMachine):
@@ -150,3 +154,24 @@ def test_a_failure_reaches_everybody_who_waits_or_comes_to_wait() -> None:
     wait()
     slots.reset()
     assert slots.lease(0) is None
+
+
+def test_a_handler_runs_without_the_lock() -> None:
+    """Whatever it waits for may need a slot to be released."""
+    slots = Slots()
+    released: list[bool] = []
+
+    def handler(*_: object) -> None:
+        adding = threading.Thread(target=slots.add, args=(range(1),))
+        adding.start()
+        adding.join(PATIENCE_S)
+        released.append(not adding.is_alive())
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with interrupts.held():
+            signal.raise_signal(signal.SIGUSR1)
+            assert slots.lease() == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert released == [True]

@@ -182,7 +182,7 @@ class Checkpointer(lifetimes.OnlyOne):
         than the current one, on which state was written and not yet joined.
         """
         lifetimes.check_process("save", self._pid)  # before a turn that may be another process's
-        with interrupts.held(), self._turn:
+        with interrupts.held(), self._turn.of("save"):
             return self._save(step, metrics, metadata, streams, overwrite=overwrite)
 
     def _save(
@@ -282,13 +282,14 @@ class Checkpointer(lifetimes.OnlyOne):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed; False when the time is up. Raises what failed."""
         lifetimes.check_process("wait", self._pid)
+        self._turn.check("wait")
         timeout_s = seconds(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for handle in list(self._work.handles):
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
             if not handle.committed.over_within(left):
                 return False
-        with interrupts.held(), self._turn:
+        with interrupts.held(), self._turn.of("wait"):
             self._raise_failed()
         return True
 
@@ -296,10 +297,10 @@ class Checkpointer(lifetimes.OnlyOne):
         """Wait for all saves, end the flusher, and raise what failed. May be called twice."""
         if self._closed or os.getpid() != self._pid:
             return
+        self._turn.check("close")
         with interrupts.held():
-            for handle in list(self._work.handles):
-                handle.committed.over_within(None)  # Ctrl-C here leaves it open
-            with self._turn:
+            self._work.wait()  # Ctrl-C here leaves it open
+            with self._turn.of("close"):
                 self._closed = True
                 self._dropped.detach()
                 lifetimes.let_be(self._work)
@@ -344,7 +345,7 @@ class Checkpointer(lifetimes.OnlyOne):
         this process are waited for; what failed of one's own is raised.
         """
         lifetimes.check_process("restore", self._pid)
-        with interrupts.held(), self._turn:
+        with interrupts.held(), self._turn.of("restore"):
             self._work.start_early()  # whoever restores is about to train, and to save
             restored = self._restore(step, only, strict=strict)
             self._work.await_start()
@@ -361,8 +362,9 @@ class Checkpointer(lifetimes.OnlyOne):
             allow_pickle=self._settings.allow_pickle,
             threads=self._settings.readers(ranks_on_this_node(self._rank)),
         )  # fmt: skip
-        self.wait()
+        self._work.wait()
         neighbours.wait_for_others(self._work, self.path)
+        self._raise_failed()
         self._revive()
         if self._group is None:
             self._group = teaming.all_ranks(self._rank, self._settings, self._team)

@@ -6,15 +6,17 @@ small ones are; room in the pool itself is waited for slot by slot, while the ca
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
 
 from laststep import interrupts
 from laststep.config import MAX_UNCOMMITTED
+from laststep.errors import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from laststep.engine.copy.job import Job
     from laststep.engine.handle import SaveHandle
@@ -22,17 +24,36 @@ if TYPE_CHECKING:
 
 
 class Turn:
-    """One call at a time, whichever threads they come from; a call may make further ones."""
+    """One call at a time, whichever threads they come from."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        """Whose turn it is, and for what."""
+        self._what = ""
 
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """While inside, it is the turn of that call; with interrupts held."""
+        self.check(what)
         while not self._lock.acquire(timeout=interrupts.LOOK_S):
             interrupts.let_in()
+        self._thread, self._what = threading.get_ident(), what
+        try:
+            yield
+        finally:
+            self._thread = None
+            self._lock.release()
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    def check(self, what: str) -> None:
+        """`Usage` in the midst of another call of this thread, which cannot end before this one:
+        a signal's handler may run there."""
+        if self._thread == threading.get_ident():
+            raise Usage(
+                f"cannot {what} in the midst of a {self._what}()",
+                found=f"{what}() was called by a signal's handler, or by what {self._what}() calls",
+                remedy=f"set a flag there, and call {what}() when {self._what}() has returned",
+            )
 
 
 def obstacle(

@@ -97,7 +97,7 @@ class Work:
     ) -> None:
         self._run = run
         self._pid = os.getpid()
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()
         self._closed = False
         self._team = team
         self._pool = pool
@@ -134,11 +134,18 @@ class Work:
     def under_way(self) -> tuple[SaveHandle, ...]:
         return tuple(handle for handle in self.handles if not handle.committed.over())
 
+    def wait(self) -> None:
+        """Wait until all saves are over, however they end."""
+        for handle in list(self.handles):
+            handle.committed.over_within(None)
+
     def close(self) -> None:
-        """Wait for all saves and end everything; once, whoever else asks for it too."""
+        """Wait for all saves and end everything; once, whoever else asks for it too, be it a
+        signal's handler in the midst of this."""
         with self._closing:
             if self._closed:
                 return
+            self._closed = True
             self._capturer.close()
             if self._team is not None:
                 self._team.close()
@@ -146,7 +153,6 @@ class Work:
             if self.preflight is not None and self.preflight.is_alive():
                 self.preflight.join()
             self._pool.close()
-            self._closed = True
 
     def outlive(self, checkpointer: object) -> weakref.finalize[[], object]:
         """See to it that all is finished when that is collected, and at the end of the program. It
@@ -178,8 +184,7 @@ class Work:
         pending = [handle.step for handle in self.under_way()]
         if pending:
             log.warning("%s without close(); finishing saves of steps %s", why, pending)
-        for handle in list(self.handles):
-            handle.committed.over_within(None)
+        self.wait()
         self.close()
         lifetimes.let_be(self)  # not before: the end of the program waits for it here
         for handle in self.handles:

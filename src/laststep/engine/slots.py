@@ -55,19 +55,22 @@ class Slots:
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
-            try:
-                while not (self._free and self._waiting[0] is ticket):
+        try:
+            while True:
+                with self._changed:
+                    if self._free and self._waiting[0] is ticket:
+                        slot = self._free.pop()  # freed last: its memory is still in the caches
+                        self._leased.add(slot)
+                        return slot
                     if self._error is not None:
                         raise self._error
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         return None
                     self._changed.wait(interrupts.look_within(left))
-                    interrupts.let_in()
-                slot = self._free.pop()  # the one freed last: its memory is still in the caches
-                self._leased.add(slot)
-                return slot
-            finally:
+                interrupts.let_in()  # without the lock: who knows what a handler waits for
+        finally:
+            with self._changed:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 
