@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
@@ -58,6 +60,24 @@ def test_a_save_without_a_thread_fails_and_the_next_one_works(
         with_threads = ckpt.save(2)
         with_threads.wait()
     assert laststep.open(str(run_folder)).steps() == [2]
+
+
+def test_a_flusher_that_cannot_be_started_again_is_started_by_a_later_save(
+    run_folder: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with laststep.Checkpointer(str(run_folder), state={"n": 1}) as ckpt:
+        ckpt.save(1).wait()
+        pid = ckpt._client.helper_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        ckpt._client._receiver.join()
+        with monkeypatch.context() as patch:
+            refuse(patch, "laststep-receive")
+            for step in (2, 3):
+                with pytest.raises(laststep.StorageFailed, match="can't start new thread"):
+                    ckpt.save(step)
+        ckpt.save(4).wait()
+    assert laststep.open(str(run_folder)).steps() == [1, 4]
 
 
 def test_a_save_does_without_the_threads_that_only_help(

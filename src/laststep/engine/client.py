@@ -157,8 +157,10 @@ class Client:
         self._receiver.join()
         self._connection.close()
         self._pool.slots.reset()
-        self._start()
-        self._dead = None
+        with self._starting:
+            # As if there had been none yet: where this start fails, a later save tries again.
+            self._helper = self._dead = None
+            self._start()
 
     def newest_point(self) -> tuple[int, int]:
         """The newest epoch of the run now, and its last commit."""
