@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -194,6 +196,24 @@ def test_a_pool_that_is_closed_in_a_forked_child_leaves_alone_what_lies_there_no
         made.close()
 
 
+def test_a_forked_child_keeps_none_of_the_memory() -> None:
+    pool = make(2)
+    lent = os.dup(pool.fd)
+    try:
+        which = os.fstat(pool.fd)
+
+        def look() -> None:
+            for entry in list(Path("/proc/self/fd").iterdir()):
+                with contextlib.suppress(OSError):  # that of the listing is closed by now
+                    assert not os.path.samestat(os.fstat(int(entry.name)), which)
+
+        assert _status_of(look) == 0
+        os.fstat(pool.fd)  # the parent's own stay
+    finally:
+        os.close(lent)
+        pool.close()
+
+
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_mapping_that_is_collected_in_a_forked_child_leaves_alone_what_lies_there_now(
     closed: bool,
@@ -206,7 +226,7 @@ def test_a_mapping_that_is_collected_in_a_forked_child_leaves_alone_what_lies_th
 
     def child() -> None:
         nonlocal looking
-        own = Mapping(fd, CHUNK_BYTES)
+        own = Mapping(memory.create(CHUNK_BYTES), CHUNK_BYTES)  # the parent's file is closed
         assert own.address == inherited[0].address
         inherited.clear()
         looking = None

@@ -6,7 +6,8 @@ work outside the GIL: `allocate` makes them, without any lock of this process; `
 them into it, so that the first save does not pay for page faults.
 
 A mapping belongs to the process that made it. A forked child does not have it, and may have mapped
-something else at its address: there its end unmaps nothing.
+something else at its address: there its end unmaps nothing. Nor does a child keep the file, which
+would keep the memory.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class Mapping:
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
+        status = os.fstat(fd)
+        self.file = status.st_dev, status.st_ino
         mapped = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
         self._map: mmap.mmap | None = mapped
         self.view = memoryview(mapped)
@@ -118,6 +121,11 @@ class Mapping:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
         self._map = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this keeps the file."""
+        return self._map is not None and not self._map.closed
+
     def _advise(self, start: int, size_bytes: int, advice: int) -> bool:
         return bool(_libc.madvise(self.address + start, size_bytes, advice) == 0)
 
@@ -127,9 +135,21 @@ _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    for mapping in list(_mappings):
+    mappings = list(_mappings)
+    _close_all({mapping.file for mapping in mappings if mapping.is_open})
+    for mapping in mappings:
         mapping.disown()
     _mappings.clear()
+
+
+def _close_all(files: set[tuple[int, int]]) -> None:
+    """Close every descriptor of these files, by device and inode. An mmap has one of its own, of
+    which it tells nobody; any that is left keeps the memory when the parent has let go of it."""
+    for entry in list(Path("/proc/self/fd").iterdir()) if files else ():
+        with contextlib.suppress(OSError):  # that of the listing is closed by now
+            status = os.fstat(int(entry.name))
+            if (status.st_dev, status.st_ino) in files:
+                os.close(int(entry.name))
 
 
 os.register_at_fork(after_in_child=_in_child)
