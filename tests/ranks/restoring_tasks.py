@@ -177,3 +177,16 @@ def ask_apart(run: str, what: str) -> tuple[str, str]:
         c.restore(2)
     assert filled_with(model) == {2.0}
     return error
+
+
+def load_after_a_failure(run: str, who: int) -> dict[str, Any]:
+    """A save has failed on all ranks, and one of them was not told before it restores."""
+    state = {"n": 0}
+    with opened(run, state=state) as c:
+        c.save(0).wait()
+        state["n"] = dist.get_rank()
+        failed = c.save(1)
+        if dist.get_rank() != who:
+            kinds(failed.wait)
+        error = kinds(c.restore)
+        return {"error": error, "step": c.restore().step, "n": state["n"]}

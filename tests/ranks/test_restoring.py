@@ -101,3 +101,16 @@ def test_ranks_that_ask_for_different_things_are_named(
     for kind, message in crew("restoring_tasks:ask_apart", 2, run=run, what=what):
         assert kind == "Usage"
         assert all(text in message for text in said), message
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_save_that_failed_unseen_by_one_rank_is_told_to_all(
+    crew: Crew, run_folder: Path, who: int
+) -> None:
+    """And all can restore again."""
+    path = str(run_folder)
+    for rank, one in enumerate(crew("restoring_tasks:load_after_a_failure", 2, run=path, who=who)):
+        kind, message = one["error"]
+        assert kind == "Aborted"
+        assert rank == who or message.startswith(f"rank {who}: ")
+        assert (one["step"], one["n"]) == (0, 0)

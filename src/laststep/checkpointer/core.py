@@ -33,6 +33,7 @@ from laststep.checkpointer.share import Sharing
 from laststep.checkpointer.watching import watch
 from laststep.checkpointer.work import Work, client_of, continuing
 from laststep.config import Capture, CompareReplicas, FlushIn, OnBusy, Settings, seconds
+from laststep.dist.group import together
 from laststep.dist.ranks import ranks_on_this_node, this_rank
 from laststep.engine.copy.capture import Capturer
 from laststep.engine.handle import SaveHandle
@@ -364,10 +365,9 @@ class Checkpointer(lifetimes.OnlyOne):
         )  # fmt: skip
         self._work.wait()
         neighbours.wait_for_others(self._work, self.path)
-        self._raise_failed()
-        self._revive()
-        if self._group is None:
-            self._group = teaming.all_ranks(self._rank, self._settings, self._team)
+        self._group = self._group or teaming.all_ranks(self._rank, self._settings, self._team)
+        self._group.arrive()
+        together(self._group, self._ready)
         with without_collection(), self._pool.at_rest(2 * wanted.threads):
             outcome = restore_into(
                 self._store, self._providers, self._pool, self._bus, wanted, ranks=self._group,
@@ -428,6 +428,11 @@ class Checkpointer(lifetimes.OnlyOne):
         failed = [h for h in over if h.error is not None]
         self._taken -= {h.step for h in failed}
         queueing.raise_first([(h.step, h.error) for h in failed if h.error and not h.seen])
+
+    def _ready(self) -> None:
+        """All saves are over: raise what failed, or see to it that more can be made."""
+        self._raise_failed()
+        self._revive()
 
     def _revive(self) -> None:
         """A new flusher in place of one that died."""

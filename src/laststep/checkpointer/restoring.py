@@ -108,8 +108,7 @@ def restore_into(
 ) -> Outcome | None:
     """Restore; None where there is nothing yet and no step was asked for. `touched` is called with
     the folder's name before the first live byte changes, `saw`, on the first rank, with the newest
-    epoch before each look at what there is. Saves of this process are over."""
-    ranks.arrive()
+    epoch before each look at what there is. All ranks are here, and their saves are over."""
     asked = None if wanted.only is None else tuple(wanted.only)
     check_asked(ranks, Asked(step=wanted.step, only=asked, strict=wanted.strict))
     together(ranks, lambda: _look_at_writers(store, saw) if ranks.rank.is_first else None)
