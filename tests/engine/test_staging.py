@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from laststep.engine.copy.capture import Capturer
 from laststep.engine.copy.job import Job
 from laststep.engine.copy.layout import Layout, Way
 from laststep.engine.copy.staging import DeviceStaging
+from laststep.errors import LaststepError, StorageFailed
 
 
 def test_what_is_taken_together_counts_as_set_aside_and_is_given_back(
@@ -67,6 +70,26 @@ def test_memory_for_staging_that_fails_is_given_back(monkeypatch: pytest.MonkeyP
     assert taken == [400]
     capturer._let_go(job)
     assert taken == []
+
+
+def test_staging_is_given_back_though_a_device_cannot_say_that_its_copies_have_ended() -> None:
+    given: list[int] = []
+    capturer = Capturer.__new__(Capturer)
+    capturer._staging = {"cuda:0": SimpleNamespace(give_back=given.append)}  # type: ignore[dict-item]
+
+    def settle(_: Job) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    capturer._mover = SimpleNamespace(settle=settle)  # type: ignore[assignment]
+    told: list[LaststepError] = []
+    job = Job(plan=None, layout=None, sources=(), pieces=(), began_s=0.0,  # type: ignore[arg-type]
+              sink=SimpleNamespace(failed=told.append))  # fmt: skip
+    job.staging["cuda:0"] = torch.empty(400, dtype=torch.uint8)
+    job.error = StorageFailed("a copy failed")
+    capturer._end(job)
+    assert given == [400]
+    assert [str(error) for error in told] == ["a copy failed"]
+    assert job.over.is_set()
 
 
 class _Nothing:

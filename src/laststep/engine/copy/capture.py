@@ -444,9 +444,11 @@ class Capturer:
         wait for it are woken."""
         sink, job.timing.drained_s = job.sink, time.perf_counter() - job.began_s
         try:
-            if job.error is not None:
-                self._mover.settle(job)
-            self._let_go(job)
+            try:
+                if job.error is not None:
+                    self._mover.settle(job)
+            finally:
+                self._let_go(job)
             if job.error is None:
                 sink.captured(job.timing)
         except Exception as error:
