@@ -48,8 +48,8 @@ class Start:
         self._store = store
         self._mutex = threading.Lock()
         self._witness: Lock | None = None
-        self._without = False
-        """Whether this place has no such locks."""
+        self._told = False
+        """Whether the log says that a mark failed: where there are no such locks, all do."""
 
     @property
     def witness_name(self) -> str:
@@ -64,21 +64,20 @@ class Start:
         """Mark a save that is coming; returns the descriptor to hand over with it. None where that
         cannot be done: then a restore may miss what a trainer announced just before it died."""
         with self._mutex:
-            if self._without:
-                return None
             try:
                 self._witness = self._witness or self._made()
                 self._witness.mark(save)
             except LaststepError as error:
-                self._without = True
-                _log.warning("nothing shows to others that a save is coming: %s", error)
+                if not self._told:
+                    _log.warning("nothing shows to others that a save is coming: %s", error)
+                self._told = True
                 return None
             return self._witness.fileno()
 
     def over(self, save: int) -> None:
         """It is known how that save ended."""
         with self._mutex:
-            if self._witness is not None and not self._without:
+            if self._witness is not None:
                 with contextlib.suppress(LaststepError):  # it goes with this process at the latest
                     self._witness.clear(save)
 
