@@ -8,17 +8,23 @@ import os
 import shutil
 import signal
 import socket
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
 from laststep.errors import Exists, StorageFailed
+from laststep.storage import locks
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.stores import in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from laststep.storage.store import Lock
+
+PATIENCE_S = 20.0
 
 
 @pytest.fixture
@@ -94,6 +100,41 @@ def test_who_was_handed_the_descriptor_holds_it_after_the_first_holder_died(
     lock.close()
     assert not store.is_locked("x.lock")
     here.close()
+
+
+def test_a_fork_waits_for_a_lock_that_is_being_taken(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child of the moment between would hold it and not know."""
+    inside, forked = threading.Event(), threading.Event()
+    lock_first = locks._lock_first
+
+    def slow(fd: int, path: str) -> tuple[int, int] | None:
+        found = lock_first(fd, path)
+        inside.set()
+        forked.wait(0.2)  # in vain, since it waits for this
+        return found
+
+    monkeypatch.setattr(locks, "_lock_first", slow)
+    taken: list[Lock] = []
+    taking = threading.Thread(target=lambda: taken.append(store.lock("x.lock")))
+    taking.start()
+    assert inside.wait(PATIENCE_S)
+    r, w = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(w)
+        os.read(r, 1)  # outlives the lock
+        os._exit(0)
+    forked.set()
+    taking.join()
+    taken[0].close()
+    try:
+        assert not store.is_locked("x.lock")
+    finally:
+        os.close(w)
+        os.waitpid(child, 0)
+        os.close(r)
 
 
 def test_marks_are_seen_and_cleared_one_by_one(store: DirectoryStore) -> None:

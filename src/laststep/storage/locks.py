@@ -35,10 +35,17 @@ class _Held:
         self._begin()
 
     def _begin(self) -> None:
-        self.mutex = threading.Lock()
+        self.mutex = threading.RLock()  # for a signal's handler that forks
         self.locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
         self.records: set[tuple[int, int]] = set()
         """The files with record locks, by device and inode."""
+
+    def before_fork(self) -> None:
+        """Let nobody be between opening a lock and entering it here: a child would hold it."""
+        self.mutex.acquire()
+
+    def in_parent(self) -> None:
+        self.mutex.release()
 
     def leave_to_parent(self) -> None:
         for lock in list(self.locks):
@@ -97,7 +104,11 @@ class FileLock:
 
 
 _held = _Held()
-os.register_at_fork(after_in_child=_held.leave_to_parent)
+os.register_at_fork(
+    before=_held.before_fork,
+    after_in_parent=_held.in_parent,
+    after_in_child=_held.leave_to_parent,
+)
 
 
 def take(disk: Disk, path: str) -> FileLock:
