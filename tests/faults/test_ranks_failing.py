@@ -250,16 +250,18 @@ def test_a_tensor_of_another_shape_is_blamed_on_the_rank_that_has_it(patient: St
 def test_a_rank_that_alone_calls_restore_says_whom_it_waits_for(
     start_job: Callable[..., Job], run_folder: Path
 ) -> None:
+    """The first rank says so for all; the others only that they wait for the first."""
     job = start_job(3)
     job.open(run_folder, deadline_s=LONG_S)
-    for expected in ("None", "1"):
-        job.tell("restore", [0, 2])
-        told = "restore() waits for rank 1, for 150 s at most: every rank has to call it"
-        for number in (0, 2):
+    for expected, late, tells in (("None", 1, [0]), ("1", 0, [1, 2])):
+        job.tell("restore", [rank for rank in range(3) if rank != late])
+        told = f"restore() waits for rank {late}, for 150 s at most: every rank has to call it"
+        for number in tells:
             log = job.ranks[number].log
             wait_until(lambda log=log, told=told: log.read_text().count(told) > 0)
             log.write_text("")
-        job.tell("restore", [1])
+        assert "waits for" not in "".join(job.ranks[n].log.read_text() for n in range(3))
+        job.tell("restore", [late])
         for rank in job.ranks:
             rank.hear("restored", expected)
         if expected == "None":

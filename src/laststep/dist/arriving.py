@@ -1,7 +1,8 @@
 """Say in the log for whom a rank waits, where not all make a call that all have to make.
 
-Every rank leaves a note in the job's store when it makes the call. One that still waits after a few
-seconds looks whose notes are missing, over a connection of its own: the first is busy waiting.
+Every rank leaves a note in the job's store when it makes the call. After a few seconds the first rank
+looks whose notes are missing, and the others whether the first's is: if all looked for all, a large
+job would ask its store millions of questions. Over a connection of its own: the first is busy waiting.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def awaited(rank: Rank, what: str, name: str, limit_s: float) -> Iterator[None]:
             return
         with contextlib.suppress(RuntimeError):  # a store that is gone is told by whoever waits
             own = store.clone()
-            late = [one for one in range(rank.ranks) if not own.check([f"{name}/{one}"])]
-            if not come.is_set():
+            asked = range(rank.ranks if rank.is_first else 1)
+            late = [one for one in asked if not own.check([f"{name}/{one}"])]
+            if not come.is_set() and (late or rank.is_first):
                 more = f" and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
                 log.warning(
                     "%s waits for %s, for %g s at most: every rank has to call it", what,
