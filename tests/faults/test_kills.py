@@ -458,3 +458,15 @@ def test_a_zombie_that_wakes_up_after_its_successor_changes_nothing_of_the_linea
     assert laststep.open(run_folder).steps() == [1, 7]
     newer.do("close")
     assert numbers(run_folder) == (7, 7.0)
+
+
+def test_close_ends_a_flusher_that_stands_still_and_has_nothing_left_to_do(
+    start: Callable[..., object], run_folder: Path
+) -> None:
+    trainer = start("--end", "0.5")
+    trainer.do("save 1")
+    trainer.do("wait")
+    trainer.stop_helper()
+    trainer.do("close")
+    trainer.wait_for_helper()
+    assert laststep.open(run_folder).steps() == [1]

@@ -18,6 +18,7 @@ import torch
 
 import laststep
 from laststep.checkpointer import restoring
+from laststep.engine import client
 from laststep.engine.copy import mover
 
 
@@ -62,8 +63,11 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--capture", default="auto")
     parser.add_argument("--size", type=int, default=1000)
     parser.add_argument("--patience", type=float)
+    parser.add_argument("--end", type=float)
     parser.add_argument("--tell-waiting", action="store_true")
     options = parser.parse_args()
+    if options.end is not None:
+        client._END_S = options.end
     if options.patience is not None:
         restoring.PATIENCE_S = options.patience
     if options.tell_waiting:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from laststep import threads
+from laststep import interrupts, threads
 from laststep.engine.links import SaveLink, SealParts
 from laststep.engine.wire import (
     Begun,
@@ -111,6 +111,8 @@ class Client:
         self._has_witness = False
         """Whether the flusher that runs holds the witness too."""
         self._helper: Helper | None = None
+        self._heard_all = threading.Event()
+        """Set when nothing more comes from the flusher that was started last."""
         self.up = threading.Event()
         """Set while a flusher runs that listens, or when it is known that none will."""
         self._links: dict[int, SaveLink] = {}
@@ -241,6 +243,10 @@ class Client:
             self._closing = True
         if self._helper is not None:
             self.send(Bye())
+            if not interrupts.wait(self._heard_all, _END_S):
+                # Everything is committed or has failed: it has nothing left that could be lost.
+                log.warning("the flusher does not end: %s", self._helper.how_it_ended())
+                self._helper.end(_END_S)
             self._receiver.join()
             self._helper.join(_END_S)
             self._connection.close()
@@ -252,24 +258,24 @@ class Client:
             self._connection.detach()
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
+        ends: tuple[socket.socket, ...] = ()
         try:
+            ends = ours, theirs = socket.socketpair()
             helper = self._launch(theirs)
-        except StorageFailed:
-            ours.close()
-            theirs.close()
-            raise
-        except OSError as error:
-            ours.close()
-            theirs.close()
+        except (StorageFailed, OSError) as error:
+            for end in ends:
+                end.close()
+            if isinstance(error, StorageFailed):
+                raise
             raise StorageFailed(
                 "cannot start the flusher",
                 found=str(error),
-                remedy="free memory or processes, or pass flush='thread'",
+                remedy="free memory, processes or open files (`ulimit -n`), or pass flush='thread'",
             ) from error
         self._connection = Connection(ours, peer=helper.pidfd)
         self._has_witness = False
         self.up.clear()
+        self._heard_all.clear()
         if self._continues is not None:
             self.send(self._continues)
         self._receiver = threading.Thread(
@@ -285,6 +291,12 @@ class Client:
             raise
 
     def _receive(self) -> None:
+        try:
+            self._listen()
+        finally:
+            self._heard_all.set()
+
+    def _listen(self) -> None:
         while True:
             try:
                 message = self._connection.receive_in_trainer()
