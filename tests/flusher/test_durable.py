@@ -66,6 +66,7 @@ def test_the_first_of_several_ranks_does_not_tell_them_of_what_is_not_durable(
         Connection(theirs), memoryview(b""), run_path=str(run_folder), trainer=new_start(),
         writers=1, keep=None,
     )  # fmt: skip
+    flusher.start()
     thread = threading.Thread(target=flusher.serve)
     thread.start()
     trainer.send(Continue(epoch=None, attempt=None, folder=None, seen=(0, 0)))
