@@ -105,7 +105,7 @@ def test_what_another_rank_gave_up_has_failed_with_its_reason(run: Run, tmp_path
     run.abort("step-00000007.1-1", "a test")
     found, told = settled(tmp_path, Link(None), ERROR)
     assert isinstance(found, Aborted)
-    assert (str(found), told) == ("a test", [])
+    assert (found.what, told) == ("a test", [])
 
 
 def test_what_befell_this_rank_itself_stays_its_error(run: Run, tmp_path: Path) -> None:
