@@ -96,6 +96,6 @@ def test_failed_saves_are_told_with_their_steps_and_the_same_reason_once() -> No
     assert raised.value is same[0]
     assert raised.value.__notes__ == [
         "so failed the save of steps 4, 14",
-        "step 9 failed too: no room",
+        f"step 9 failed too: {failed[1][1]}",
     ]
     queueing.raise_first([])

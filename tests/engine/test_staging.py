@@ -88,7 +88,7 @@ def test_staging_is_given_back_though_a_device_cannot_say_that_its_copies_have_e
     job.error = StorageFailed("a copy failed")
     capturer._end(job)
     assert given == [400]
-    assert [str(error) for error in told] == ["a copy failed"]
+    assert [error.what for error in told] == ["a copy failed"]
     assert job.over.is_set()
 
 

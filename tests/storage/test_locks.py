@@ -121,11 +121,14 @@ def test_a_fork_waits_for_a_lock_that_is_being_taken(
     taking.start()
     assert inside.wait(PATIENCE_S)
     r, w = os.pipe()
+    ready, running = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(w)
+        os.write(running, b"1")
         os.read(r, 1)  # outlives the lock
         os._exit(0)
+    assert os.read(ready, 1)
     forked.set()
     taking.join()
     taken[0].close()
@@ -134,7 +137,8 @@ def test_a_fork_waits_for_a_lock_that_is_being_taken(
     finally:
         os.close(w)
         os.waitpid(child, 0)
-        os.close(r)
+        for descriptor in (r, ready, running):
+            os.close(descriptor)
 
 
 def test_marks_are_seen_and_cleared_one_by_one(store: DirectoryStore) -> None:
