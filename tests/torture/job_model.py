@@ -260,6 +260,9 @@ class Model:
         """Saves of which nobody said how they ended."""
         self.free: set[tuple[int, int]] = set()
         """What retention may have deleted by now."""
+        self.resumed: tuple[int, int] | None = None
+        """What the job went on from, which always stays: also where it was saved again, and that
+        was deleted since."""
         self.structures: dict[int, int] = {}
         self.ranks: dict[int, int] = {}
         self.compared: dict[str, int] = {}
@@ -271,7 +274,9 @@ class Model:
             found = []
         else:
             found = [self._judge(one) for one in laststep.open(self.run)]
-        allowed = iter([*self.lineage, *self.perhaps])
+        known = [*self.lineage, *self.perhaps]
+        found = [one for one in found if one in known or one != self.resumed]
+        allowed = iter(known)
         if not all(one in allowed for one in found):
             raise Violation("wrong", f"{found} of {self.lineage}, perhaps {self.perhaps}")
         needed = self.needed()
@@ -345,6 +350,7 @@ class Job:
             if [got, version] != expected or wrong or skipped:
                 what = f"rank {rank} got step {got}, version {version}, wrong {wrong}, {skipped}"
                 raise Violation("wrong", f"{what}; expected {expected}")
+        model.resumed = wanted[-1] if wanted else None
 
     def begin(
         self, steps: Sequence[int], version: int, *, overwrite: bool = False, apart: int = 0
