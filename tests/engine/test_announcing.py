@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
+from typing import TYPE_CHECKING
 
+import pytest
+
+from laststep.catalog.starts import Start, coming
+from laststep.engine.client import Client
 from laststep.engine.handle import SaveHandle
 from laststep.engine.links import SaveLink
 from laststep.engine.wire import Begin, Chunks, Filled
+from laststep.engine.pool import Pool
+from laststep.errors import StorageFailed
+from laststep.events import Bus
 from laststep.plan.save import plan_save
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class SlowClient:
@@ -40,3 +54,43 @@ def test_no_chunk_overtakes_the_announcement_of_its_save() -> None:
     assert first.step == 7
     assert all(isinstance(message, Chunks) for message in rest)
     assert sorted(chunk.slot for message in rest for chunk in message.filled) == list(range(8))
+
+
+class Flusher:
+    """Is there and does nothing, until it is killed."""
+
+    pid = pidfd = None
+
+    def __init__(self, end: socket.socket) -> None:
+        self.kill = end.close
+
+    def join(self, _timeout_s: float) -> bool:
+        return True
+
+    end = join
+
+    def how_it_ended(self) -> str:
+        return "killed"
+
+
+def test_a_save_that_failed_before_it_was_announced_leaves_no_mark(tmp_path: Path) -> None:
+    store, started = DirectoryStore(tmp_path / "run"), []
+    pool = Pool(CHUNK_BYTES, pinned=False)
+
+    def launch(end: socket.socket) -> Flusher:
+        started.append(Flusher(end))
+        return started[-1]
+
+    start = Start(store)
+    client = Client(launch, pool, Bus(), start)
+    try:
+        handle = SaveHandle(7)
+        link = client.begin(plan_save(()), handle, lambda: None, overwrite=False)
+        started[0].kill()
+        with pytest.raises(StorageFailed, match="the flusher ended"):
+            handle.wait(60)
+        link.begin()  # the capture thread comes to it only now
+        assert coming(store) == ()  # or every restore would wait for it while this process lives
+    finally:
+        client.close()
+        pool.close()

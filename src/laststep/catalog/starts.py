@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,7 +66,6 @@ class Start:
         with self._mutex:
             try:
                 self._witness = self._witness or self._made()
-                _ours.add(self.witness_name)
                 self._witness.mark(save)
             except LaststepError as error:
                 if not self._told:
@@ -102,21 +100,14 @@ def forget(store: Store, witness: str, lock: Lock) -> None:
     lock.close()
 
 
-_ours: set[str] = set()
-"""The witnesses of this process, whose saves are waited for by their handles."""
-os.register_at_fork(after_in_child=_ours.clear)
-
-
 def coming(store: Store) -> tuple[Coming, ...]:
-    """The saves that other processes have announced now."""
+    """The saves that are announced now."""
     found = []
     for name in store.file_names(names.EPOCHS_FOLDER):
         pid = names.parse_witness(name)
         if pid is None:
             continue
         path = f"{names.EPOCHS_FOLDER}/{name}"
-        if path in _ours:
-            continue
         places = frozenset(
             place for first, last in store.marked(path) for place in range(first, last + 1)
         )

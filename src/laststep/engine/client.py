@@ -200,12 +200,15 @@ class Client:
         """Show to others that a save is coming, before the flusher hears of it."""
         with self._announcing:
             descriptor = self._job.announce(number)
-            if descriptor is None or self._has_witness:
-                return
-            with contextlib.suppress(OSError):  # its death is noticed elsewhere
-                witness = Witness(name=self._job.witness_name)
-                self._connection.send(witness, descriptor=descriptor)
-                self._has_witness = True
+            if descriptor is not None and not self._has_witness:
+                with contextlib.suppress(OSError):  # its death is noticed elsewhere
+                    witness = Witness(name=self._job.witness_name)
+                    self._connection.send(witness, descriptor=descriptor)
+                    self._has_witness = True
+        with self._lock:
+            is_over = number not in self._links
+        if is_over:  # it failed meanwhile, with its flusher: nobody else would take the mark back
+            self._job.over(number)
 
     def send(self, message: ToFlusher) -> None:
         """Send; when the flusher is gone, its death is reported through the handles instead."""
