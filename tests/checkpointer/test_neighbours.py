@@ -185,7 +185,7 @@ def test_a_live_writer_that_does_not_commit_is_told(
     with opened(fresh) as second:
         assert second.restore().step == 1
     assert f"the flusher of process {os.getpid()} on " in caplog.text
-    assert "is alive and has not committed step-00000002" in caplog.text
+    assert "is alive and has not finished step-00000002" in caplog.text
     assert "restoring the newest checkpoint that is committed" in caplog.text
     held.go_on.set()
     first.close()

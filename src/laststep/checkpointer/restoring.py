@@ -301,17 +301,9 @@ def wait_for_announced(store: Store, deadline: float) -> None:
     """Wait for the saves that somebody has announced and nobody has ended, whether there is
     anything of them in the run yet or not."""
     for announced in coming(store):
-        who, count = f"process {announced.pid}", len(announced.places)
-        log.info("waiting for the flusher of %s, which has %d saves to finish", who, count)
-        while still_coming(store, announced):
-            if time.monotonic() >= deadline:
-                log.warning(
-                    "the flusher of %s has not finished %d saves after %.0f s: restoring the "
-                    "newest checkpoint that is committed", who, count, PATIENCE_S,
-                )  # fmt: skip
-                break
-            interrupts.let_in()
-            time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
+        who = f"the flusher of process {announced.pid}"
+        saves = f"{len(announced.places)} saves"
+        _let_finish(who, saves, functools.partial(still_coming, store, announced), deadline)
 
 
 def wait_for_flushers(run: Run, deadline: float) -> None:
@@ -320,20 +312,25 @@ def wait_for_flushers(run: Run, deadline: float) -> None:
     kept our own from deciding is not."""
     for writer in _other_writers(run):
         whose = f"process {writer.pid} on {writer.host}" if writer.pid else "another process"
-        who = f"the flusher of {whose}"
-        saves = ", ".join(writer.attempts)
-        log.info("waiting for %s, which is finishing %s", who, saves)
-        while any(
-            attempt.alive and attempt.folder in writer.attempts for attempt in run.attempts()
-        ):
-            if time.monotonic() >= deadline:
-                log.warning(
-                    "%s is alive and has not committed %s after %.0f s: restoring the newest "
-                    "checkpoint that is committed", who, saves, PATIENCE_S,
-                )  # fmt: skip
-                break
-            interrupts.let_in()
-            time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
+        works = functools.partial(_undecided, run, frozenset(writer.attempts))
+        _let_finish(f"the flusher of {whose}", ", ".join(writer.attempts), works, deadline)
+
+
+def _undecided(run: Run, folders: frozenset[str]) -> bool:
+    return any(attempt.alive and attempt.folder in folders for attempt in run.attempts())
+
+
+def _let_finish(who: str, saves: str, works: Callable[[], bool], deadline: float) -> None:
+    log.info("waiting for %s, which is finishing %s", who, saves)
+    while works():
+        if time.monotonic() >= deadline:
+            log.warning(
+                "%s is alive and has not finished %s after %.0f s: restoring the newest "
+                "checkpoint that is committed", who, saves, PATIENCE_S,
+            )  # fmt: skip
+            return
+        interrupts.let_in()
+        time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
 
 
 def _other_writers(run: Run) -> list[LiveWriter]:
