@@ -179,8 +179,8 @@ def _sample(times: list[tuple[float, float]]) -> dict[str, float]:
     helpers = children_of(os.getpid())
     shared = sum(_status(pid, "RssShmem") for pid in (os.getpid(), *helpers))
     return {
-        "memory of the trainer": _pss(os.getpid()),
-        "memory of the flusher": sum(map(_pss, helpers)),
+        "memory of the trainer": _own(os.getpid()),
+        "memory of the flusher": sum(map(_own, helpers)),
         "shared memory": shared,
         "descriptors": float(len(list(Path("/proc/self/fd").iterdir()))),
         "threads": float(len(list(Path("/proc/self/task").iterdir()))),
@@ -189,11 +189,12 @@ def _sample(times: list[tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def _pss(pid: int) -> float:
-    """In MB; 0 where it has ended."""
+def _own(pid: int) -> float:
+    """In MB; 0 where it has ended. Files that are mapped do not count: the share of a library that
+    falls to one process depends on how many others have it."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:")) / 1024
     return 0.0
 
 
