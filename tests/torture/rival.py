@@ -172,25 +172,29 @@ def _judge(subject: Subject, child: Child, form: int, marks: list[int], rival: R
         sure |= {mark for words in child.said("promised") for mark in words}
     # What is there and the ledger does not know, in the order of commits.
     resumed, found = head, set()
+    epochs = _epochs(subject.path) - ledger.epochs.keys()
+    own = epochs if rival.rules is not None else frozenset()
     for item in subject.listed():
         if item.folder in ledger.entries:
             continue
         pending = next((one for one in begun if one.step == item.step), None)
         if pending is None:
             raise Violation("wrong", f"{item.folder} is there, nobody saved it")
-        if item.epoch not in ledger.epochs:
-            subject._claimed(item.epoch, head)
+        for number in sorted(n for n in epochs - ledger.epochs.keys() if n <= item.epoch):
+            subject._claimed(number, head, own=own)
         subject.add(pending, item.folder, rival.rules, resumed)
         found.add(pending.mark)
         head = item.folder
     # An epoch that was taken and has no commit counts as well.
-    epochs = Path(subject.path) / "epochs"
-    for record in sorted(epochs.glob("*.json")) if epochs.exists() else ():
-        if int(record.stem) not in ledger.epochs:
-            subject._claimed(int(record.stem), head)
+    for number in sorted(epochs - ledger.epochs.keys()):
+        subject._claimed(number, head, own=own)
     lost = [mark for mark in sure - found if not _may_be_gone(begun, mark, found, rival)]
     if lost:
         raise Violation("wrong", f"marks {lost} were committed or promised, found {found}")
+
+
+def _epochs(path: str) -> frozenset[int]:
+    return frozenset(int(record.stem) for record in Path(path, "epochs").glob("*.json"))
 
 
 def _restored(subject: Subject, child: Child) -> str | None:

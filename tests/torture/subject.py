@@ -245,13 +245,15 @@ class Subject:
         points = [_point(entry.folder) for entry in self.ledger.there()]
         return max([(newest, 0), *(point for point in points if point[0] == newest)])
 
-    def _claimed(self, number: int, head: str | None) -> None:
-        """A new epoch, which must continue from `head`."""
+    def _claimed(self, number: int, head: str | None, *, own: frozenset[int] = frozenset()) -> None:
+        """A new epoch, which must continue from `head`, or from what one of the `own` epochs
+        committed after that and has deleted since."""
         if number <= self.ledger.newest_epoch:
             raise Violation("wrong", f"epoch {number} was taken twice")
         record = self.run().epoch(number)
         wanted = None if head is None else _point(head)
-        if record is None or record.continues != wanted:
+        after = record is not None and record.continues is not None and record.continues[0] in own
+        if record is None or (record.continues != wanted and not after):
             raise Violation("wrong", f"epoch {number} says {record}, it continues {wanted}")
         self.ledger.epochs[number] = head
 
