@@ -270,10 +270,7 @@ class Model:
 
     def look(self) -> None:
         """Judge what is there, all of it that is new bit by bit, and take over what is certain."""
-        if not self.run.exists():
-            found = []
-        else:
-            found = [self._judge(one) for one in laststep.open(self.run)]
+        found = self._judge_all() if self.run.exists() else []
         known = [*self.lineage, *self.perhaps]
         found = [one for one in found if one in known or one != self.resumed]
         allowed = iter(known)
@@ -295,6 +292,19 @@ class Model:
     def needed(self) -> list[tuple[int, int]]:
         """What must be there."""
         return [one for one in self.lineage if one not in self.free]
+
+    def _judge_all(self) -> list[tuple[int, int]]:
+        while True:
+            judged = []
+            for one in laststep.open(self.run):
+                try:
+                    judged.append(self._judge(one))
+                except laststep.NotFound:
+                    if (self.run / one.folder / "manifest.json").exists():
+                        raise
+                    break  # a flusher's retention came between: what is there now?
+            else:
+                return judged
 
     def _judge(self, checkpoint: laststep.Checkpoint) -> tuple[int, int]:
         folder = checkpoint.folder
