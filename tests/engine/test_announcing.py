@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -13,8 +12,8 @@ from laststep.catalog.starts import Start, coming
 from laststep.engine.client import Client
 from laststep.engine.handle import SaveHandle
 from laststep.engine.links import SaveLink
-from laststep.engine.wire import Begin, Chunks, Filled
 from laststep.engine.pool import Pool
+from laststep.engine.wire import Begin, Chunks, Filled
 from laststep.errors import StorageFailed
 from laststep.events import Bus
 from laststep.plan.save import plan_save
@@ -22,6 +21,7 @@ from laststep.storage.directory import DirectoryStore
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
+    import socket
     from pathlib import Path
 
 

@@ -97,6 +97,15 @@ def abort(store: Store, folder: str, reason: str) -> Commit | Abort:
     return mine
 
 
+def standing(store: Store, folder: str) -> Commit | None:
+    """The commit of an attempt, once it is durable; None where there is none."""
+    found = read(store, folder)
+    if not isinstance(found, Commit):
+        return None
+    store.sync_folder(folder)
+    return found
+
+
 def _settle(store: Store, folder: str, decided: Commit, error: Exists | StorageFailed) -> None:
     """Find out what stands after a commit that was not plainly made, and make it durable."""
     found = read(store, folder)

@@ -18,7 +18,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from laststep.catalog import names
+from laststep.catalog import decision, names
 from laststep.catalog.epochs import new_start
 from laststep.catalog.run import newest_point
 from laststep.errors import Exists, LaststepError
@@ -80,6 +80,11 @@ class Start:
             if self._witness is not None:
                 with contextlib.suppress(LaststepError):  # it goes with this process at the latest
                     self._witness.clear(save)
+
+    def has_committed(self, folder: str) -> bool:
+        """Whether that attempt, which nobody decides about any more, is committed; and durable, if
+        it is."""
+        return decision.standing(self._store, folder) is not None
 
     def close(self) -> None:
         """No more saves: the witness goes."""

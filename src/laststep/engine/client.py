@@ -2,8 +2,9 @@
 
 Owns the connection and one thread that receives. Slots go back to the pool, stages of handles are
 reached, and errors land in the handles from that thread. When the flusher dies, or says what cannot
-be understood, it is ended, and every save that was not committed fails at once, waiting included;
-`restart` begins anew with the same pool, once the old one is dead.
+be understood, it is ended, and every save that was not committed fails at once, waiting included:
+whether it was is looked up in the run, where the flusher may have died between doing it and saying
+so. `restart` begins anew with the same pool, once the old one is dead.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ class Start(Protocol):
     def announce(self, save: int) -> int | None: ...
 
     def over(self, save: int) -> None: ...
+
+    def has_committed(self, folder: str) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -400,8 +403,7 @@ class Client:
         assert helper is not None  # noqa: S101 (whose end this is)
         self.up.set()
         self._connection.hang_up()  # who sends to it waits for nobody
-        if why is not None or not helper.join(_LAST_WORDS_S):
-            helper.end(_END_S)
+        is_dead = (why is None and helper.join(_LAST_WORDS_S)) or helper.end(_END_S)
         error = StorageFailed(
             "the flusher ended before its work was done",
             found=why or helper.how_it_ended(),
@@ -410,11 +412,38 @@ class Client:
         with self._lock:  # at once: a save that comes between the two would wait for ever
             self._dead = error
             links = list(self._links.values())
-            self._links = {link.number: link for link in links if link.decided_by_all}
+            self._links = {link.number: link for link in links if link.may_be_committed}
         self._pool.slots.fail(error)
         for link in links:
-            if link.decided_by_all:
+            if not link.may_be_committed:
+                self._fail(link, error)
+            elif link.decided_by_all:
                 link.lost = error
                 link.note()
             else:
-                self._fail(link, error)
+                self._find_out(link, error, is_dead=is_dead)
+
+    def _find_out(self, link: SaveLink, error: StorageFailed, *, is_dead: bool) -> None:
+        """Look in the run what became of a save that its flusher may have committed before it could
+        say so. Once that is dead, what stands there is final."""
+        place = link.place
+        assert place is not None  # noqa: S101 (its flusher said so before it was durable)
+        doubt = None if is_dead else "it may still commit"
+        try:
+            if is_dead and self._job.has_committed(place.folder):
+                self.decided(
+                    Decided(save=link.number, epoch=place.epoch, attempt=place.attempt,
+                            folder=place.folder, seconds=link.handle.since_began_s())
+                )  # fmt: skip
+                return
+        except LaststepError as second:
+            doubt = str(second)
+        if doubt is not None:
+            error = StorageFailed(
+                f"it is not known whether step {link.handle.step} is committed",
+                where=place.folder, found=f"{error.without_remedy()}; then {doubt}",
+                remedy="`laststep ls` shows it if it is",
+            )  # fmt: skip
+        with self._lock:
+            del self._links[link.number]
+        self._fail(link, error)

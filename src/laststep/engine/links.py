@@ -45,7 +45,7 @@ class SaveLink:
         self._client = client
         self.number = number
         self.place: Begun | None = None
-        """Where the first rank's flusher has begun a save of all ranks."""
+        """Where the flusher has begun it, unless this rank is told by the first one."""
         self.files: tuple[FileRecord, ...] = ()
         """What this rank has made durable of it."""
         self.group: GroupRecord | None = None
@@ -66,9 +66,14 @@ class SaveLink:
         self.telling = threading.Lock()
 
     @property
+    def may_be_committed(self) -> bool:
+        """Whether all of it is durable that this rank has to write."""
+        return self.handle.durable.done()
+
+    @property
     def decided_by_all(self) -> bool:
-        """Whether the ranks of a job decide about it, and all is durable that they may."""
-        return self._role != "alone" and self.handle.durable.done()
+        """Whether the ranks of a job decide about it."""
+        return self._role != "alone"
 
     @property
     def awaited(self) -> bool:

@@ -145,7 +145,7 @@ class Freed(_Message, frozen=True, kw_only=True):
 
 
 class Begun(_Message, frozen=True, kw_only=True):
-    """The first rank's flusher has made the folder of a job's save."""
+    """The flusher of who commits has made the folder of a save."""
 
     save: int
     epoch: int

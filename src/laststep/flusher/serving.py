@@ -210,7 +210,7 @@ class Flusher:
                 "cannot begin a save", where=self._store.url, found=str(error)
             )
         self._order.put(save)
-        if begin.role == "first" and save.flush is not None and save.error is None:
+        if save.flush is not None and save.error is None:
             self._send(
                 Begun(save=begin.save, epoch=save.epoch, attempt=save.attempt,
                       folder=save.flush.folder)
