@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
-from laststep.catalog.epochs import new_start
+from laststep.catalog.epochs import Writer, new_start
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, StorageFailed
@@ -116,6 +120,33 @@ def test_of_two_that_claim_at_once_only_one_that_lives_is_in_the_way(
     else:
         with pytest.raises(Aborted, match="epoch 1"):
             run.claim_epoch(None, seen=(0, 0), writer=new_start())
+
+
+@pytest.mark.parametrize("reaped", [True, False])
+def test_an_epoch_whose_trainer_died_while_it_was_claimed_stops_no_successor(
+    run: Run, *, reaped: bool
+) -> None:
+    seen = run.newest_point()
+    code = "import msgspec; from laststep.catalog.epochs import new_start;"
+    code += "print(msgspec.json.encode(new_start()).decode(), flush=True); input()"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with trainer:
+        dying = msgspec.json.decode(trainer.stdout.readline(), type=Writer)
+        # Its flusher has found it alive, and claims after that.
+        claimed = run.claim_epoch(None, seen=seen, writer=dying)
+        with pytest.raises(Aborted, match="taken over"):
+            run.claim_epoch(None, seen=seen, writer=new_start())  # it will start another flusher
+        trainer.kill()
+        os.waitid(os.P_PID, trainer.pid, os.WEXITED | os.WNOWAIT)
+        if reaped:
+            trainer.wait()
+        lock = run.lock_epoch(claimed)
+        with pytest.raises(Aborted, match="taken over"):
+            run.claim_epoch(None, seen=seen, writer=new_start())
+        lock.close()
+        assert run.claim_epoch(None, seen=seen, writer=new_start()) == claimed + 1
 
 
 def test_an_attempt_that_cannot_be_given_up_stops_no_successor(

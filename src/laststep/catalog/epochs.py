@@ -8,10 +8,11 @@ for telling whether a lock can be trusted.
 The invariant: **an epoch is claimed only if the newest is the one that this start has seen**, when
 it restored or, without that, when it began to save. Nobody is in the way of a start but others: an
 epoch of its own does not count, nor one of an orphan, a flusher whose trainer was dead when it
-claimed; what others have committed since does, and is `run`'s part. The name of the next epoch can
-be created once, so of two starts that saw the same one wins; the other is superseded, and never
-tries a higher number by itself. An orphan claims nothing while the writer of the newest epoch is
-alive: that one would be stopped.
+claimed, or of one that has ended and whose trainer is known to be dead now; what others have
+committed since does, and is `run`'s part. The name of the next epoch can be created once, so of two
+starts that saw the same one wins; the other is superseded, and never tries a higher number by
+itself. An orphan claims nothing while the writer of the newest epoch is alive: that one would be
+stopped.
 """
 
 from __future__ import annotations
@@ -91,12 +92,11 @@ def new_start() -> Writer:
 
 def this_writer() -> Writer:
     """This process."""
-    started = _read_system_file(f"/proc/{os.getpid()}/stat").rpartition(")")[2].split()
     return Writer(
         host=socket.gethostname(),
         pid=os.getpid(),
         boot=_read_system_file("/proc/sys/kernel/random/boot_id").strip(),
-        process_started=started[19] if len(started) > 19 else "",
+        process_started=_process_started(os.getpid()),
     )
 
 
@@ -110,6 +110,15 @@ def shares_pids(record: EpochRecord) -> bool:
     """Whether the number of that process means the same here: containers share a kernel, but each
     has a host name and counts processes from 1."""
     return is_here(record) and record.host == this_writer().host
+
+
+def trainer_is_gone(record: EpochRecord) -> bool:
+    """Whether that process is known to be dead; of those elsewhere nothing is known."""
+    return (
+        shares_pids(record)
+        and record.process_started != ""
+        and _process_started(record.pid) != record.process_started
+    )
 
 
 def encode(record: EpochRecord) -> bytes:
@@ -281,7 +290,11 @@ class Epochs:
 
     def _is_in_the_way(self, epoch: int, writer: Writer) -> bool:
         record = self.read(epoch)
-        return not (record is None or record.orphan or self.is_of(epoch, writer))
+        if record is None or record.orphan or self.is_of(epoch, writer):
+            return False
+        # A trainer may die just after its flusher has asked whether it lives. Both have to be gone:
+        # a flusher alone is replaced, and containers that share a host's name count for themselves.
+        return self.is_alive(epoch) or not trainer_is_gone(record)
 
     def _listed(self, kind: str) -> tuple[int, ...]:
         found = (names.parse_epoch(name, kind) for name in self._files())
@@ -332,6 +345,13 @@ def _corrupt(where: str, expected: str, found: str) -> Corrupt:
         remedy="bring the file back from a copy, or move the folder `epochs` away: "
         "then all checkpoints count, in the order of their steps",
     )
+
+
+def _process_started(pid: int) -> str:
+    """When a process has started, in ticks since the boot; "" where there is none, or a dead one
+    that nobody has taken note of."""
+    state, *more = _read_system_file(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""]
+    return more[18] if len(more) > 18 and state not in ("Z", "X") else ""
 
 
 def _read_system_file(path: str) -> str:
