@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from laststep.catalog import decision
 from laststep.catalog.run import Run
 from laststep.errors import StorageFailed
 from laststep.format.manifest import Abort, Commit
@@ -27,6 +28,8 @@ class Unsynced(Disk):
         self.failures = failures
         self._renames = renames
         self._linked = False
+        self.between: Callable[[], None] | None = None
+        """What another process does just before the last of the failures."""
 
     def link(self, path: str, new: str) -> None:
         super().link(path, new)
@@ -35,6 +38,8 @@ class Unsynced(Disk):
     def sync_folder(self, path: str) -> None:
         if self._linked and self.failures:
             self.failures -= 1
+            if self.failures == 0 and self.between is not None:
+                self.between()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         super().sync_folder(path)
 
@@ -93,3 +98,48 @@ def test_who_finds_a_commit_makes_it_durable_before_it_tells(begun: object) -> N
     with pytest.raises(StorageFailed, match="sync"):
         run.abort(folder, "too late")
     assert isinstance(run.abort(folder, "too late"), Commit)
+
+
+def test_what_another_rank_has_made_durable_and_told_is_not_taken_back(
+    begun: object, tmp_path: Path
+) -> None:
+    disk, told = Unsynced(2), []
+    run, folder, commit = begun(disk)
+    other = DirectoryStore(tmp_path / "run")
+    disk.between = lambda: told.append(decision.abort(other, folder, "the flusher stands still"))
+    run.commit(folder, commit)
+    assert told == [commit]
+    assert [one.folder for one in run.lineage()] == [folder]
+
+
+def test_a_commit_that_is_being_taken_back_is_none_to_who_finds_it(
+    begun: object, tmp_path: Path
+) -> None:
+    class Dying(Unsynced):
+        def rename(self, path: str, new: str) -> None:
+            raise KeyboardInterrupt  # in place of a kill
+
+    run, folder, commit = begun(Dying(2))
+    with pytest.raises(KeyboardInterrupt):
+        run.commit(folder, commit)
+    other = Run.open(DirectoryStore(tmp_path / "run"))
+    assert isinstance(other.abort(folder, "the flusher is gone"), Abort)
+    assert other.checkpoints() == ()
+    other.check_step_free(1)
+
+
+def test_who_finds_a_commit_that_is_being_taken_back_may_finish_that(
+    begun: object, tmp_path: Path
+) -> None:
+    told = []
+
+    class Slow(Unsynced):
+        def rename(self, path: str, new: str) -> None:
+            told.append(decision.abort(DirectoryStore(tmp_path / "run"), folder, "too late"))
+            super().rename(path, new)
+
+    run, folder, commit = begun(Slow(2))
+    with pytest.raises(StorageFailed, match="taken back"):
+        run.commit(folder, commit)
+    assert [type(one) for one in told] == [Abort]
+    assert run.checkpoints() == ()

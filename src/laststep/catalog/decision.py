@@ -3,17 +3,19 @@
 Whoever creates `manifest.json` first has decided, for good; the other learns what was decided.
 Nobody is told of a commit before its name is durable, whoever made it: each who finds one syncs the
 folder first. A commit that cannot be made durable is taken back by who made it, folder and all, so
-that it is one thing to everybody: not there. Knows nothing of lineage, retention or what is in the
-data files. Any process may call any of this.
+that it is one thing to everybody: not there. Somebody else may have found it meanwhile and made it
+durable: these two compete for another create-only name, the commit's fate. Knows nothing of
+lineage, retention or what is in the data files. Any process may call any of this.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from laststep.catalog.names import parse_folder
+from laststep.catalog.names import FATE_NAME, parse_folder
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, StorageFailed, Usage
 from laststep.format import manifest
 from laststep.format.manifest import Abort, Commit
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 MANIFEST_LIMIT_BYTES = 256 << 20
+_STANDS = b"stands"
+_TAKEN_BACK = b"taken back"
 
 
 def read(store: Store, folder: str) -> Commit | Abort | None:
@@ -91,9 +95,8 @@ def abort(store: Store, folder: str, reason: str) -> Commit | Abort:
         return mine  # The folder is gone: nobody can commit it any more.
     except Exists:
         found = read(store, folder) or mine
-        if isinstance(found, Commit):
-            store.sync_folder(folder)
-        return found
+        if isinstance(found, Abort) or _found_to_stand(store, folder):
+            return found
     return mine
 
 
@@ -104,6 +107,34 @@ def standing(store: Store, folder: str) -> Commit | None:
         return None
     store.sync_folder(folder)
     return found
+
+
+def _found_to_stand(store: Store, folder: str) -> bool:
+    """Whether a commit of somebody else's stands from now on, durably. If it is being taken back,
+    it is gone after this."""
+    try:
+        store.sync_folder(folder)
+        stands = _fate(store, folder, _STANDS) == _STANDS
+    except NotFound:
+        return False
+    if not stands:
+        store.delete_folder(folder)
+    return stands
+
+
+def _fate(store: Store, folder: str, wanted: bytes) -> bytes:
+    """What becomes of a commit about which two may disagree, as the first of them has said."""
+    name = f"{folder}/{FATE_NAME}"
+    try:
+        store.create(name, wanted)
+    except Exists:
+        return store.read(name, limit_bytes=len(_TAKEN_BACK))
+    except StorageFailed as error:  # its name may be there: then it is what others go by
+        try:
+            return store.read(name, limit_bytes=len(_TAKEN_BACK))
+        except NotFound:
+            raise error from None
+    return wanted
 
 
 def _settle(store: Store, folder: str, decided: Commit, error: Exists | StorageFailed) -> None:
@@ -124,12 +155,16 @@ def _settle(store: Store, folder: str, decided: Commit, error: Exists | StorageF
         _take_back(store, folder, second)
 
 
-def _take_back(store: Store, folder: str, error: StorageFailed) -> NoReturn:
+def _take_back(store: Store, folder: str, error: StorageFailed) -> None:
     """What a power cut might undo is not committed: nobody may find it there. Its folder goes with
-    its manifest, in one step, so it never looks undecided."""
+    its manifest, in one step, so it never looks undecided. Unless somebody else has made it durable
+    meanwhile, and told so."""
     where = f"{store.url}/{folder}"
     try:
-        store.delete_folder(folder)
+        with contextlib.suppress(NotFound):  # whoever found it being taken back has finished that
+            if _fate(store, folder, _TAKEN_BACK) == _STANDS:
+                return
+            store.delete_folder(folder)
     except StorageFailed as second:
         raise StorageFailed(
             "it is not known whether a checkpoint is committed", where=where,

@@ -15,6 +15,7 @@ from laststep.errors import Usage
 RUN_NAME = "run.json"
 EPOCHS_FOLDER = "epochs"
 PIN_NAME = "pinned"
+FATE_NAME = "fate"
 
 _FOLDER = re.compile(r"step-([0-9]{8,20})\.([0-9]{1,20})-([0-9]{1,20})")
 _WITNESS = re.compile(r"start-[0-9a-f]{16}-([0-9]{1,20})\.lock")
