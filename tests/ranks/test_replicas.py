@@ -63,3 +63,16 @@ def test_buffers_that_lie_on_a_mesh_are_one_replicas(crew: Crew, run_folder: Pat
     found = laststep.load(run_folder)["model"]
     assert found["both"].tolist() == [0.0] * 4
     assert found["cut"].tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("diverged", [False, True])
+def test_ranks_whose_state_is_on_other_devices_are_not_said_to_differ(
+    crew: Crew, run_folder: Path, *, diverged: bool
+) -> None:
+    first, *others = crew("replica_tasks:save_elsewhere", 3, run=str(run_folder), diverged=diverged)
+    *differ, once = sorted(first, key=lambda text: "not compared" in text)
+    assert "ranks 0 and 2 are not compared" in once
+    assert ["state/w differ on rank 1 from rank 0" in text for text in differ] == [True] * (
+        2 * diverged
+    )
+    assert others == [[], []]

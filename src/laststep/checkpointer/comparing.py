@@ -35,6 +35,11 @@ class Alike(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     count: int
 
+    @property
+    def ways(self) -> bytes:
+        """In which ways they have digested: only ranks that did so alike can be compared."""
+        return self.digest[:DIGEST_BYTES]
+
     def plus(self, more: Alike) -> Alike:
         ranks = tuple(sorted((*self.ranks, *more.ranks))[:_NAMED])
         return Alike(digest=self.digest, ranks=ranks, count=self.count + more.count)
@@ -79,11 +84,17 @@ class Contained:
         self._digests: list[bytes] | None = None
 
     def sums(self) -> dict[int, bytes]:
-        """One digest for each set of ranks that this one belongs to; for background threads."""
+        """Two digests for each set of ranks that this one belongs to, of the ways in which it has
+        digested the tensors and of what came of it; for background threads."""
         self._digests = self._contents.digests()
         if self._digests is None:
             return {}
-        return {number: digest(self.single(number)) for number in self._keys}
+        ways = self._contents.ways
+        return {
+            number: digest(bytes(ways[self._order[key]] for key in keys))
+            + digest(self.single(number))
+            for number, keys in self._keys.items()
+        }
 
     def single(self, number: int) -> bytes:
         """The digests of the tensors of such a set, one after the other."""
@@ -143,12 +154,24 @@ def unequal(seen: Seen, agreement: Agreement) -> list[Unequal]:
     for number, some in seen.items():
         stored = alike[number].lowest
         right = next((one for one in some if stored in one.ranks), None)
-        others = [one for one in some if one is not right]
-        if right is not None and others:
+        if right is None:
+            continue
+        others = [one for one in some if one is not right and one.ways == right.ways]
+        if others:
             ranks = sorted(rank for one in others for rank in one.ranks)[:_NAMED]
             count = sum(one.count for one in others)
             found.append(Unequal(number=number, stored=stored, others=tuple(ranks), count=count))
     return found
+
+
+def incomparable(seen: Seen) -> tuple[int, int] | None:
+    """Two ranks of which it cannot be told whether they hold the same, since some tensors are on
+    the host of one and on a device of the other; mostly None."""
+    for some in seen.values():
+        for one in some[1:]:
+            if one.ways != some[0].ways:
+                return some[0].ranks[0], one.ranks[0]
+    return None
 
 
 def gone_apart(

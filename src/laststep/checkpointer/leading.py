@@ -9,6 +9,7 @@ speaks for its own group.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import deque
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.checkpointer.agreeing import margin_s
-from laststep.checkpointer.comparing import gone_apart, seen_by, unequal
+from laststep.checkpointer.comparing import gone_apart, incomparable, seen_by, unequal
 from laststep.checkpointer.differing import Differing, Values, describe
 from laststep.checkpointer.receipts import (
     Receipt,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from laststep.plan.groups import Groups
     from laststep.plan.job import Agreement
 
+log = logging.getLogger(__name__)
+
 _PAST = 16
 _STUCK = "it may be stopped, or its disk may be; the next save tries again"
 
@@ -57,6 +60,7 @@ class Leading:
         """Of the last save that this rank led. It begins with the time: a launcher may start ranks
         again in the store of those that died, whose notes have lower numbers."""
         self._past: deque[Past] = deque(maxlen=_PAST)
+        self._told_incomparable = False
         self._before: list[str] = []
         """Notes of the save before, which nobody needs any more when the next is decided."""
         self._classes: tuple[Agreement | None, tuple[ClassRecord, ...]] = (None, ())
@@ -201,6 +205,10 @@ class Leading:
         for differs in unequal(seen, agreement):
             shown = self._ask(one, differs)
             self._bus.emit(gone_apart(one.step, differs, shown, agreement))
+        if (ranks := incomparable(seen)) is not None and not self._told_incomparable:
+            self._told_incomparable = True
+            log.warning("replicas of ranks %d and %d are not compared: some are on a device here "
+                        "and on the host there", *ranks)  # fmt: skip
 
     def _ask(self, one: Round, asked: Differing | Unequal) -> dict[int, bytes]:
         """What ranks answer that differ, by rank; those who do so in time."""

@@ -1,7 +1,8 @@
 """Digests of what tensors hold at one moment, to compare with other ranks.
 
 Those of the host are digested at once. On a device a fingerprint is enqueued on the current stream,
-so it too is of that moment, and read later by another thread. Nothing is copied but small tensors
+so it too is of that moment, and read later by another thread. The two are not the same function:
+only what was digested in the same way can be compared (`ways`). Nothing is copied but small tensors
 that are strided.
 """
 
@@ -34,12 +35,20 @@ class _OnDevice(NamedTuple):
     done: torch.cuda.Event
 
 
+def _way(tensor: torch.Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    return 1 if tensor.device.type == "cpu" else 2
+
+
 class Contents:
     """What some tensors hold now. Made on the training thread; asked from any other."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._digests: dict[int, bytes] = {}
         self._under_way: list[_OnDevice] = []
+        self.ways = bytes(map(_way, tensors))
+        """In which way each is digested."""
         self._known = True
         """Whether all could be digested. Some cannot without much memory or time of a device."""
         devices: dict[torch.device, list[int]] = {}
