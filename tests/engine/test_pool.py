@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import threading
@@ -14,7 +15,7 @@ import pytest
 from laststep.engine import memory, pool
 from laststep.engine.memory import Mapping
 from laststep.engine.pool import Pool
-from laststep.errors import StorageFailed
+from laststep.errors import StorageFailed, Usage
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -237,3 +238,25 @@ def test_a_mapping_that_is_collected_in_a_forked_child_leaves_alone_what_lies_th
     assert _status_of(child) == 0
     inherited.clear()
     os.close(fd)
+
+
+def test_a_guarded_pool_refuses_copies_by_the_system_into_what_was_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Pool, "guarded", True)
+    made, source = make(1), (ctypes.c_char * 4)(*b"\1\2\3\4")
+    try:
+        made.want(CHUNK_BYTES)
+        slot = made.lease(20)
+        assert slot is not None
+        ranges = [(ctypes.addressof(source), 4)]
+        assert made.land(slot, 0, ranges)
+        made.seal([slot])
+        with pytest.raises(Usage, match="handed over"):
+            made.land(slot, 8, ranges)
+        made.release(slot)
+        assert bytes(made.view(slot)[:12]) == b"\1\2\3\4" + bytes(8)
+        assert made.lease(20) == slot
+        assert made.land(slot, 8, ranges)
+    finally:
+        made.close()

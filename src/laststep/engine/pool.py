@@ -61,7 +61,9 @@ class Pool:
 
     guarded: ClassVar[bool] = False
     """For tests: memory of a slot is read-only from its sealing until its next lease. What writes
-    past the end of its slot, into one of the flusher's, dies of it and spoils no other save."""
+    past the end of its slot, into one of the flusher's, dies of it and spoils no other save. The
+    system writes through the pool's file past that: `land` looks for itself. A device that writes
+    into pinned memory goes unseen."""
 
     def __init__(self, cap_bytes: int, *, pinned: bool) -> None:
         self.cap_slots = max(cap_bytes // CHUNK_BYTES, 1)
@@ -84,6 +86,8 @@ class Pool:
         self._closed = False
         self._pid = os.getpid()
         self._guards = self.guarded
+        self._sealed: set[int] = set()
+        """Of a pool with guards: those that are read-only."""
         self._changed = threading.Condition()
         self._grower = threading.Thread(target=self._grow, name="laststep-pool", daemon=True)
         threads.start(self._grower)
@@ -164,10 +168,12 @@ class Pool:
         if self._guards:
             for slot in slots:
                 self._mapping.protect(slot * CHUNK_BYTES, CHUNK_BYTES, writable=False)
+                self._sealed.add(slot)
 
     def _opened(self, slot: int | None) -> int | None:
         if self._guards and slot is not None:
             self._mapping.protect(slot * CHUNK_BYTES, CHUNK_BYTES, writable=True)
+            self._sealed.discard(slot)
         return slot
 
     def release(self, slot: int) -> None:
@@ -193,6 +199,9 @@ class Pool:
         if at < 0 or at + size > CHUNK_BYTES:
             raise Usage("a copy does not fit into its slot", expected=f"{CHUNK_BYTES} bytes",
                         found=f"{size} at {at}")  # fmt: skip
+        if slot in self._sealed:
+            raise Usage("a copy goes into a slot that was handed over", found=f"slot {slot}",
+                        expected="a slot that is leased")  # fmt: skip
         return memory.write_from(self.fd, slot * CHUNK_BYTES + at, ranges)
 
     def close(self) -> None:
