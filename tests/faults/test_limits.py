@@ -46,6 +46,80 @@ for act in (
     assert (done.returncode, done.stdout) == (0, "told\ntold\n"), done.stderr
 
 
+def test_a_save_for_which_there_is_too_little_memory_is_told_and_the_next_one_works(
+    run_folder: Path,
+) -> None:
+    script = f"""
+import resource, torch, laststep
+state = {{"w": torch.ones(6 << 20), "strided": torch.ones(2048, 1024).t()}}
+run = {str(run_folder)!r}
+with laststep.Checkpointer(run, s=state, host_memory_bytes=64 << 20) as checkpointer:
+    checkpointer.restore()  # which starts all threads
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), before[1]))
+    try:
+        checkpointer.save(1)
+    except laststep.StorageFailed as error:
+        assert "too little memory" in error.what and error.found and error.remedy, error
+        print("told")
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    checkpointer.save(1).wait()
+print(laststep.open(run).steps())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "told\n[1]\n"), done.stderr
+
+
+class Greedy:
+    """Wants more memory than there is, at times."""
+
+    wants: str | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        return self._grow("state_dict")
+
+    def load_state_dict(self, _state: object) -> None:
+        self._grow("load_state_dict")
+
+    def _grow(self, method: str) -> dict[str, int]:
+        if self.wants == method:
+            torch.empty(1 << 46, dtype=torch.uint8)
+        return {"n": 1}
+
+
+def test_too_little_memory_in_code_of_others_says_nothing_about_the_checkpoint(
+    run_folder: Path,
+) -> None:
+    item = Greedy()
+    with laststep.Checkpointer(run_folder, item=item, flush="thread", **HOW) as checkpointer:
+        checkpointer.save(0).wait()
+        item.wants = "state_dict"
+        with pytest.raises(laststep.StorageFailed, match=r"too little memory to save.*ulimit -v"):
+            checkpointer.save(1)
+        item.wants = "load_state_dict"
+        with pytest.raises(laststep.StorageFailed, match="too little memory"):
+            checkpointer.restore()
+        item.wants = None
+        assert checkpointer.restore().step == 0
+
+
+def test_what_cannot_be_rebuilt_for_lack_of_memory_is_not_called_damaged(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"t": torch.eye(3).to_sparse()}
+    laststep.save(state, run_folder)
+
+    def grow(*_arguments: object, **_more: object) -> object:
+        return torch.empty(1 << 46, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "sparse_coo_tensor", grow)
+    with pytest.raises(laststep.StorageFailed, match="too little memory to load"):
+        laststep.load(run_folder)
+
+
 def test_a_file_that_may_not_grow_so_large_fails_its_save_alone(run_folder: Path) -> None:
     state = {"t": torch.zeros(1 << 22, dtype=torch.uint8)}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -16,7 +16,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
-from laststep import interrupts
+from laststep import interrupts, shortage
 from laststep.checkpointer import (
     arguments,
     lifetimes,
@@ -183,7 +183,7 @@ class Checkpointer(lifetimes.OnlyOne):
         than the current one, on which state was written and not yet joined.
         """
         lifetimes.check_process("save", self._pid)  # before a turn that may be another process's
-        with interrupts.held(), self._turn.of("save"):
+        with interrupts.held(), self._turn.of("save"), shortage.told("save"):
             return self._save(step, metrics, metadata, streams, overwrite=overwrite)
 
     def _save(
@@ -346,7 +346,7 @@ class Checkpointer(lifetimes.OnlyOne):
         this process are waited for; what failed of one's own is raised.
         """
         lifetimes.check_process("restore", self._pid)
-        with interrupts.held(), self._turn.of("restore"):
+        with interrupts.held(), self._turn.of("restore"), shortage.told("restore"):
             self._work.start_early()  # whoever restores is about to train, and to save
             restored = self._restore(step, only, strict=strict)
             self._work.await_start()

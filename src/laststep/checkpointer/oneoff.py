@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laststep import interrupts
+from laststep import interrupts, shortage
 from laststep.catalog.run import Run
 from laststep.checkpointer.core import Checkpointer
 from laststep.checkpointer.loading import VALUE, Transfer, fit, judge_twins, load_all
@@ -109,7 +109,7 @@ def load(
         _check_device(device)
     checkpoint, is_run = _find(path, step)
     where = f"{absolute(path)}/{checkpoint.folder}" if is_run else absolute(path)
-    with interrupts.held():
+    with interrupts.held(), shortage.told("load"):
         return _load(
             checkpoint, into, rank, where, device,
             is_run=is_run, allow_pickle=allow_pickle, strict=strict,

@@ -19,6 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from laststep import shortage
 from laststep.dist.arriving import awaited
 from laststep.dist.carrying import HOST, Carrier, DeviceCarrier, Under, has_nccl
 from laststep.errors import (
@@ -325,10 +326,10 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         result = work()
     except LaststepError as raised:
         error = raised
-    except MemoryError as raised:  # of this machine: it says nothing about the checkpoint either
-        error = _caused(StorageFailed("there is too little memory", found=repr(raised)), raised)
     except Exception as raised:  # noqa: BLE001 (raised again below, when the others know)
-        error = _caused(_Foreign(repr(raised)), raised)
+        short = shortage.is_one(raised)  # of this machine: no word about the checkpoint either
+        told = shortage.error_for("go on", raised) if short else _Foreign(repr(raised))
+        error = _caused(told, raised)
     try:
         if ranks.largest(error is not None):
             raise _cause(ranks, error)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from laststep import shortage
 from laststep.errors import LaststepError, Mismatch
 
 if TYPE_CHECKING:
@@ -70,10 +71,10 @@ def handing_over(to: str) -> Iterator[None]:
     memory, or a file cannot be read, says nothing about what is stored."""
     try:
         yield
-    except (LaststepError, MemoryError, OSError):
+    except (LaststepError, OSError):
         raise
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not known here
+        if shortage.is_one(error):
             raise
         why = str(error).partition("\n")[0]
         raise Mismatch(

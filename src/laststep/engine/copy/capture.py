@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from laststep import interrupts, threads
+from laststep import interrupts, shortage, threads
 from laststep.config import Capture
 from laststep.engine.copy.device import SideStreams, record
 from laststep.engine.copy.early import Early, Remembered
@@ -84,6 +84,7 @@ class Capturer:
         threads.start(self._thread)
         return staged
 
+    @shortage.told("capture the state")
     def take(
         self,
         plan: SavePlan,
@@ -433,8 +434,11 @@ class Capturer:
             except LaststepError as error:
                 job.error = error
             except Exception as error:
-                log.exception("a capture failed")
-                job.error = StorageFailed("a capture failed", found=repr(error))
+                if shortage.is_one(error):
+                    job.error = shortage.error_for("capture the state", error)
+                else:
+                    log.exception("a capture failed")
+                    job.error = StorageFailed("a capture failed", found=repr(error))
             if isinstance(job.error, Torn):
                 self._torn = True
             self._end(job)

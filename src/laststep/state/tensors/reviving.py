@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, cast
 import numpy as np
 import torch
 
+from laststep import shortage
 from laststep.codecs.objects import Tagged
 from laststep.errors import Corrupt, Usage
 from laststep.state.tensors.kinds import handler_named
@@ -25,13 +26,15 @@ def revive(tagged: Tagged, *, where: str, allow_pickle: bool) -> object:
     """The value that a Tagged stands for, with its inner tensors already in place."""
     try:
         return _revive(tagged, allow_pickle=allow_pickle)
-    except (Usage, MemoryError):
+    except Usage:
         raise
     except Corrupt as error:
         raise Corrupt(
             error.what, where=error.where or where, expected=error.expected, found=error.found
         ) from None
     except Exception as error:
+        if shortage.is_one(error):
+            raise
         raise Corrupt(
             f"cannot rebuild a stored {tagged.tag}", where=where, found=str(error)
         ) from error
