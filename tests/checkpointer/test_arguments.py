@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import laststep
 from laststep.checkpointer import arguments
@@ -239,3 +240,23 @@ def test_an_item_may_be_called_much_like_a_setting(tmp_path: Path) -> None:
     with laststep.Checkpointer(tmp_path / "run", flush="thread", **items) as checkpointer:
         assert repr(checkpointer) == f"<Checkpointer of {tmp_path}/run: writer, kept, item>"
     assert repr(checkpointer).endswith(", closed>")
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, torch.optim.SGD, dict, laststep.StateProvider])
+def test_a_class_in_the_place_of_an_object_is_refused(kind: type, run_folder: Path) -> None:
+    with pytest.raises(laststep.Usage, match=f"item 'x' is a class.*{kind.__name__}\\(…\\)"):
+        laststep.Checkpointer(run_folder, x=kind)
+    with (
+        laststep.Checkpointer(run_folder, x={"kind": kind}, flush="thread") as checkpointer,
+        pytest.raises(laststep.Usage, match="at kind of item 'x'"),
+    ):
+        checkpointer.save(0)  # it is a value there, which only a pickle could hold
+
+
+def test_a_place_that_holds_no_files_is_told_as_such() -> None:
+    for act in (
+        lambda: laststep.save({"n": 1}, "/proc/one"),
+        lambda: laststep.Checkpointer("/proc/run", x={"n": 1}, flush="thread").save(0).wait(),
+    ):
+        with pytest.raises(laststep.StorageFailed, match="cannot make the folder at /proc/"):
+            act()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ import laststep
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 OTHERWISE = r"`laststep verify` lists all damage; restore\(\) without a step takes the newest good"
@@ -220,3 +222,15 @@ def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(run: Path) -> 
         os.mkfifo(path)
         with pytest.raises(laststep.StorageFailed, match="not a file"):
             laststep.load(run, step=90)
+
+
+@pytest.mark.parametrize("kind", [np.uint64, np.uint8, np.int32, np.array])
+def test_a_step_may_be_any_kind_of_whole_number(run: Path, kind: Callable[[int], object]) -> None:
+    catalog = laststep.open(run)
+    step = catalog.steps()[0]
+    assert catalog[kind(step)].step == step
+    assert kind(step) in catalog
+    with pytest.raises(laststep.NotFound, match="no checkpoint of step 77"):
+        catalog[kind(77)]  # without a warning: warnings are errors here
+    assert kind(77) not in catalog
+    assert np.array([1, 2]) not in catalog

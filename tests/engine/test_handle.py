@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from typing import TYPE_CHECKING
 
@@ -10,9 +12,10 @@ import torch
 
 import laststep
 from laststep.engine.handle import SaveHandle
-from laststep.errors import Aborted
+from laststep.errors import Aborted, Usage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -68,3 +71,12 @@ def test_stages_are_reached_in_their_order(flush: str, tmp_path: Path) -> None:
         mine = [name for name, at in order if at == step]
         assert mine == ["Captured", "Durable", "Committed"]
     assert [at for name, at in order if name == "Committed"] == list(range(8))
+
+
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("part", [lambda handle: handle, lambda handle: handle.committed])
+def test_neither_a_handle_nor_a_stage_of_it_can_be_copied(
+    act: Callable[[object], object], part: Callable[[SaveHandle], object]
+) -> None:
+    with pytest.raises(Usage, match="cannot be copied or pickled"):
+        act(part(SaveHandle(1)))

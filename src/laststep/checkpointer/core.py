@@ -16,7 +16,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
-from laststep import interrupts, shortage
+from laststep import interrupts, shortage, single
 from laststep.checkpointer import (
     arguments,
     lifetimes,
@@ -62,7 +62,7 @@ _REHEARSAL_STEP = 3
 """The optimizer step at which the first save is rehearsed: by then the optimizer has its state."""
 
 
-class Checkpointer(lifetimes.OnlyOne):
+class Checkpointer(single.OnlyOne):
     """Saves and restores the state of a run: `Checkpointer("runs/gpt", model=model, …)`. Meant for
     the thread that trains; calls from several are taken one after the other."""
 

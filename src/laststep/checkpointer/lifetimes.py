@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING
 
 from laststep.errors import Usage
 
@@ -40,18 +40,6 @@ def weakly(act: Callable[[], bool]) -> Callable[[], bool]:
         return method is None or method()
 
     return if_there
-
-
-class OnlyOne:
-    """Cannot be copied or pickled: what a copy closes would be closed for the other one too."""
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        kind = next(k.__name__ for k in type(self).__mro__ if not k.__name__.startswith("_"))
-        raise Usage(
-            f"a {kind} cannot be copied or pickled",
-            expected="one object for its threads and files",
-            remedy="pass this very one on, or make another one in the place that needs it",
-        )
 
 
 def check_process(what: str, pid: int) -> None:

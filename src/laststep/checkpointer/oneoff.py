@@ -27,6 +27,7 @@ from laststep.errors import Exists, NotFound, Usage
 from laststep.state.items import providers_for
 from laststep.state.tensors import allocate
 from laststep.storage.directory import DirectoryStore, absolute
+from laststep.storage.disk import failed
 from laststep.terms import CHUNK_BYTES, MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -65,27 +66,22 @@ def write_folder(items: Mapping[str, object], full: str, *, allow_pickle: bool) 
     """Save items to a folder of their own: into a run beside it, whose only checkpoint is moved."""
     target = Path(full)
     check_new_folder(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.parent / f".{target.name}.tmp-{os.getpid()}-{time.monotonic_ns()}"
+    beside = DirectoryStore(target.parent)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with _Alone(
             staging, items=items, flush="thread", allow_pickle=allow_pickle, progress=False
         ) as ckpt:
             handle = ckpt.save(0)
             handle.wait()
         (staging / str(handle.report.folder)).rename(target)
+    except OSError as error:
+        raise failed("save a folder", full, error) from error
     finally:
-        _remove(staging)
-
-
-def _remove(staging: Path) -> None:
-    if staging.is_dir():
-        DirectoryStore(staging.parent).delete_folder(staging.name)
-    fd = os.open(staging.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        if staging.is_dir():
+            beside.delete_folder(staging.name)
+    beside.sync_folder("")
 
 
 def load(

@@ -13,16 +13,16 @@ import os
 import weakref
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from laststep.catalog.content import Content, DataFile, Place
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.catalog.verify import VerifyReport, verify_checkpoint
-from laststep.checkpointer.lifetimes import OnlyOne
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.format.manifest import DAMAGE_REMEDY, Commit, decode
+from laststep.single import OnlyOne
 from laststep.state.boxes import Box, whole
 from laststep.storage.directory import DirectoryStore, absolute
 from laststep.terms import BLOCK_BYTES, DTYPES, MANIFEST_NAME
@@ -68,15 +68,16 @@ class Catalog:
 
     def __contains__(self, step: object) -> bool:
         """Whether a step is on the lineage."""
-        return step in self.steps()
+        return _whole_number(step) in self.steps()
 
     def __len__(self) -> int:
         return len([one for one in self._run.lineage() if one.commit is not None])
 
-    def __getitem__(self, step: int) -> Checkpoint:
-        if isinstance(step, bool) or not hasattr(step, "__index__"):
+    def __getitem__(self, wanted: SupportsIndex) -> Checkpoint:
+        step = _whole_number(wanted)
+        if step is None:
             raise Usage(
-                "a catalog is asked by step", expected="an int of 0 or more", found=repr(step),
+                "a catalog is asked by step", expected="an int of 0 or more", found=repr(wanted),
                 remedy="catalog.steps() lists the steps",
             )  # fmt: skip
         listed = self._run.checkpoints()
@@ -368,6 +369,14 @@ class StoredTensor(OnlyOne):
 
     def __repr__(self) -> str:
         return f"<StoredTensor {self.name} {self.dtype}{list(self.shape)}>"
+
+
+def _whole_number(step: object) -> int | None:
+    """A step as an int, of whatever kind it is; None for what is none."""
+    try:
+        return None if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _remedy_for(content: Content, item: str, name: str) -> str:

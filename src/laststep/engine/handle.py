@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from laststep import interrupts
 from laststep.config import seconds
+from laststep.single import OnlyOne
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from laststep.errors import LaststepError
 
 
-class Stage:
+class Stage(OnlyOne):
     """A point that a save reaches."""
 
     def __init__(self) -> None:
@@ -101,7 +102,7 @@ class SaveReport:
         return self.stall_s + self.device_copy_s + self.fence_s
 
 
-class SaveHandle:
+class SaveHandle(OnlyOne):
     """A save on its way. `captured`, `durable` and `committed` are reached in that order."""
 
     def __init__(self, step: int) -> None:

@@ -97,12 +97,19 @@ def _is_group(value: dict[Any, Any], depth: int = 0) -> bool:
 def _has_own_state(value: object, depth: int = 0) -> bool:
     if type(value) is dict:
         return depth < MAX_DEPTH and _is_group(value, depth + 1)
+    if isinstance(value, type):  # it has the methods, and nothing to call them on
+        return False
     return isinstance(value, StateProvider | HasStateDict) or is_module(value)
 
 
 def _provider(name: str, item: Any, names: Names) -> StateProvider:
     if isinstance(item, PerRank):
         return item.around(_provider(name, item.item, names))
+    if isinstance(item, type):
+        raise Usage(
+            f"item {name!r} is a class, which has no state", expected="an object of it",
+            found=repr(item), remedy=f"make one, and pass it: {item.__name__}(…)",
+        )  # fmt: skip
     if isinstance(item, StateProvider):
         return item
     if is_module(item):
