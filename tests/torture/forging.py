@@ -7,9 +7,12 @@ is written need not be sound: only the digests on the way to the change are.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from laststep.codecs.digests import digest, digest_text
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, MANIFEST_NAME, align_up
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Json = Any
+_TABLE = "~6table"
 
 
 def to_json(value: Json) -> bytes:
@@ -162,6 +166,29 @@ def change_tree(folder: Path, item: str, change: Callable[[Json], Json]) -> None
         file.replace_object(name, to_json(change(json.loads(file.object(name)))))
 
     change_file(folder / "shared.safetensors", act)
+
+
+def change_table(folder: Path, change: Callable[[Json], Json]) -> None:
+    """Change the table of a class of ranks, and what the manifest says of it. What msgpack cannot
+    hold (huge numbers, lone surrogates) is changed again."""
+    was = told = b""
+
+    def act(file: DataFile) -> None:
+        nonlocal was, told
+        was = file.object(_TABLE)
+        while not told:
+            with contextlib.suppress(OverflowError, UnicodeEncodeError, RecursionError):
+                told = msgspec.msgpack.encode(change(msgspec.msgpack.decode(was)))
+        file.replace_object(_TABLE, told)
+
+    def tell(manifest: Json) -> Json:
+        for record in manifest["classes"]:
+            if record["table"] == digest(was).hex():
+                record["table"] = digest(told).hex()
+        return manifest
+
+    change_file(folder / "shared-r00000.safetensors", act)
+    change_manifest(folder, tell)
 
 
 def into_groups(folder: Path) -> None:

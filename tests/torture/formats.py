@@ -15,6 +15,7 @@ import logging
 import os
 import random
 import resource
+import runpy
 import shutil
 import sys
 import time
@@ -45,6 +46,8 @@ LIMIT_S = 10.0
 ROOM_BYTES = 1 << 30
 """So much more memory than before may be used."""
 ADDRESSES_BYTES = 16 << 30
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+RUNS = ("run", "ranks", "job")
 _SETTINGS = {"flush": "thread", "host_memory_bytes": 64 << 20, "progress": False}
 
 
@@ -104,9 +107,18 @@ def items() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def items_of(run: Path) -> dict[str, Any]:
+    """What fits a run of those that `make` makes."""
+    if run.name != "job":
+        return items()
+    return runpy.run_path(str(GOLDEN / "contents.py"))["training"](0)  # type: ignore[no-any-return]
+
+
 def make(folder: Path) -> None:
-    """A run of two checkpoints, one more of two ranks in groups, and what `import` reads."""
+    """A run of two checkpoints, one more of two ranks in groups, one of a real job with layouts and
+    their table, and what `import` reads."""
     live = items()
+    shutil.copytree(GOLDEN / "version-1" / "fsdp2", folder / "job")
     for name, saves in (("run", 2), ("ranks", 1)):
         with laststep.Checkpointer(folder / name, items=live, **_SETTINGS) as checkpointer:
             for step in range(saves):
@@ -151,7 +163,7 @@ def in_a_tree(folder: Path, chance: random.Random) -> str:
 
 
 def in_a_header(folder: Path, chance: random.Random) -> str:
-    path = chance.choice(sorted(_step(folder, chance).glob("*.safetensors")))
+    path = chance.choice(sorted(_step(folder, chance, "run", "run", "job").glob("*.safetensors")))
     told, right = "", chance.random() < 0.8
 
     def change(file: forging.DataFile) -> None:
@@ -191,7 +203,7 @@ def in_a_manifest(folder: Path, chance: random.Random) -> str:
         manifest, told = mutating.mutate(manifest, chance)
         return manifest
 
-    forging.change_manifest(_step(folder, chance, "run", "ranks"), change)
+    forging.change_manifest(_step(folder, chance, *RUNS), change)
     return f"manifest: {told}"
 
 
@@ -206,6 +218,18 @@ def in_a_group(folder: Path, chance: random.Random) -> str:
 
     forging.change_group(step, chance.choice(sorted((step / "groups").iterdir())), change)
     return f"group: {told}"
+
+
+def in_a_table(folder: Path, chance: random.Random) -> str:
+    told = ""
+
+    def change(table: Any) -> Any:
+        nonlocal told
+        table, told = mutating.mutate(table, chance)
+        return table
+
+    forging.change_table(_step(folder, chance, "job"), change)
+    return f"table: {told}"
 
 
 def in_an_epoch(folder: Path, chance: random.Random) -> str:
@@ -298,8 +322,8 @@ def _change_archive(path: Path, chance: random.Random) -> str:
 
 CHANGE: tuple[Callable[[Path, random.Random], str], ...] = (
     in_a_tree, in_a_tree, in_a_tree, in_a_header, in_a_header, in_the_data, in_a_manifest,
-    in_a_manifest, in_a_group, in_an_epoch, in_the_folder, in_what_import_reads,
-    in_what_import_reads,
+    in_a_manifest, in_a_group, in_a_table, in_a_table, in_an_epoch, in_the_folder,
+    in_what_import_reads, in_what_import_reads,
 )  # fmt: skip
 
 
@@ -332,14 +356,14 @@ def _open(run: Path) -> None:
 
 
 def _restore(run: Path, **how: Any) -> None:
-    live = items()
+    live = items_of(run)
     with laststep.Checkpointer(run, items=live, **_SETTINGS) as checkpointer:
         checkpointer.restore(**how)
 
 
 def _save_on(run: Path) -> None:
     """Retention, by a writer that goes on."""
-    live = items()
+    live = items_of(run)
     keep = laststep.Keep(last=1, best=1, metric="loss")
     with laststep.Checkpointer(run, items=live, keep=keep, **_SETTINGS) as checkpointer:
         with contextlib.suppress(LaststepError):
@@ -349,7 +373,8 @@ def _save_on(run: Path) -> None:
 
 def looks(folder: Path, run: Path, chance: random.Random) -> list[tuple[str, Callable[[], object]]]:
     """All that is done with a run, in some order, the ones that change it last."""
-    out = folder / "out"
+    out = folder / "out" / run.name
+    part = ["optimizer/*exp*", "model/*" if run.name == "job" else "state/*"]
     step = next(iter(sorted(run.glob("step-*"))), run)
     found: list[tuple[str, Callable[[], object]]] = [
         ("ls", lambda: command("ls", str(run), "--json")),
@@ -358,10 +383,10 @@ def looks(folder: Path, run: Path, chance: random.Random) -> list[tuple[str, Cal
         ("open", lambda: _open(run)),
         ("load", lambda: laststep.load(run)),
         ("load a folder", lambda: laststep.load(step)),
-        ("load into", lambda: laststep.load(run, into=items(), strict=False)),
+        ("load into", lambda: laststep.load(run, into=items_of(run), strict=False)),
         ("restore", lambda: _restore(run)),
         ("restore what fits", lambda: _restore(run, strict=False)),
-        ("restore a part", lambda: _restore(run, only=["optimizer/*exp*", "state/*"])),
+        ("restore a part", lambda: _restore(run, only=part)),
         ("export", lambda: command("export", str(run), str(out / "hf"), "--format", "hf")),
         ("export dcp", lambda: command("export", str(run), str(out / "dcp"), "--format", "dcp")),
     ]
@@ -398,8 +423,8 @@ def trial(folder: Path, seed: int, tally: Tally) -> None:
         tally.fault(change.__name__.replace("_", " "))
         tally.step(f"change {number}: {told}")
         imports = change is in_what_import_reads
-        untouched = _seen(place / "run") == _seen(made / "run")
-        run = place / ("ranks" if untouched else "run")
+        changed = [name for name in RUNS if _seen(place / name) != _seen(made / name)]
+        run = place / (changed or ["run"])[0]
         for name, look in looks(place, run, chance):
             if name.startswith("import") == imports:
                 _look(name, look, told, tally)

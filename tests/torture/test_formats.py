@@ -28,10 +28,13 @@ def formats(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.parametrize("tables", [False, True])
 def test_lies_with_valid_digests_give_our_errors_or_none(
-    formats: ModuleType, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    formats: ModuleType, run_folder: Path, monkeypatch: pytest.MonkeyPatch, *, tables: bool
 ) -> None:
     monkeypatch.setattr(formats, "CHANGES", 4)
+    if tables:
+        monkeypatch.setattr(formats, "CHANGE", (formats.in_a_table,))
     trials = importlib.import_module("trials")
     done = trials.run("formats", formats.trial, run_folder, seed=1000, trials=2)
     assert not done.findings, "\n".join(map(str, done.findings))
@@ -42,10 +45,10 @@ def test_what_is_not_changed_is_sound_for_everybody(formats: ModuleType, run_fol
     run_folder.mkdir()
     formats.make(run_folder)
     trials = importlib.import_module("trials")
-    for run in ("run", "ranks"):
+    for run in formats.RUNS:
         tally = trials.Tally()
         for name, look in formats.looks(run_folder, run_folder / run, random.Random(0)):
-            if run == "run" or name in ("ls", "show", "verify", "open"):
+            if run != "ranks" or name in ("ls", "show", "verify", "open"):
                 formats._look(name, look, "nothing", tally)
         assert set(tally.notes) == {"looks that found nothing wrong"}, tally.notes
 
