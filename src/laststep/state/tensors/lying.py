@@ -18,15 +18,40 @@ from laststep.state.tensors.laid import is_dtensor_class
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_SHAPE: Final = operator.attrgetter("shape")
+_DTYPE: Final = operator.attrgetter("dtype")
 _DATA_PTR: Final = torch.Tensor.data_ptr
 _IS_CONTIGUOUS: Final = torch.Tensor.is_contiguous
 _IS_NEGATIVE: Final = torch.Tensor.is_neg
 _IS_CONJUGATE: Final = torch.Tensor.is_conj
-_FORM: Final = operator.attrgetter("shape", "dtype", "layout")
-_IS_NESTED: Final = operator.attrgetter("is_nested")
 _LOCAL: Final = operator.attrgetter("_local_tensor")
 _LAYOUT: Final = operator.attrgetter("_spec.mesh", "_spec.placements", "shape")
 """What `laid_of` makes the layout of a DTensor from."""
+
+
+class _Forms:
+    """Shapes, dtypes and places of strided tensors. Of what has become something else no question
+    need be asked: a nested tensor has no shape, a sparse or MKL-DNN one no address, and says so."""
+
+    def __init__(self, memories: Sequence[torch.Tensor]) -> None:
+        self._shapes = list(map(_SHAPE, memories))
+        self.dtypes = list(map(_DTYPE, memories))
+        self.addresses = list(map(_DATA_PTR, memories))
+        self._storages = _storages(memories)
+        self.contiguous = list(map(_IS_CONTIGUOUS, memories))
+
+    def are_those_of(self, memories: Sequence[torch.Tensor]) -> bool:
+        """Whether these are of the same forms at the same places."""
+        try:
+            return (
+                list(map(_SHAPE, memories)) == self._shapes
+                and list(map(_DTYPE, memories)) == self.dtypes
+                and list(map(_DATA_PTR, memories)) == self.addresses
+                and _storages(memories) == self._storages
+                and list(map(_IS_CONTIGUOUS, memories)) == self.contiguous
+            )
+        except RuntimeError:
+            return False
 
 
 class Lying:
@@ -42,16 +67,13 @@ class Lying:
         self._layouts = [_LAYOUT(leaves[number]) for number in self._spread]
         memories = self._memories(leaves)
         self._memory_kinds = list(map(type, memories)) if self._spread else self._kinds
-        self._addresses = list(map(_DATA_PTR, memories))
-        self._storages = _storages(memories)
-        self._forms = list(map(_FORM, memories))
-        self._contiguous = list(map(_IS_CONTIGUOUS, memories))
-        self._complex = [number for number, form in enumerate(self._forms) if form[1].is_complex]
+        self._forms = _Forms(memories)
+        self._complex = [n for n, dtype in enumerate(self._forms.dtypes) if dtype.is_complex]
         # Of these more than address, shape, dtype and being contiguous tells what they are.
         self._odd = [
             number
             for number, (address, contiguous) in enumerate(
-                zip(self._addresses, self._contiguous, strict=True)
+                zip(self._forms.addresses, self._forms.contiguous, strict=True)
             )
             if not contiguous or not address
         ]
@@ -68,12 +90,7 @@ class Lying:
         memories = self._memories(tensors)
         same = (
             (memories is leaves or list(map(type, memories)) == self._memory_kinds)
-            # In this order: a nested tensor has no shape, a sparse one no address.
-            and not any(map(_IS_NESTED, memories))
-            and list(map(_FORM, memories)) == self._forms
-            and list(map(_DATA_PTR, memories)) == self._addresses
-            and _storages(memories) == self._storages
-            and list(map(_IS_CONTIGUOUS, memories)) == self._contiguous
+            and self._forms.are_those_of(memories)
             and [_details(memories[number]) for number in self._odd] == self._details
             and not any(map(_IS_NEGATIVE, memories))
             and not any(_IS_CONJUGATE(memories[number]) for number in self._complex)
@@ -103,10 +120,7 @@ class Kept:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._refs = list(map(weakref.ref, tensors))
-        self._forms = list(map(_FORM, tensors))
-        self._addresses = list(map(_DATA_PTR, tensors))
-        self._storages = _storages(tensors)
-        self._contiguous = list(map(_IS_CONTIGUOUS, tensors))
+        self._forms = _Forms(tensors)
 
     def in_place(self) -> list[torch.Tensor] | None:
         """All of them, held, if each is alive and has the form and the memory that it had."""
@@ -114,11 +128,4 @@ class Kept:
         if any(map(operator.is_, found, repeat(None))):
             return None
         tensors: list[torch.Tensor] = found  # type: ignore[assignment]
-        same = (
-            not any(map(_IS_NESTED, tensors))
-            and list(map(_FORM, tensors)) == self._forms
-            and list(map(_DATA_PTR, tensors)) == self._addresses
-            and _storages(tensors) == self._storages
-            and list(map(_IS_CONTIGUOUS, tensors)) == self._contiguous
-        )
-        return tensors if same else None
+        return tensors if self._forms.are_those_of(tensors) else None
