@@ -7,8 +7,9 @@ as `(kind, fields)` through `to_wire` and `from_wire`; they never travel as pick
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Self
+
+import msgspec
 
 _SHOWN_PROBLEMS = 50
 
@@ -87,8 +88,7 @@ class Corrupt(LaststepError):
     usual_remedy = "`laststep verify` lists damaged bytes; restore an older step, or from a copy"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problems:
+class Problems(msgspec.Struct, frozen=True, kw_only=True):
     """What did not fit between a checkpoint and the live state; empty, and false, when all is well.
 
     `Mismatch.problems` and, with strict=False, `Restored.problems` are one of these.

@@ -6,8 +6,9 @@ its size and, where safetensors knows it, its safetensors code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
+
+import msgspec
 
 FORMAT_VERSION = 1
 
@@ -27,8 +28,7 @@ MANIFEST_NAME = "manifest.json"
 """The create-only name for which commit and abort compete, in a checkpoint's folder."""
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(msgspec.Struct, frozen=True):
     """One element type: torch's name, bytes per element, safetensors' code (None: stored as U8)."""
 
     name: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import pickle
@@ -14,6 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -240,7 +240,7 @@ def test_saves_of_one_process_share_an_epoch(tmp_path: Path) -> None:
 def test_a_run_that_another_job_has_taken_over_is_left_alone(tmp_path: Path) -> None:
     save({"w": torch.ones(1)}, tmp_path, 1)
     run = Run.open(DirectoryStore(tmp_path))
-    stranger = dataclasses.replace(this_writer(), pid=1)
+    stranger = msgspec.structs.replace(this_writer(), pid=1)
     run.claim_epoch((1, 1), writer=stranger)
     with failing(Aborted, "taken over by another writer"):
         save({"w": torch.ones(1)}, tmp_path, 2)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace as replace_in
+from msgspec.structs import replace
 
 from laststep.catalog.listing import Listed
 from laststep.catalog.names import format_folder
@@ -132,9 +131,7 @@ def test_what_is_not_whole_changes_nothing_about_what_is(
     """Retention decides about whole checkpoints as if the others on the lineage were not there."""
     # What they refer to stays as long as they do: here nothing refers to anything.
     alone = [
-        item
-        if item.commit is None
-        else replace(item, commit=replace_in(item.commit, references=()))
+        item if item.commit is None else replace(item, commit=replace(item.commit, references=()))
         for item in listed
     ]
     whole = [item for item in alone if item.is_whole or not item.on_lineage]

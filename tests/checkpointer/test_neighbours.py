@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import subprocess
@@ -12,6 +11,7 @@ import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 import laststep
@@ -159,7 +159,7 @@ def test_a_process_of_the_same_number_in_another_container_is_waited_for(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run.open_or_create(DirectoryStore(run_folder))
-    there = dataclasses.replace(epochs.this_writer(), host="another-container")
+    there = msgspec.structs.replace(epochs.this_writer(), host="another-container")
     with contextlib.closing(run.lock_epoch(run.claim_epoch(None, writer=there))):
         run.begin(step=1, epoch=1, attempt=1)
         (writer,) = restoring._other_writers(run)

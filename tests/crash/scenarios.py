@@ -7,7 +7,6 @@ is used by the short tests here and, with a larger budget, by the torture.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import mmap
 import random
@@ -178,7 +177,7 @@ def prune_one(keep_last: int) -> Stage:
 def prune_oldest(store: DirectoryStore) -> None:
     """Delete at most one checkpoint, as a policy that keeps one would."""
     plan = plan_prune(Run.open(store), Policy(keep_last=1, keep_abandoned=False))
-    dataclasses.replace(plan, deletions=plan.deletions[:1]).execute()
+    msgspec.structs.replace(plan, deletions=plan.deletions[:1]).execute()
 
 
 SCENARIOS = (

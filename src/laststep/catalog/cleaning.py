@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from laststep.catalog import decision
 from laststep.catalog.epochs import Epochs, is_here
@@ -42,8 +43,7 @@ class Why(enum.Enum):
     DEAD_WITNESS = "of a start that is over"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Orphan:
+class Orphan(msgspec.Struct, frozen=True, kw_only=True):
     """One file or folder that nobody needs, by its name within the run."""
 
     name: str

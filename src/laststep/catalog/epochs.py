@@ -22,12 +22,11 @@ import logging
 import os
 import socket
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
+from laststep import kernel
 from laststep.catalog import names
 from laststep.catalog.lineage import Chain, Link, Point
 from laststep.codecs.digests import digest_text
@@ -73,8 +72,7 @@ class _Versioned(msgspec.Struct, frozen=True):
     format: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Writer:
+class Writer(msgspec.Struct, frozen=True, kw_only=True):
     """A process that trains, as far as another one may want to know it."""
 
     host: str
@@ -87,7 +85,7 @@ class Writer:
 
 def new_start() -> Writer:
     """This process, as a start of a job of its own."""
-    return replace(this_writer(), start=os.urandom(_START_BYTES).hex())
+    return msgspec.structs.replace(this_writer(), start=os.urandom(_START_BYTES).hex())
 
 
 def this_writer() -> Writer:
@@ -95,7 +93,7 @@ def this_writer() -> Writer:
     return Writer(
         host=socket.gethostname(),
         pid=os.getpid(),
-        boot=_read_system_file("/proc/sys/kernel/random/boot_id").strip(),
+        boot=kernel.told("/proc/sys/kernel/random/boot_id").strip(),
         process_started=_process_started(os.getpid()),
     )
 
@@ -350,12 +348,5 @@ def _corrupt(where: str, expected: str, found: str) -> Corrupt:
 def _process_started(pid: int) -> str:
     """When a process has started, in ticks since the boot; "" where there is none, or a dead one
     that nobody has taken note of."""
-    state, *more = _read_system_file(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""]
+    state, *more = kernel.told(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""]
     return more[18] if len(more) > 18 and state not in ("Z", "X") else ""
-
-
-def _read_system_file(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

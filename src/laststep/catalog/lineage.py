@@ -7,8 +7,9 @@ order of its steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -18,16 +19,14 @@ if TYPE_CHECKING:
 Point = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Link(msgspec.Struct, frozen=True, kw_only=True):
     """One epoch and the point from which it continues (None: it starts fresh)."""
 
     epoch: int
     continues: Point | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class Chain(msgspec.Struct, frozen=True, kw_only=True):
     """The epochs of the lineage, newest first.
 
     `unrecorded_below` says that there is no record of any epoch below the last link: what was

@@ -14,21 +14,23 @@ not looked into: what is in there is not in the run.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from laststep.catalog import decision, lineage
 from laststep.catalog.names import PIN_NAME, AttemptName, parse_folder
 from laststep.errors import Corrupt, LaststepError, StorageFailed
 from laststep.format.group import GROUPS_FOLDER
 from laststep.format.manifest import DAMAGE_REMEDY, Abort, Commit
+from laststep.storage.store import Entry
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from laststep.catalog.epochs import Epochs
-    from laststep.storage.store import Entry, Store
+    from laststep.storage.store import Store
 
 _NEAREST = 6
 _VERY_MANY = 4096
@@ -45,8 +47,7 @@ class Through(enum.Enum):
     ALL = enum.auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
+class Listed(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint; where its manifest cannot be read, `commit` is None, `error` tells.
 
     `on_lineage` is False for an abandoned branch and for one whose step was committed again, which
@@ -81,8 +82,7 @@ class Listed:
         return self.commit is not None and self.incomplete is None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """An undecided attempt, and whether its writer is alive. Its bytes are those that were seen: in
     a job of many ranks most lie in folders, for a look that goes through them."""
 
@@ -94,8 +94,7 @@ class Attempt:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Found(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt's folder as it was found; `decided` is None where there is no manifest."""
 
     name: AttemptName
@@ -227,7 +226,7 @@ class Scanner:
         for inner in [entry.name for entry in entries if entry.is_folder and not entry.is_link]:
             if inner == GROUPS_FOLDER or fully:
                 entries += [
-                    replace(entry, name=f"{inner}/{entry.name}")
+                    msgspec.structs.replace(entry, name=f"{inner}/{entry.name}")
                     for entry in self._store.list(f"{name.folder}/{inner}")
                 ]
             else:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 from laststep.errors import Usage
 
@@ -22,8 +23,7 @@ _WITNESS = re.compile(r"start-[0-9a-f]{16}-([0-9]{1,20})\.lock")
 _EPOCH = re.compile(r"([0-9]{8,20})\.(json|lock)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptName:
+class AttemptName(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt: the step it saves, the writer's epoch, and which attempt of that epoch."""
 
     step: int

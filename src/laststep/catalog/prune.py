@@ -8,24 +8,24 @@ all. Later commits go first, because a manifest may refer to earlier checkpoints
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from laststep.catalog.names import PIN_NAME
 from laststep.catalog.retention import Policy, Verdict, decide, missing_metric
+from laststep.storage.store import Store
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from laststep.catalog.listing import Listed
-    from laststep.storage.store import Store
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrunePlan:
+class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
     """What stays and what goes, in the order of commits."""
 
     store: Store

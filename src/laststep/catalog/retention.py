@@ -12,8 +12,9 @@ nothing.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeGuard
+
+import msgspec
 
 from laststep.errors import Usage
 
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """What to keep: a checkpoint stays if any rule wants it; all stay where there is no rule."""
 
     keep_last: int | None = None
@@ -66,8 +66,7 @@ class Policy:
         return any(rule is not None for rule in (self.keep_last, self.keep_every, self.keep_best))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of one checkpoint, and all the reasons for it."""
 
     folder: str

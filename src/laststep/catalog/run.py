@@ -11,7 +11,6 @@ import functools
 import logging
 import os
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -64,8 +63,7 @@ class _Versioned(msgspec.Struct, frozen=True):
     format: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveWriter:
+class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
     """An epoch whose writer is alive, and the attempts it has not decided yet."""
 
     epoch: int

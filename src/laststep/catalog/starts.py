@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from laststep.catalog import decision, names
 from laststep.catalog.epochs import new_start
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coming:
+class Coming(msgspec.Struct, frozen=True, kw_only=True):
     """Saves of one start that were announced and are not over."""
 
     witness: str

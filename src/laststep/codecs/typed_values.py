@@ -8,8 +8,9 @@ from __future__ import annotations
 import collections
 import functools
 import keyword
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,15 +25,13 @@ INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
 """The ints that are plain JSON numbers; others are written in hex."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(msgspec.Struct, frozen=True):
     """Stands for the tensor of that name."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tagged:
+class Tagged(msgspec.Struct, frozen=True):
     """A value of a type that a higher layer knows: `tag` says which, `value` what it is made of."""
 
     tag: str

@@ -10,22 +10,23 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from laststep.codecs.digests import DIGEST_BYTES, block_digests, digest, digest_text
+from laststep.engine.wire import FileBegin
 from laststep.errors import Exists, LaststepError, StorageFailed
 from laststep.format.header import Header, ObjectEntry, encode_header
 from laststep.format.manifest import FileRecord
+from laststep.storage.store import Writer
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
 
 if TYPE_CHECKING:
-    from laststep.engine.wire import FileBegin
-    from laststep.storage.store import Store, Writer
+    from laststep.storage.store import Store
 
 
-@dataclass(slots=True)
-class _File:
+class _File(msgspec.Struct):
     """One data file being written; `digests` and `tail` are filled by whoever writes the chunk."""
 
     plan: FileBegin

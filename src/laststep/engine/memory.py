@@ -19,8 +19,9 @@ import errno
 import mmap
 import os
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from laststep import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,11 +146,11 @@ def _in_child() -> None:
 def _close_all(files: set[tuple[int, int]]) -> None:
     """Close every descriptor of these files, by device and inode. An mmap has one of its own, of
     which it tells nobody; any that is left keeps the memory when the parent has let go of it."""
-    for entry in list(Path("/proc/self/fd").iterdir()) if files else ():
+    for name in os.listdir("/proc/self/fd") if files else ():  # noqa: PTH208 (see `kernel`)
         with contextlib.suppress(OSError):  # that of the listing is closed by now
-            status = os.fstat(int(entry.name))
+            status = os.fstat(int(name))
             if (status.st_dev, status.st_ino) in files:
-                os.close(int(entry.name))
+                os.close(int(name))
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -158,23 +159,23 @@ os.register_at_fork(after_in_child=_in_child)
 def available_bytes() -> int:
     """Host memory that can still be had: the machine's, or what the control group leaves of it."""
     available = _meminfo("MemAvailable")
-    limit = _number(Path("/sys/fs/cgroup/memory.max"))
-    used = _number(Path("/sys/fs/cgroup/memory.current"))
+    limit = _number("/sys/fs/cgroup/memory.max")
+    used = _number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
         available = min(available, max(limit - used, 0))
     return available
 
 
 def _meminfo(field: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in kernel.told("/proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         if name == field:
             return int(rest.split()[0]) * 1024
     return 0
 
 
-def _number(path: Path) -> int | None:
+def _number(path: str) -> int | None:
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):
+        return int(kernel.told(path))
+    except ValueError:
         return None

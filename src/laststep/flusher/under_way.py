@@ -6,21 +6,17 @@ Knows nothing of who writes or commits. `changed` guards what several threads to
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from laststep.errors import Aborted
+import msgspec
 
-if TYPE_CHECKING:
-    from laststep.engine.flush import SaveFlush
-    from laststep.engine.wire import Begin, Decide, Filled, Gathered, Seal
-    from laststep.errors import LaststepError
+from laststep.engine.flush import SaveFlush
+from laststep.engine.wire import Begin, Decide, Filled, Gathered, Seal
+from laststep.errors import Aborted, LaststepError
 
 _HEAR_S = 5.0
 
 
-@dataclass(slots=True)
-class Save:
+class Save(msgspec.Struct):
     """`changed` guards `pending`, `seal`, `gathered`, `decide`, `early` and `dropped`."""
 
     begin: Begin
@@ -35,12 +31,12 @@ class Save:
     gathered: Gathered | None = None
     """What the group of ranks has written that this rank speaks for, until that is written down."""
     decide: Decide | None = None
-    early: list[Filled] = field(default_factory=list)
+    early: list[Filled] = []
     """Chunks that came before a member knew where to write them."""
     dropped: str | None = None
     reported_s: float = 0.0
     opened_s: float = 0.0
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    changed: threading.Condition = msgspec.field(default_factory=threading.Condition)
 
     @property
     def is_member(self) -> bool:

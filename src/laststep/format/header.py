@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
@@ -63,8 +62,7 @@ class PartEntry(NamedTuple):
     start: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectEntry:
+class ObjectEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A serialised object, its place in the data and the digest of its bytes."""
 
     name: str
@@ -73,8 +71,7 @@ class ObjectEntry:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class Header(msgspec.Struct, frozen=True, kw_only=True):
     """All that a header says. `blocks` is the digests of the tensor area's blocks, joined."""
 
     item: str | None
@@ -82,7 +79,7 @@ class Header:
     objects: tuple[ObjectEntry, ...]
     tensor_bytes: int
     blocks: bytes
-    parts: dict[str, PartEntry] = field(default_factory=dict)
+    parts: dict[str, PartEntry] = {}
     """By the name of their entries."""
 
 

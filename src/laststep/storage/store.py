@@ -8,14 +8,14 @@ several threads; a `Writer` or `Reader` is too, as long as ranges do not overlap
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from laststep.errors import Usage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One name in a folder."""
 
     name: str
