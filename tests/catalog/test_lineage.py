@@ -87,10 +87,10 @@ def test_the_last_readable_commit_of_a_step_replaces_the_earlier_ones(
     events: list[tuple[str, int]], data: st.DataObject
 ) -> None:
     names = order(_replay(events).names, Chain(links=()))
-    sound = frozenset(name.folder for name in names if data.draw(st.booleans()))
+    sound = frozenset(name for name in names if data.draw(st.booleans()))
     replaced = superseded(names, sound)
     for place, name in enumerate(names):
-        later = [n for n in names[place + 1 :] if n.step == name.step and n.folder in sound]
+        later = [n for n in names[place + 1 :] if n.step == name.step and n in sound]
         assert replaced.get(name) == (later[-1] if later else None)
 
 

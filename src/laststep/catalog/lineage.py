@@ -54,7 +54,7 @@ def order(names: Iterable[AttemptName], chain: Chain) -> tuple[AttemptName, ...]
 
 
 def superseded(
-    on_lineage: Sequence[AttemptName], sound: frozenset[str]
+    on_lineage: Sequence[AttemptName], sound: frozenset[AttemptName]
 ) -> Mapping[AttemptName, AttemptName]:
     """Which commit replaced which: a later one of the same step, if that one is whole."""
     latest: dict[int, AttemptName] = {}
@@ -62,7 +62,7 @@ def superseded(
     for name in reversed(on_lineage):
         if name.step in latest:
             replaced[name] = latest[name.step]
-        elif name.folder in sound:
+        elif name in sound:
             latest[name.step] = name
     return replaced
 

@@ -177,7 +177,7 @@ class Scanner:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._read: dict[str, tuple[int, float, Commit | Abort]] = {}
+        self._read: dict[AttemptName, tuple[int, float, Commit | Abort]] = {}
 
     def names(self) -> tuple[AttemptName, ...]:
         """All attempts that have a folder, decided or not."""
@@ -191,10 +191,10 @@ class Scanner:
             # An attempt, or a checkpoint that lost its manifest, and by now its name, meanwhile.
             there = set(self.names())
             found = tuple(i for i in found if i.decided is not None or i.name in there)
-        present = {item.name.folder for item in found}
-        for folder in tuple(self._read):
-            if folder not in present:
-                self._read.pop(folder, None)
+        present = {item.name for item in found}
+        for name in tuple(self._read):
+            if name not in present:
+                self._read.pop(name, None)
         return found
 
     def folders(self) -> list[tuple[AttemptName, Entry]]:
@@ -218,16 +218,16 @@ class Scanner:
         return found
 
     def _look_once(self, name: AttemptName, folder: Entry, *, fully: bool) -> Found:
-        entries = self._store.list(name.folder)
+        entries = self._store.list(folder.name)
         manifest = next((entry for entry in entries if entry.name == MANIFEST_NAME), None)
-        decided = None if manifest is None else self._decided(name.folder, manifest)
+        decided = None if manifest is None else self._decided(name, manifest)
         fully = fully or (isinstance(decided, Commit) and not _is_deep(decided))
         passed_over = []
         for inner in [entry.name for entry in entries if entry.is_folder and not entry.is_link]:
             if inner == GROUPS_FOLDER or fully:
                 entries += [
                     msgspec.structs.replace(entry, name=f"{inner}/{entry.name}")
-                    for entry in self._store.list(f"{name.folder}/{inner}")
+                    for entry in self._store.list(f"{folder.name}/{inner}")
                 ]
             else:
                 passed_over.append(inner)
@@ -246,10 +246,11 @@ class Scanner:
             names += self._store.file_names(f"{found.name.folder}/{inner}")
         return sum(name.endswith(_DATA_FILE) for name in names) >= found.decided.file_count
 
-    def _decided(self, folder: str, entry: Entry) -> Commit | Abort | LaststepError | None:
-        known = self._read.get(folder)
+    def _decided(self, name: AttemptName, entry: Entry) -> Commit | Abort | LaststepError | None:
+        known = self._read.get(name)
         if known is not None and known[:2] == (entry.size_bytes, entry.modified_s):
             return known[2]
+        folder = name.folder
         if entry.size_bytes > decision.MANIFEST_LIMIT_BYTES:
             return Corrupt(
                 "a manifest is too large to be one",
@@ -265,7 +266,7 @@ class Scanner:
         except LaststepError as error:
             return error  # Not remembered: a second read may be better.
         if decided is not None:
-            self._read[folder] = (entry.size_bytes, entry.modified_s, decided)
+            self._read[name] = (entry.size_bytes, entry.modified_s, decided)
         return decided
 
 
@@ -274,7 +275,7 @@ def checkpoints(found: tuple[Found, ...], chain: lineage.Chain) -> tuple[Listed,
     committed = {item.name: item for item in found if item.is_committed}
     on_lineage = lineage.order(committed, chain)
     sound = frozenset(
-        name.folder
+        name
         for name, item in committed.items()
         if isinstance(item.decided, Commit) and item.incomplete is None
     )

@@ -23,7 +23,7 @@ _WITNESS = re.compile(r"start-[0-9a-f]{16}-([0-9]{1,20})\.lock")
 _EPOCH = re.compile(r"([0-9]{8,20})\.(json|lock)")
 
 
-class AttemptName(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptName(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One attempt: the step it saves, the writer's epoch, and which attempt of that epoch."""
 
     step: int

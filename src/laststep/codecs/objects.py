@@ -18,7 +18,16 @@ from laststep.codecs.typed_encoder import Encoder, Kept, json_bytes
 from laststep.codecs.typed_values import MAX_DEPTH, MAX_NAMEDTUPLES, Tagged, TensorRef
 from laststep.errors import Corrupt
 
-__all__ = ["MAX_DEPTH", "MAX_NAMEDTUPLES", "Kept", "Tagged", "TensorRef", "decode", "encode"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_NAMEDTUPLES",
+    "Kept",
+    "Tagged",
+    "TensorRef",
+    "decode",
+    "encode",
+    "from_parsed",
+]
 
 
 def encode(value: object, kept: Kept | None = None) -> bytes:
@@ -35,7 +44,11 @@ def encode(value: object, kept: Kept | None = None) -> bytes:
 
 def decode(data: bytes, *, where: str) -> object:
     """The value that `encode` wrote; `Corrupt`, naming `where`, for anything else."""
-    plain = strict.parse(data, where=where)
+    return from_parsed(strict.parse(data, where=where), where=where)
+
+
+def from_parsed(plain: object, *, where: str) -> object:
+    """The same from a part of a document that `strict.parse` has parsed; `plain` is used up."""
     try:
         return Decoder().value(plain)
     except Malformed as error:

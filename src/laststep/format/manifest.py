@@ -9,6 +9,7 @@ a checkpoint or, where many ranks wrote it, the manifests of groups of ranks tha
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -34,11 +35,18 @@ MAX_RANKS = 1 << 24
 """More than any job has; whatever a manifest says, checking it takes no more memory than that."""
 _MAX_NAME_BYTES = 255
 _TABLE = re.compile(r"[0-9a-f]{32}")
+_APART = frozenset('/\\:*?"<>|')
+"""What separates or means something in a path, on one system or another."""
 _DATA, _GROUP = ".safetensors", ".json"
 
 
 class FileRecord(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    gc=False,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
 ):
     """A data file: its size, the length and digest of its header region, and who wrote it."""
 
@@ -50,7 +58,12 @@ class FileRecord(
 
 
 class ItemRecord(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    gc=False,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
 ):
     """An item: the kind of provider that wrote it, and the (first) file that holds its tensors;
     `per_rank` if every rank has a state of its own."""
@@ -63,7 +76,7 @@ class ItemRecord(
     per_rank: bool = False
 
 
-class GroupRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GroupRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
     """The manifest of a group of consecutive ranks: its name and digest, which ranks, and how many
     data files of how many bytes in all it lists."""
 
@@ -198,7 +211,7 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
         document = msgspec.json.decode(content, type=_CommitDocument)
     except msgspec.ValidationError as error:
         raise _corrupt(where, "the fields that docs/format.md lists", str(error)) from None
-    commit = _commit_of(document, where)
+    commit = _commit_of(document, plain, where)
     problem = _problem(commit)
     if problem is not None:
         raise _corrupt(where, *problem)
@@ -267,12 +280,13 @@ def _classes_of(document: _CommitDocument, where: str) -> tuple[ClassRecord, ...
     )
 
 
-def _commit_of(document: _CommitDocument, where: str) -> Commit:
+def _commit_of(document: _CommitDocument, plain: dict[str, object], where: str) -> Commit:
+    """`plain` is the same, parsed: metrics and metadata are in there."""
     if (document.files is msgspec.UNSET) is (document.groups is msgspec.UNSET):
         raise _corrupt(where, "either files or groups", "both or neither")
     if document.groups == ():
         raise _corrupt(where, "groups of ranks", "an empty list")
-    metrics = objects.decode(bytes(document.metrics), where=f"metrics of {where}")
+    metrics = objects.from_parsed(plain["metrics"], where=f"metrics of {where}")
     if type(metrics) is not dict:
         raise _corrupt(where, "metrics by name", type(metrics).__name__)
     try:
@@ -290,7 +304,7 @@ def _commit_of(document: _CommitDocument, where: str) -> Commit:
         items=document.items,
         files=() if document.files is msgspec.UNSET else document.files,
         metrics=metrics,
-        metadata=objects.decode(bytes(document.metadata), where=f"metadata of {where}"),
+        metadata=objects.from_parsed(plain["metadata"], where=f"metadata of {where}"),
         continues=document.continues,
         references=document.references,
         ranks=1 if document.ranks is msgspec.UNSET else document.ranks,
@@ -350,6 +364,8 @@ def _file_problem(record: FileRecord) -> tuple[str, str] | None:
 
 def _groups_problem(commit: Commit) -> tuple[str, str] | None:
     """Groups follow each other, and are all ranks."""
+    if not commit.groups:
+        return None
     ranks = 0
     for record in commit.groups:
         if not _is_file_name(record.name, _GROUP):
@@ -359,7 +375,7 @@ def _groups_problem(commit: Commit) -> tuple[str, str] | None:
         if record.first != ranks or record.ranks < 1:
             return f"a group of ranks from {ranks} on", f"{record.ranks} from {record.first} on"
         ranks += record.ranks
-    if commit.groups and ranks != commit.ranks:
+    if ranks != commit.ranks:
         return f"groups of {commit.ranks} ranks in all", f"of {ranks}"
     if not _all_differ(record.name for record in commit.groups):
         return "groups that differ in name", "one name twice"
@@ -368,13 +384,15 @@ def _groups_problem(commit: Commit) -> tuple[str, str] | None:
 
 def _classes_problem(commit: Commit) -> tuple[str, str] | None:
     """Classes are all ranks, each once."""
+    if not commit.classes:
+        return None
     for record in commit.classes:
         if _TABLE.fullmatch(record.table) is None:
             return "32 hex digits for the table of a class", repr(record.table)
     if not _all_differ(record.table for record in commit.classes):
         return "classes that differ in their tables", "one table twice"
     spans = [span for record in commit.classes for span in record.spans]
-    if commit.classes and not cover_once(spans, commit.ranks):
+    if not cover_once(spans, commit.ranks):
         return f"classes that hold each of {commit.ranks} ranks once", "other ranks"
     return None
 
@@ -398,8 +416,10 @@ def _all_differ(names: Iterable[str]) -> bool:
     return len(set(listed)) == len(listed)
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def _is_file_name(name: str, suffix: str) -> bool:
-    """Whether that is a file of this kind in a checkpoint's folder, or in a folder within it."""
+    """Whether that is a file of this kind in a checkpoint's folder, or in a folder within it.
+    Remembered: all manifests of a run have the same names in them."""
     parts = name.split("/")
     whole = parts[-1].endswith(suffix) and parts[-1] != suffix
     return whole and len(parts) <= 2 and all(map(_is_plain_name, parts))
@@ -411,5 +431,5 @@ def _is_plain_name(name: str) -> bool:
         name.isprintable()
         and 0 < len(name.encode()) <= _MAX_NAME_BYTES
         and not name.startswith(".")
-        and not any(character in name for character in '/\\:*?"<>|')
+        and _APART.isdisjoint(name)
     )

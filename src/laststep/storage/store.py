@@ -15,7 +15,7 @@ import msgspec
 from laststep.errors import Usage
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One name in a folder."""
 
     name: str
