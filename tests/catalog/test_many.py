@@ -105,6 +105,17 @@ def test_a_step_that_no_folder_has_is_free_without_a_look_into_any(
     assert calls["folder_names"] == 2
 
 
+def test_a_save_that_has_its_folder_finds_its_step_free_without_reading_the_others(
+    many: DirectoryStore, calls: Counter[str]
+) -> None:
+    run = Run.open(many)
+    run.begin(step=MANY + 1, epoch=1, attempt=MANY + 1)
+    calls.clear()
+    run.check_step_free(MANY + 1)
+    assert calls["list"] == 0
+    assert calls["read"] == 1  # whether its own folder is decided
+
+
 def test_the_newest_is_the_last_that_is_whole(many: DirectoryStore, tmp_path: Path) -> None:
     (tmp_path / "run" / f"step-{MANY:08d}.1-{MANY}" / "m.safetensors").unlink()
     (tmp_path / "run" / f"step-{MANY - 1:08d}.1-{MANY - 1}" / "manifest.json").write_bytes(b"x")

@@ -271,7 +271,10 @@ class Run:
 
     def check_step_free(self, step: int) -> None:
         """`Exists` where that step is committed on the lineage and whole."""
-        if all(name.step != step for name in self._scanner.names()):
+        # One that is not committed may be that of the very save which asks. All are looked at only
+        # where there is one: every save asks, and a run may have thousands.
+        there = [name for name in self._scanner.names() if name.step == step]
+        if not any(_is_committed(self.store, name) for name in there):
             return
         # By the records alone: what a writer passes over that continues nothing, it does not own.
         found = self._scanner.scan(Through.ALL)
