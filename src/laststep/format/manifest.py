@@ -179,6 +179,11 @@ class _AbortDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     by: str
 
 
+# Made here, so that the first commit of a job does not wait for it.
+_decode_commit = msgspec.json.Decoder(_CommitDocument).decode
+_decode_abort = msgspec.json.Decoder(_AbortDocument).decode
+
+
 def encode(decision: Commit | Abort) -> bytes:
     """The bytes of `manifest.json`; `Usage` if the decision could not be read back."""
     if decision.format != FORMAT_VERSION:
@@ -207,8 +212,8 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
     check_format(plain.get("format"), where=where, what="manifest")
     try:
         if plain.get("decision") == "abort":
-            return _abort_of(msgspec.json.decode(content, type=_AbortDocument))
-        document = msgspec.json.decode(content, type=_CommitDocument)
+            return _abort_of(_decode_abort(content))
+        document = _decode_commit(content)
     except msgspec.ValidationError as error:
         raise _corrupt(where, "the fields that docs/format.md lists", str(error)) from None
     commit = _commit_of(document, plain, where)
