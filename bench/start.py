@@ -1,0 +1,71 @@
+"""`python bench/start.py`: how soon a job that starts can commit, each time in a fresh process.
+
+The flusher's start (in CPU time until it is up, since wall time tells more of what else runs), and
+the first commit of ten small tensors beside later ones, to a new run.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+STARTS = 10
+LATER = 6
+
+
+def measure(folder: str) -> dict[str, list[float]]:
+    """In this process: one start, one first commit, some later ones, in milliseconds."""
+    import torch
+
+    import laststep
+
+    state = {f"t{n}": torch.zeros(1000) for n in range(10)}
+    with laststep.Checkpointer(f"{folder}/run", state=state, progress=False) as checkpointer:
+        began = time.perf_counter()
+        checkpointer.restore()
+        restored_s = time.perf_counter() - began
+        pid = checkpointer._client.helper_pid  # noqa: SLF001 (nothing public tells it)
+        tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+        start_ns = sum(int(task.read_text().split()[0]) for task in tasks)
+        commits_s = []
+        for step in range(1 + LATER):
+            save = checkpointer.save(step)
+            save.wait()
+            commits_s.append(save.report.committed_s or 0.0)
+    return {
+        "flusher's start, CPU": [start_ns / 1e6],
+        "restore() with nothing to restore": [restored_s * 1e3],
+        "first commit": [commits_s[0] * 1e3],
+        "later commits": [seconds * 1e3 for seconds in commits_s[1:]],
+    }
+
+
+def main() -> None:
+    """Print minimum, median and maximum of each."""
+    found: dict[str, list[float]] = {}
+    for _ in range(STARTS):
+        with tempfile.TemporaryDirectory(dir=ROOT) as folder:
+            done = subprocess.run(
+                [sys.executable, __file__, folder], stdout=subprocess.PIPE, check=True
+            )
+        for name, values in json.loads(done.stdout).items():
+            found.setdefault(name, []).extend(values)
+    print(f"{'ms':36} {'min':>7} {'median':>7} {'max':>7}")
+    for name, values in found.items():
+        row = (min(values), statistics.median(values), max(values))
+        print(f"{name:36} {row[0]:7.1f} {row[1]:7.1f} {row[2]:7.1f}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(measure(sys.argv[1])))
+    else:
+        main()
