@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -132,7 +132,9 @@ def judge_twins(found: Fit, ranks: Ranks) -> None:
             remedy="restore into a state in which they are apart, "
             "or pass strict=False to take the first",
         )  # fmt: skip
-    found.problems = replace(found.problems, mismatched=found.problems.mismatched + texts)
+    found.problems = msgspec.structs.replace(
+        found.problems, mismatched=found.problems.mismatched + texts
+    )
 
 
 def _look(
