@@ -25,7 +25,7 @@ sys.path[:1] = [str(ROOT), str(ROOT / "src")]
 
 import msgspec  # noqa: E402
 
-from laststep.checkpointer.receipts import (  # noqa: E402
+from laststep.commit.receipts import (  # noqa: E402
     Part,
     Receipt,
     Summary,
@@ -36,6 +36,7 @@ from laststep.checkpointer.receipts import (  # noqa: E402
 )
 from laststep.format import group as grouping  # noqa: E402
 from laststep.format.manifest import Commit, FileRecord, encode  # noqa: E402
+from laststep.plan.files import folder_of  # noqa: E402
 from laststep.plan.groups import Groups, cut  # noqa: E402
 from laststep.plan.job import (  # noqa: E402
     Agreement,
@@ -48,7 +49,6 @@ from laststep.plan.job import (  # noqa: E402
     digest_of,
     encode_table,
 )
-from laststep.plan.save import folder_of  # noqa: E402
 from laststep.state.layouts import Layout, Mesh, Shard, Sharded  # noqa: E402
 
 if TYPE_CHECKING:

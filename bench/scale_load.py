@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from laststep.codecs import objects
 from laststep.codecs.typed_values import TensorRef
+from laststep.plan.files import TABLE_NAME, ItemSpec, plan_save, tree_name
 from laststep.plan.gather import Stored, chunks_of
 from laststep.plan.job import agree, decode_table, digest_of, encode_table
-from laststep.plan.save import TABLE_NAME, ItemSpec, plan_save, tree_name
 from laststep.plan.sources import Ledger
 from laststep.plan.wants import Wants, decode_wish, encode_wish
 from laststep.state.pieces import Part, Piece

@@ -12,13 +12,8 @@ from typing import TYPE_CHECKING
 from laststep.version import VERSION as __version__  # noqa: N811 (every package has this name)
 
 if TYPE_CHECKING:
-    from laststep.checkpointer.core import Checkpointer
-    from laststep.checkpointer.keep import Keep
-    from laststep.checkpointer.oneoff import load, save
-    from laststep.checkpointer.opening import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
-    from laststep.checkpointer.restoring import Restored, Skipped
-    from laststep.config import Capture, CompareReplicas, FlushIn, OnBusy
-    from laststep.engine.handle import SaveHandle, SaveReport
+    from laststep.browse import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
+    from laststep.checkpointer import Checkpointer
     from laststep.errors import (
         Aborted,
         Corrupt,
@@ -31,19 +26,24 @@ if TYPE_CHECKING:
         Torn,
         Usage,
     )
+    from laststep.flush.handle import SaveHandle, SaveReport
+    from laststep.keep import Keep
+    from laststep.oneoff import load, save
+    from laststep.restoring.restore import Restored, Skipped
+    from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy
     from laststep.state.layouts import Flat, Mesh, Replicate, Shard, Sharded
     from laststep.state.provider import ABSENT, State, StateProvider
     from laststep.state.tensors import Laid, register_tensor_type
     from laststep.state.values import RNG, PerRank
 
 _WHERE = {
-    "laststep.checkpointer.core": ("Checkpointer",),
-    "laststep.checkpointer.keep": ("Keep",),
-    "laststep.checkpointer.oneoff": ("load", "save"),
-    "laststep.checkpointer.opening": ("Catalog", "Checkpoint", "StoredTensor", "open"),
-    "laststep.checkpointer.restoring": ("Restored", "Skipped"),
-    "laststep.config": ("Capture", "CompareReplicas", "FlushIn", "OnBusy"),
-    "laststep.engine.handle": ("SaveHandle", "SaveReport"),
+    "laststep.checkpointer": ("Checkpointer",),
+    "laststep.keep": ("Keep",),
+    "laststep.oneoff": ("load", "save"),
+    "laststep.browse": ("Catalog", "Checkpoint", "StoredTensor", "open"),
+    "laststep.restoring.restore": ("Restored", "Skipped"),
+    "laststep.settings": ("Capture", "CompareReplicas", "FlushIn", "OnBusy"),
+    "laststep.flush.handle": ("SaveHandle", "SaveReport"),
     "laststep.errors": (
         "Aborted", "Corrupt", "Exists", "LaststepError", "Mismatch", "NotFound", "Problems",
         "StorageFailed", "Torn", "Usage",

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import laststep
 from laststep import cli
-from laststep.adapters.dcp_folder import read_folder
+from laststep.adapters.importing.dcp_folder import read_folder
 from laststep.errors import Corrupt, NotFound, Usage
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def test_too_little_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     folder = save({"a": torch.ones(4, 6)}, tmp_path / "dcp")
-    monkeypatch.setattr("laststep.adapters.dcp_folder.allocate", fail)
+    monkeypatch.setattr("laststep.adapters.importing.dcp_folder.allocate", fail)
     status, _, err = run_import(monkeypatch, folder, tmp_path / "run")
     assert status == 1
     assert "too little memory: a tensor of shape [4, 6]" in err

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from laststep.adapters.dcp_folder import read_folder
-from laststep.adapters.dcp_metadata import Region, TensorEntry, decode
+from laststep.adapters.importing.dcp_folder import read_folder
+from laststep.adapters.importing.dcp_metadata import Region, TensorEntry, decode
 from laststep.errors import Corrupt, LaststepError, Usage
 from laststep.state.boxes import Box
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import SavePlan
 
-from laststep.adapters import dcp_record
-from laststep.adapters.dcp_layout import Entry, entries_of, locate, paths_told, tensor_name
-from laststep.adapters.dcp_reading import Wanted, plan_stretches
+from laststep.adapters.dcp import record as dcp_record
+from laststep.adapters.dcp.layout import Entry, entries_of, locate, paths_told, tensor_name
+from laststep.adapters.dcp.reading import Wanted, plan_stretches
 from laststep.adapters.nesting import nest
 from laststep.codecs import objects
 from laststep.errors import Corrupt, Usage

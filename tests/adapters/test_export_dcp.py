@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import laststep
 from laststep import cli
-from laststep.adapters import export_pieces
+from laststep.adapters.export import pieces as export_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable

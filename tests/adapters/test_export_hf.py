@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 import laststep
 from laststep import cli
-from laststep.adapters import export_folder, export_pieces
+from laststep.adapters.export import folder as export_folder
+from laststep.adapters.export import pieces as export_pieces
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:

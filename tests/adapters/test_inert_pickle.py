@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.adapters.inert_pickle import Global, Record, read
+from laststep.adapters.importing.inert_pickle import Global, Record, read
 from laststep.errors import Corrupt, LaststepError, Usage
 
 PATH = ("pathlib", "PurePosixPath")

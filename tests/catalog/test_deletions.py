@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.catalog.content import Content
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import Run, plan_prune
-from laststep.catalog.verify import verify_checkpoint
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.format.manifest import Abort
+from laststep.read.content import Content
+from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import MANIFEST_NAME
 

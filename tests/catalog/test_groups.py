@@ -9,9 +9,9 @@ import pytest
 
 from laststep.catalog import groups
 from laststep.catalog.groups import files_of
-from laststep.catalog.verify import verify_checkpoint
 from laststep.errors import Corrupt, Exists, NotFound, StorageFailed
 from laststep.format.manifest import Commit, FileRecord
+from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:

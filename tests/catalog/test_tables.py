@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.catalog.content import agreement_of
 from laststep.errors import Corrupt
 from laststep.format.manifest import ClassRecord
 from laststep.format.spans import spans_of
 from laststep.plan.job import Item, Table, Tensor, digest_of, encode_table
+from laststep.read.content import agreement_of
 from laststep.state.layouts import Mesh, Shard, Sharded
 
 MESH = Mesh.of(("dp",), (2,), range(2))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import laststep
-from laststep.checkpointer import arguments
+from laststep import arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import laststep
-from laststep import interrupts
+from laststep.process import interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from torch import nn
 
 import laststep
 from laststep import events
-from laststep.checkpointer.watching import log_event
+from laststep.watching import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,9 @@ import pytest
 import laststep
 from laststep.catalog import epochs
 from laststep.catalog.run import Run
-from laststep.checkpointer import neighbours, restoring
-from laststep.flusher import serving
+from laststep.flush import server as serving
+from laststep.restoring import neighbours
+from laststep.restoring import restore as restoring
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def test_a_live_writer_that_does_not_commit_is_told(
     first.save(2)
     assert held.reached.wait(PATIENCE_S)
     # As if it were another process, of which this one knows nothing.
-    monkeypatch.setattr("laststep.checkpointer.neighbours.wait_for_others", lambda *_: None)
+    monkeypatch.setattr("laststep.restoring.neighbours.wait_for_others", lambda *_: None)
     monkeypatch.setattr("laststep.catalog.run.shares_pids", lambda _: False)
     with opened(fresh) as second:
         assert second.restore().step == 1

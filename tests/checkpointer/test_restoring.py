@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import laststep
-from laststep.checkpointer.choosing import Choosing
+from laststep.restoring.choose import Choosing
 from laststep.storage.files import FileReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.catalog.content import Content
-    from laststep.checkpointer.choosing import Chosen
+    from laststep.read.content import Content
+    from laststep.restoring.choose import Chosen
 
 
 def folder_of(run: Path, step: int) -> Path:

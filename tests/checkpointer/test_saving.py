@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import laststep
-from laststep.flusher import serving
+from laststep.flush import server as serving
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.faults import FailingDisk, Kind
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from laststep.catalog.run import Run
-from laststep.checkpointer.rounds import Desk, Place, Round
-from laststep.dist.ranks import Rank
-from laststep.engine.handle import SaveHandle
+from laststep.commit.round import Desk, Place, Round
 from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.flush.handle import SaveHandle
 from laststep.format.manifest import Commit
+from laststep.ranks.rank import Rank
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from laststep.engine.wire import Decided
+    from laststep.flush.protocol import Decided
 
 LOST = StorageFailed("the flusher ended before its work was done")
 ERROR = Aborted("rank 0 did not commit step 7 within 5 s", remedy="see its log")

@@ -26,7 +26,7 @@ from laststep.format.header import (
     reserve_bytes,
 )
 from laststep.format.manifest import Commit, FileRecord, ItemRecord
-from laststep.plan.save import tree_name
+from laststep.plan.files import tree_name
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:

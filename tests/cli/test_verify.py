@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.catalog.verify import verify_checkpoint
 from laststep.errors import NotFound
+from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
 

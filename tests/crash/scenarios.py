@@ -22,9 +22,9 @@ from laststep.catalog import groups
 from laststep.catalog.groups import files_of
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import Run, plan_prune
-from laststep.engine.flush import SaveFlush
-from laststep.engine.wire import FileBegin
 from laststep.errors import LaststepError, NotFound
+from laststep.flush.protocol import FileBegin
+from laststep.flush.writer import SaveFlush
 from laststep.format.group import GroupManifest
 from laststep.format.header import TensorEntry, reserve_bytes
 from laststep.format.manifest import Commit, FileRecord, ItemRecord

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import laststep
-from laststep.checkpointer import teaming
-from laststep.checkpointer.agreeing import Agreements
-from laststep.checkpointer.following import Following
-from laststep.checkpointer.leading import Leading
-from laststep.checkpointer.rounds import Desk
-from laststep.plan import save as planning
+from laststep.commit import meeting as teaming
+from laststep.commit.agreement import Agreements
+from laststep.commit.leader import Leading
+from laststep.commit.member import Following
+from laststep.commit.round import Desk
+from laststep.plan import files as planning
 from laststep.plan.groups import Groups
 
 PATIENCE_S = 60.0

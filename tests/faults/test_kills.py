@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.engine.wire import Flushed
+from laststep.flush.protocol import Flushed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -331,7 +331,7 @@ def test_a_flusher_killed_again_and_again_loses_nothing_that_was_committed(
 def test_a_save_in_the_moment_between_death_and_its_notice_does_not_hang(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from laststep.flusher.starting import HelperProcess
+    from laststep.flush.launch import HelperProcess
 
     join = HelperProcess.join
 

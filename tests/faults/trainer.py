@@ -17,9 +17,9 @@ import threading
 import torch
 
 import laststep
-from laststep.checkpointer import restoring
-from laststep.engine import client
-from laststep.engine.copy import mover
+from laststep.capture import mover
+from laststep.flush import client
+from laststep.restoring import restore as restoring
 
 
 class Numbers(torch.utils.data.Dataset):

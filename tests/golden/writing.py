@@ -16,9 +16,9 @@ import laststep
 from laststep.adapters import dcp as adapter
 from laststep.adapters.dcp import Writer
 from laststep.catalog import epochs
-from laststep.checkpointer import teaming
-from laststep.flusher import starting
-from laststep.plan import save as planning
+from laststep.commit import meeting as teaming
+from laststep.flush import launch as starting
+from laststep.plan import files as planning
 from laststep.plan.groups import Groups
 
 

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import laststep
-from laststep.dist import carrying, group
 from laststep.errors import StorageFailed
+from laststep.ranks import carrying, group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import laststep
-from laststep.engine.copy.fingerprint import Fingerprint
-from laststep.engine.copy.kernels import kernels_on, prepare_kernels
+from laststep.capture.fingerprint import Fingerprint
+from laststep.capture.kernels import kernels_on, prepare_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

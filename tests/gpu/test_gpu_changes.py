@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import laststep
-from laststep.engine.copy import capture, gather, ring
-from laststep.engine.copy.kernels import kernels_on, prepare_kernels
+from laststep.capture import capture, gather, ring
+from laststep.capture.kernels import kernels_on, prepare_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

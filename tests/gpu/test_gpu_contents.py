@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laststep.engine.copy.contents import Contents
-from laststep.engine.copy.kernels import prepare_kernels
+from laststep.capture.contents import Contents
+from laststep.capture.kernels import prepare_kernels
 
 pytestmark = pytest.mark.gpu
 

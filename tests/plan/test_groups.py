@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laststep.plan.files import FLAT_RANKS, folder_of
 from laststep.plan.groups import ONE_GROUP_RANKS, Groups, cut
-from laststep.plan.save import FLAT_RANKS, folder_of
 
 counts = st.integers(1, 300_000)
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laststep.format.header import Header, encode_header
-from laststep.plan import save as planning
-from laststep.plan.save import ItemSpec, PlanCache, plan_save
+from laststep.plan import files as planning
+from laststep.plan.files import ItemSpec, PlanCache, plan_save
 from laststep.state.pieces import Piece
 from laststep.terms import ALIGN_BYTES, DTYPES
 

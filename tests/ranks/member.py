@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laststep.checkpointer import teaming
+from laststep.commit import meeting as teaming
 
 _GROUP_S = 60.0
 

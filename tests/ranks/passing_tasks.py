@@ -11,10 +11,10 @@ import torch.distributed as dist
 from reading_tasks import big
 from tasks import opened
 
-from laststep.dist import carrying
-from laststep.dist.group import Group
-from laststep.dist.ranks import this_rank
 from laststep.errors import StorageFailed
+from laststep.ranks import carrying
+from laststep.ranks.group import Group
+from laststep.ranks.rank import this_rank
 
 PATIENCE_S = 60.0
 

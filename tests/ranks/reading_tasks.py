@@ -11,19 +11,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from wraps import whole
 
-from laststep.engine import read
-from laststep.engine.copy.boxes import BoxPlacer
 from laststep.events import Restored
 from laststep.plan import sources
+from laststep.read import reader as read
+from laststep.restoring.parcels import BoxPlacer
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.engine.copy.boxes import Parcels
     from laststep.plan.gather import Chunk
     from laststep.plan.load import Read
+    from laststep.restoring.parcels import Parcels
     from laststep.storage.store import Reader
 
 TENSORS, SIDE = 4, 2048

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import laststep
-from laststep.engine.copy import contents
+from laststep.capture import contents
 from laststep.events import ReplicasDiffer
 
 LARGE, WIDE = 5 << 20, 1 << 20

@@ -13,8 +13,9 @@ from unittest import mock
 import torch.distributed as dist
 from tasks import Heard, fill, filled_with, kinds, opened, sharded_model
 
-from laststep.checkpointer import choosing, restoring
 from laststep.errors import NotFound
+from laststep.restoring import choose as choosing
+from laststep.restoring import restore as restoring
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.files import FileReader
 

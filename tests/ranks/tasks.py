@@ -19,8 +19,8 @@ from torch.distributed.tensor import distribute_tensor
 from wraps import WAYS, Trainer
 
 import laststep
-from laststep.checkpointer import teaming
-from laststep.engine import client
+from laststep.commit import meeting as teaming
+from laststep.flush import client
 from laststep.plan.groups import Groups
 from laststep.state.items import providers_for
 from laststep.state.layouts import Mesh, Shard, Sharded

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import laststep
-from laststep.checkpointer.parts import Memory, Taken, take_state
+from laststep.saving.describe import Memory, Taken, take_state
 from laststep.state.items import providers_for
 from laststep.state.tensors import CollectCache, collect
 

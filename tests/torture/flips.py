@@ -16,11 +16,11 @@ from tally import Tally, Violation
 import laststep
 import state
 from laststep.catalog.run import Run
-from laststep.catalog.verify import verify_checkpoint
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import Corrupt
 from laststep.format import manifest
 from laststep.format.header import decode_header
+from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
 

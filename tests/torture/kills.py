@@ -24,9 +24,9 @@ from tally import Tally, Violation
 import laststep
 import state
 from laststep.catalog.run import Run
-from laststep.catalog.verify import verify_checkpoint
 from laststep.cli.processes import children_of
 from laststep.errors import LaststepError
+from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:

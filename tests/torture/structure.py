@@ -17,7 +17,7 @@ from structure_state import World, loaded_as_written
 from trials import Violation
 
 import laststep
-from laststep.engine.pool import Pool
+from laststep.memory.pool import Pool
 from laststep.state.tensors import repeats_itself
 
 if TYPE_CHECKING:

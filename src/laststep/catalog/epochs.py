@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from laststep import kernel
 from laststep.catalog import names
 from laststep.catalog.lineage import Chain, Link, Point
 from laststep.codecs.digests import digest_text
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
+from laststep.process import kernel
 from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from laststep.adapters.export_folder import Exported, check_absent
-from laststep.checkpointer.opening import open_folder
+from laststep.adapters.export.folder import Exported, check_absent
+from laststep.browse import open_folder
 from laststep.cli import output, places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import FrameType
 
-    from laststep.adapters.export_hf import Choices
+    from laststep.adapters.export.hf import Choices
 
 _MODEL = "model"
 _SHARD = "5GB"
@@ -92,7 +92,7 @@ def export(  # noqa: PLR0913 (one parameter for each option)
     opened = open_folder(f"{place.store.url}/{place.folder}")
     with _ended_by_signals(), opened.of_rank(rank or 0) as checkpoint:
         if format_ == "hf":
-            from laststep.adapters.export_hf import export_hf
+            from laststep.adapters.export.hf import export_hf
 
             items = [item or _MODEL]
             choices = _choices(
@@ -100,7 +100,7 @@ def export(  # noqa: PLR0913 (one parameter for each option)
             )
             exported = export_hf(checkpoint, target, item=items[0], choices=choices)
         else:
-            from laststep.adapters.export_dcp import export_dcp
+            from laststep.adapters.export.dcp import export_dcp
 
             items = checkpoint.items() if item is None else [item]
             exported = export_dcp(checkpoint, target, items=items)
@@ -122,7 +122,7 @@ def export(  # noqa: PLR0913 (one parameter for each option)
 def _choices(
     shard_bytes: str, dtypes: Sequence[str], renames: Sequence[str], *, keep_tied: bool
 ) -> Choices:
-    from laststep.adapters.export_hf import Cast, Choices, Rename
+    from laststep.adapters.export.hf import Cast, Choices, Rename
 
     casts = []
     for text in dtypes:

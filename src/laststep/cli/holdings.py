@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog import decision
-from laststep.catalog.content import read_header
-from laststep.catalog.entries import item_of_object, stored_in
 from laststep.catalog.groups import files_of
 from laststep.errors import Corrupt, LaststepError, NotFound
+from laststep.read.content import read_header
+from laststep.read.entries import item_of_object, stored_in
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ def import_(
     torch.distributed.checkpoint wrote, without running any code in it."""
     _check_run(run, step, force=force)
     items = items_of(read_state(source))
-    from laststep.checkpointer.oneoff import import_state
+    from laststep.oneoff import import_state
 
     import_state(items, run, step, metadata={"imported_from": Path(source).absolute().name})
     if as_json:
@@ -105,7 +105,7 @@ def read_state(source: str) -> object:
 
 
 def _read_folder(path: Path, source: str) -> object:
-    from laststep.adapters import dcp_folder
+    from laststep.adapters.importing import dcp_folder
 
     if not dcp_folder.is_one(path):
         raise NotFound(
@@ -120,14 +120,14 @@ def _read_folder(path: Path, source: str) -> object:
 
 
 def _read_torch(path: Path) -> object:
-    from laststep.adapters import torch_save
+    from laststep.adapters.importing import torch_save
 
     remedy = "load the file yourself if you trust it, and save its state_dict()"
     return torch_save.load(path, where=str(path), remedy=remedy)
 
 
 def _read_safetensors(path: Path) -> dict[str, object]:
-    from laststep.adapters.safetensors_part import open_part, read_tensor
+    from laststep.adapters.importing.safetensors_part import open_part, read_tensor
 
     where = str(path)
     with path.open("rb") as file:

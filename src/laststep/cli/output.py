@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from laststep.checkpointer.watching import human
+from laststep.watching import human
 
 SCHEMA = 1
 """Grows when a document changes in a way that could break its readers; new fields may come."""

@@ -14,9 +14,9 @@ import typer
 
 from laststep.catalog.retention import Policy
 from laststep.catalog.run import plan_prune
-from laststep.catalog.verify import verify_checkpoint
 from laststep.cli import output, places
 from laststep.errors import Corrupt, Usage
+from laststep.read.verify import verify_checkpoint
 
 if TYPE_CHECKING:
     from laststep.catalog.prune import PrunePlan

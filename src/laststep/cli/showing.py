@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from laststep.catalog import decision
-from laststep.catalog.entries import box_text
 from laststep.cli import holdings, output, places
 from laststep.cli.listing import lineage_of
 from laststep.errors import NotFound
 from laststep.format import manifest
+from laststep.read.entries import box_text
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:

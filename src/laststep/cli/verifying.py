@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from laststep.catalog.run import Run
-from laststep.catalog.verify import VerifyReport, verify_checkpoint
 from laststep.cli import listing, output, places
 from laststep.cli.status import DAMAGED
 from laststep.errors import Corrupt, NotFound
+from laststep.read.verify import VerifyReport, verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from laststep.catalog.listing import Attempt
-    from laststep.catalog.verify import Damage, Progress
+    from laststep.read.verify import Damage, Progress
 
 _SHOWN_NAMES = 3
 _HIDING = ("missing file", "header")

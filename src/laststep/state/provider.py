@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from laststep import shortage
 from laststep.errors import LaststepError, Mismatch
+from laststep.process import shortage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final, cast
 import numpy as np
 import torch
 
-from laststep import shortage
 from laststep.codecs.objects import Tagged
 from laststep.errors import Corrupt, Usage
+from laststep.process import shortage
 from laststep.state.tensors.kinds import handler_named
 from laststep.state.tree import OWNED, owned
 

@@ -1,0 +1,190 @@
+"""Make one checkpoint of what the ranks of a DCP save have written: check it, write the trees, and
+say what is to be committed.
+
+Runs on the coordinator, after every rank has made its files durable. What no reader would take is
+refused here, before anything is committed.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from laststep.adapters.dcp import record as dcp_record
+from laststep.adapters.dcp.layout import tensor_name
+from laststep.adapters.dcp.record import Entry, Kind, Record
+from laststep.adapters.dcp.writing import KIND, Written
+from laststep.adapters.nesting import nest
+from laststep.codecs import objects
+from laststep.codecs.objects import TensorRef
+from laststep.errors import Aborted, Usage
+from laststep.flush.protocol import FileBegin
+from laststep.flush.writer import SaveFlush
+from laststep.format.header import TensorEntry, reserve_bytes
+from laststep.format.manifest import Commit, FileRecord, ItemRecord
+from laststep.plan.files import SHARED_FILE, tree_name
+from laststep.state.boxes import Box, covers_once
+from laststep.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from laststep.adapters.dcp.attempts import Attempt
+    from laststep.storage.store import Store
+
+_SHARED = f"{SHARED_FILE}.safetensors"
+
+
+@dataclass(slots=True)
+class _Item:
+    """What is told of an item in the manifest."""
+
+    file: str | None = None
+    tensors: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the ranks tell, put together."""
+
+    written: dict[str, list[Written]] = field(default_factory=dict)
+    files: list[FileRecord] = field(default_factory=list)
+    items: dict[str, _Item] = field(default_factory=dict)
+
+
+def make_commit(
+    attempt: Attempt,
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    *,
+    save_id: str,
+    allow_pickle: bool,
+) -> Commit:
+    """Write what is left to write into the attempt's folder; returns the commit."""
+    told = _gather(results, attempt.folder)
+    entries = [
+        _checked(fqn, told, content) for fqn, content in metadata.state_dict_metadata.items()
+    ]
+    unknown = sorted(told.written.keys() - metadata.state_dict_metadata.keys())
+    if unknown:
+        raise Usage("the planner's metadata lacks what was written", found=", ".join(unknown[:4]))
+    record = Record(entries=tuple(entries), planner_data=metadata.planner_data, save_id=save_id)
+    trees = nest(((entry.location, _node(entry, told)) for entry in entries), where=attempt.folder)
+    stored = [(tree_name(item), _tree_object(tree)) for item, tree in trees.items()]
+    stored.append((dcp_record.OBJECT_NAME, dcp_record.encode(record, allow_pickle=allow_pickle)))
+    shared = _write_shared(
+        attempt.run.store, attempt.folder, _empty_tensors(told, metadata), stored
+    )
+    return Commit(
+        run=attempt.run.id, step=attempt.step, epoch=attempt.epoch, attempt=attempt.number,
+        created_s=time.time(), laststep=VERSION, files=(*told.files, shared),
+        items=tuple(
+            ItemRecord(name=name, kind=KIND, file=item.file or _SHARED, tensors=item.tensors,
+                       size_bytes=item.size_bytes)
+            for name, item in told.items.items()
+        ),
+        continues=attempt.continues, ranks=len(results),
+    )  # fmt: skip
+
+
+def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _Told:
+    told = _Told()
+    for result in (one for of_rank in results for one in of_rank):
+        written: Written = result.storage_data
+        known = told.written.setdefault(result.index.fqn, [])
+        item = told.items.setdefault(str(written.location[0]), _Item())
+        if written.tree is not None or not known:  # a tensor counts once, whatever its parts
+            item.tensors += written.tensors
+        item.size_bytes += written.tensor_bytes
+        known.append(written)
+        if written.files is not None:
+            if written.files.folder != folder:
+                raise Aborted(
+                    "the Writer was used for another save before this one ended",
+                    expected=f"files in {folder}", found=f"files in {written.files.folder}",
+                    remedy="make a Writer for each of the saves that run at once",
+                )  # fmt: skip
+            told.files += written.files.records
+            for name, file in written.files.file_of.items():
+                first = told.items.setdefault(name, _Item())
+                first.file = first.file or file
+    return told
+
+
+def _checked(fqn: str, told: _Told, content: object) -> Entry:
+    """An entry of the metadata, of which everything MUST have been written, once."""
+    written = told.written.get(fqn)
+    if not written:
+        raise Usage(f"no rank has written {fqn}, which the planner's metadata lists")
+    first = written[0]
+    if any(other.location != first.location for other in written):
+        raise Usage(
+            f"the ranks do not agree where {fqn} belongs",
+            found=", ".join(sorted({str(other.location) for other in written})),
+            remedy="save without the plan caching of the planner",
+        )
+    if not isinstance(content, TensorStorageMetadata):
+        kind: Kind = "raw" if first.is_raw else "value"
+        if len(written) > 1 or first.tree is None:
+            raise Usage(f"{fqn} was written {len(written)} times, or as a tensor")
+        return Entry(fqn=fqn, location=first.location, kind=kind)
+    boxes = [one.box for one in written if one.box is not None]
+    shape = tuple(content.size)
+    alike = len(boxes) == len(written) and len({one.dtype for one in written}) == 1
+    if not alike or not covers_once(shape, [box for box in boxes if box.volume]):
+        raise Usage(
+            f"the chunks of {fqn} do not make it up",
+            expected=f"every element of {list(shape)} once, of one dtype",
+            found=", ".join(_shown(box) for box in boxes[:4]) + (", …" if len(boxes) > 4 else ""),
+            remedy="save on all ranks that hold a part of it, without no_dist",
+        )
+    return Entry(fqn=fqn, location=first.location, kind="tensor")
+
+
+def _node(entry: Entry, told: _Told) -> object:
+    if entry.kind == "tensor":
+        return TensorRef(tensor_name(entry.location))
+    tree = told.written[entry.fqn][0].tree
+    return objects.decode(tree or b"", where=entry.fqn)
+
+
+def _tree_object(tree: object) -> bytes:
+    return objects.encode({"tree": tree, "ties": {}, "views": {}})
+
+
+def _empty_tensors(told: _Told, metadata: Metadata) -> tuple[TensorEntry, ...]:
+    """Tensors without elements: of their chunks no rank has written any."""
+    found = []
+    for fqn, content in metadata.state_dict_metadata.items():
+        if isinstance(content, TensorStorageMetadata) and 0 in content.size:
+            first = told.written[fqn][0]
+            name = f"{first.location[0]}/{tensor_name(first.location)}"
+            found.append(TensorEntry(name, first.dtype or "", tuple(content.size), 0, 0))
+    return tuple(found)
+
+
+def _write_shared(
+    store: Store, folder: str, tensors: tuple[TensorEntry, ...], stored: list[tuple[str, bytes]]
+) -> FileRecord:
+    region = reserve_bytes(
+        item=None, tensors=tensors, object_names=[name for name, _ in stored], tensor_bytes=0
+    )
+    file = FileBegin(
+        name=_SHARED, item=None, region_bytes=region, tensor_bytes=0, has_objects=True,
+        entries=tensors,
+    )  # fmt: skip
+    with closing(SaveFlush(store, folder, (file,))) as flush:
+        [record] = flush.finish(tuple((0, name, data) for name, data in stored))
+    return record
+
+
+def _shown(box: Box) -> str:
+    return f"{list(box.start)} to {list(box.stop)}"

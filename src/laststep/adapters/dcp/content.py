@@ -1,0 +1,235 @@
+"""A checkpoint as DCP sees it: its flat metadata, its values as bytes, its chunks of tensors.
+
+Of a checkpoint that a `Writer` wrote, this is the state as it was saved. Of any other, all items
+are one nested state by name, taken apart as DCP does that. Everything read is verified.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType
+
+from laststep.adapters.dcp import record as dcp_record
+from laststep.adapters.dcp import values as dcp_values
+from laststep.adapters.dcp.chunks import ChunkRead, copy_chunks, put_whole
+from laststep.adapters.dcp.layout import tensor_name
+from laststep.adapters.export.dcp import leaves_of, torch_form
+from laststep.browse import StoredTensor
+from laststep.codecs.objects import TensorRef
+from laststep.errors import Corrupt, Usage
+from laststep.read.content import Content, Place, read_verified
+from laststep.state.boxes import Box, whole
+from laststep.state.tensors import TORCH_DTYPES, open_view, revive
+from laststep.state.tree import rebuild
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from io import BytesIO
+
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+    from laststep.adapters.dcp.record import Kind
+    from laststep.adapters.nesting import Path
+    from laststep.codecs.objects import Tagged
+    from laststep.format.manifest import Commit
+    from laststep.read.content import DataFile
+    from laststep.storage.store import Store
+
+
+class Stored(NamedTuple):
+    """Where DCP's metadata say that an entry lies: in that item, at that path or under that name;
+    of a tensor, which of its boxes."""
+
+    item: str
+    name: str
+    box: Box | None
+
+
+class _Leaf(NamedTuple):
+    """An entry of the flat state: a tensor of an item, or any other node of its tree."""
+
+    fqn: str
+    item: str
+    node: object
+    kind: Kind
+
+
+class DcpContent:
+    """One checkpoint, open for reading; its files close with it."""
+
+    def __init__(
+        self, store: Store, folder: str, commit: Commit, *, rank: int, allow_pickle: bool
+    ) -> None:
+        """Of items that every rank has for itself, this is that rank's view."""
+        self.folder = folder
+        self._where = f"{store.url}/{folder}"
+        self._allow_pickle = allow_pickle
+        self._content = Content(store, folder, commit, rank=rank)
+        self._closing = weakref.finalize(self, _close_files, self._content.files)
+        self._planner_data: object = None
+        self.save_id: str | None = None
+        """DCP's, where DCP saved it."""
+        self._leaves = {leaf.fqn: leaf for leaf in self._find_leaves()}
+
+    def close(self) -> None:
+        self._closing()
+
+    # What there is
+
+    def metadata(self) -> Metadata:
+        """What DCP's planners want to know."""
+        found = Metadata(state_dict_metadata={}, planner_data=self._planner_data, storage_data={})
+        found.version = CURRENT_DCP_VERSION
+        for leaf in self._leaves.values():
+            if leaf.kind == "tensor" and type(leaf.node) is TensorRef:
+                self._tell_tensor(leaf, leaf.node.name, found)
+            else:
+                found.state_dict_metadata[leaf.fqn] = BytesStorageMetadata()
+                index = MetadataIndex(leaf.fqn)
+                found.storage_data[index] = Stored(leaf.item, "", None)
+        return found
+
+    def _tell_tensor(self, leaf: _Leaf, name: str, into: Metadata) -> None:
+        dtype, shape = self._content.item(leaf.item).spec_of(name)
+        boxes = [place.box for place in self._places(leaf.item, name)] or [whole(shape)]
+        boxes.sort()
+        into.state_dict_metadata[leaf.fqn] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
+            size=torch.Size(shape),
+            chunks=[
+                ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.shape))
+                for box in boxes
+            ],
+        )
+        for number, box in enumerate(boxes):
+            index = MetadataIndex(leaf.fqn, box.start, number)
+            into.storage_data[index] = Stored(leaf.item, name, box)
+
+    def _places(self, item: str, name: str) -> tuple[Place, ...]:
+        """Where the bytes of a tensor lie; nowhere of their own for one that shares bytes."""
+        stored = self._content.item(item)
+        if stored.view_of(name) is not None:
+            return ()
+        return self._content.places(item, stored.ties.get(name, name))
+
+    def _find_leaves(self) -> Iterator[_Leaf]:
+        found = self._record()
+        if found is None:
+            yield from self._leaves_of_items()
+            return
+        self._planner_data, self.save_id = found.planner_data, found.save_id
+        for entry in found.entries:
+            item = str(entry.location[0])
+            node = _node_at(self._content.item(item).tree, entry.location[1:], self._where)
+            if entry.kind == "tensor" and node != TensorRef(tensor_name(entry.location)):
+                raise Corrupt(
+                    "what a checkpoint says of its DCP state contradicts its trees",
+                    where=self._where, found=repr(entry)[:200],
+                )  # fmt: skip
+            yield _Leaf(entry.fqn, item, node, entry.kind)
+
+    def _record(self) -> dcp_record.Record | None:
+        for file in self._content.files:
+            for entry in file.header.objects:
+                if entry.name == dcp_record.OBJECT_NAME:
+                    at, size = file.record.header_bytes + entry.start, entry.stop - entry.start
+                    data = read_verified(file.reader, at, size, entry.digest, file.where)
+                    return dcp_record.decode(
+                        data, where=f"{file.where}, object {entry.name}",
+                        allow_pickle=self._allow_pickle,
+                    )  # fmt: skip
+        return None
+
+    def _leaves_of_items(self) -> Iterator[_Leaf]:
+        paths: dict[str, Path] = {}
+        for item in self._content.items.values():
+            for leaf in leaves_of(torch_form(item.tree), (item.name,)):
+                if leaf.name in paths:
+                    raise Usage(
+                        "two entries have the same name in DCP, which joins keys by dots",
+                        where=self._where, found=f"{leaf.name!r}, twice",
+                        remedy="load the run with laststep instead",
+                    )  # fmt: skip
+                paths[leaf.name] = leaf.path
+                kind: Kind = "tensor" if type(leaf.node) is TensorRef else "value"
+                yield _Leaf(leaf.name, item.name, leaf.node, kind)
+        self._planner_data = paths
+
+    # Reading
+
+    def read(
+        self, plan: LoadPlan, planner: LoadPlanner, stored: dict[MetadataIndex, Stored]
+    ) -> None:
+        """Give the planner all that it wants; tensors in the order of their files."""
+        chunks: list[ChunkRead] = []
+        for request in plan.items:
+            place = stored[request.storage_index]
+            if request.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(request, self._bytes(request.storage_index.fqn))
+            elif place.box is None:
+                raise Usage(
+                    f"cannot load {request.storage_index.fqn} into a tensor: a value is stored"
+                )
+            elif self._content.item(place.item).view_of(place.name) is not None:
+                put_whole(self._whole(place.item, place.name), request, planner)
+            else:
+                [at] = [p for p in self._places(place.item, place.name) if p.box == place.box]
+                dtype, _ = self._content.item(place.item).spec_of(place.name)
+                chunks.append(ChunkRead(request, at, dtype))
+        copy_chunks(self._content.files, chunks, planner)
+
+    def _bytes(self, fqn: str) -> BytesIO:
+        leaf = self._leaves[fqn]
+        where = f"{self._where}, {fqn}"
+
+        def revived(tagged: Tagged) -> object:
+            return revive(tagged, where=where, allow_pickle=self._allow_pickle)
+
+        value = rebuild(
+            leaf.node, leaf=lambda ref: self._whole(leaf.item, ref.name), revive=revived
+        )
+        if leaf.kind == "raw" and isinstance(value, bytes):
+            return dcp_values.raw_bytes(value, fqn=fqn, allow_pickle=self._allow_pickle)
+        return dcp_values.put_together(value)
+
+    def _whole(self, item: str, name: str) -> torch.Tensor:
+        """A tensor within a value, or one that shares bytes."""
+        stored = self._content.item(item)
+        view = stored.view_of(name)
+        source = stored.source_of(name)
+        places = self._content.places(item, source)
+        full_name = f"{item}/{name}"
+        tensor = StoredTensor(self._content, full_name, stored.tensors[source], places)[()]
+        return tensor if view is None else open_view(tensor, view)
+
+
+def _node_at(tree: object, path: Path, where: str) -> object:
+    for part in path:
+        match tree:
+            case dict() if part in tree:
+                tree = tree[part]
+            case list() if isinstance(part, int) and part < len(tree):
+                tree = tree[part]
+            case _:
+                raise Corrupt(
+                    "what a checkpoint says of its DCP state contradicts its trees", where=where,
+                    found=f"nothing at {list(path)}",
+                )  # fmt: skip
+    return tree
+
+
+def _close_files(files: list[DataFile]) -> None:
+    for file in files:
+        file.reader.close()

@@ -1,0 +1,176 @@
+"""Values that DCP hands over as bytes of `torch.save`: as trees of plain values, and back.
+
+What a tree can express is stored like any other state: plain values, containers, arrays, tensors.
+Whatever else a value is, its bytes are kept as they are. What torch.load takes only with
+`weights_only=False`, but for an io.BytesIO, is stored and loaded only where `allow_pickle` was
+passed, to both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import pickle
+import re
+import threading
+import types
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from laststep.adapters.dcp.layout import tensor_name
+from laststep.codecs import objects
+from laststep.codecs.objects import TensorRef
+from laststep.errors import LaststepError, Usage
+from laststep.state.tensors import collect
+from laststep.state.tree import rebuild
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from laststep.adapters.nesting import Path
+
+_REFUSED = re.compile(r"([\w.]+) was not an allowed global")
+_ADMITTING = threading.Lock()
+REMEDY = "leave it out of the state, or pass allow_pickle=True to both Writer and Reader"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A value taken apart: its tree as typed JSON, and the tensors that it names."""
+
+    tree: bytes
+    tensors: dict[str, torch.Tensor]
+    is_raw: bool
+    """Whether the tree is the bytes that the planner gave."""
+
+
+def take_apart(data: bytes, location: Path, *, fqn: str, allow_pickle: bool) -> Value:
+    """What `data` holds; `location` is where it will lie. `Usage` for what must be pickled, unless
+    that is allowed."""
+    with contextlib.suppress(LaststepError, _NotPlain):
+        return _collected(_plain_value(data), location, is_raw=False)
+    if not allow_pickle:
+        _loaded_safely(data, what=f"cannot save {fqn}")
+    return _collected(data, location, is_raw=True)
+
+
+class _NotPlain(Exception):
+    """A value that a tree would not give back as it was."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes only what a tree can hold. Values of a user's own are not made, though these bytes are
+    this process's own: making one might do anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _PLAIN and not (module == "torch" and name in _OF_TORCH):
+            raise pickle.UnpicklingError(f"{module}.{name} is not plain")
+        found = super().find_class(module, name)
+        return functools.partial(_rebuilt, found) if name == "_rebuild_tensor_v2" else found
+
+
+def _rebuilt(make: Callable[..., object], *parts: object) -> object:
+    """A tensor; of storage, offset, size, stride, whether it requires a gradient, and more."""
+    if parts[4]:
+        raise _NotPlain  # it would come back as one that does not
+    return make(*parts)
+
+
+_UNPICKLERS: Any = types.SimpleNamespace(__name__=__name__, Unpickler=_PlainUnpickler)
+"""What torch.load wants to have as a module."""
+_ARRAYS = ("numpy._core.multiarray", "numpy.core.multiarray")
+_PLAIN = frozenset({
+    *(("builtins", name) for name in
+      ("bytearray", "complex", "frozenset", "range", "set", "slice")),
+    *(("__builtin__", name) for name in
+      ("bytearray", "complex", "frozenset", "range", "set", "slice", "xrange")),
+    *(("collections", name) for name in ("Counter", "OrderedDict", "deque")),
+    *((module, name) for module in _ARRAYS for name in ("_reconstruct", "scalar")),
+    ("numpy", "dtype"), ("numpy", "ndarray"), ("_codecs", "encode"),
+    ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_sparse_tensor"),
+    ("torch.serialization", "_get_layout"),
+})  # fmt: skip
+_OF_TORCH = frozenset({
+    "Size", "device",
+    *(name for name, value in vars(torch).items()
+      if isinstance(value, torch.dtype) or name.endswith("Storage")),
+})  # fmt: skip
+
+
+def _plain_value(data: bytes) -> object:
+    try:
+        return torch.load(
+            io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_UNPICKLERS
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # a planner may give any bytes
+        raise _NotPlain from error
+
+
+def _collected(value: object, location: Path, *, is_raw: bool) -> Value:
+    collected = collect(value)
+    above = tensor_name(location)
+
+    def name_in_item(name: str) -> str:
+        return f"{above}/{name}" if above and name else above or name
+
+    tree = rebuild(
+        collected.tree, leaf=lambda ref: TensorRef(name_in_item(ref.name)), revive=lambda tag: tag
+    )
+    # What shares memory within a value is stored as often as it is met.
+    tensors = {name_in_item(name): tensor for name, tensor in collected.tensors.items()}
+    return Value(tree=objects.encode(tree), tensors=tensors, is_raw=is_raw)
+
+
+def put_together(value: object) -> io.BytesIO:
+    """A value as the bytes that a planner loads."""
+    return _saved(value)
+
+
+def raw_bytes(data: bytes, *, fqn: str, allow_pickle: bool) -> io.BytesIO:
+    """Bytes that were kept as they were, for a planner, which may run whatever is in them: unless
+    that is allowed, it gets what can be loaded without."""
+    if allow_pickle:
+        return io.BytesIO(data)
+    return _saved(_loaded_safely(data, what=f"cannot load {fqn}"))
+
+
+def _saved(value: object) -> io.BytesIO:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+@contextlib.contextmanager
+def _admitting_bytes_io() -> Iterator[None]:
+    """Let torch.load make an io.BytesIO, which holds bytes and runs nothing. Torch knows only what
+    the whole process admits: one at a time, and what the user has admitted stays so."""
+    with _ADMITTING:
+        if io.BytesIO in torch.serialization.get_safe_globals():
+            yield
+            return
+        with torch.serialization.safe_globals([io.BytesIO]):
+            yield
+
+
+def _loaded_safely(data: bytes, *, what: str) -> object:
+    try:
+        with warnings.catch_warnings(), _admitting_bytes_io():
+            warnings.simplefilter("ignore")  # of pickles that torch.save did not write
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # junk makes torch raise anything
+        refused = _REFUSED.search(f"{error} {error.__cause__ or ''}")
+        raise Usage(
+            f"{what}: it is a pickled object, which can run any code when loaded",
+            expected="tensors, containers and plain values",
+            found=refused[1] if refused is not None else "bytes that torch.load does not take",
+            remedy=REMEDY,
+        ) from error

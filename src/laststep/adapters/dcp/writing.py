@@ -1,0 +1,280 @@
+"""Write what a DCP plan gives to one rank into data files of its own, and say where it lies.
+
+Offsets are fixed before anything moves. Tensors are resolved one at a time, in the order of the
+files, and pass through a few buffers of 16 MiB: the calling thread fills them, others digest and
+write. Knows nothing of other ranks or of who commits.
+"""
+
+from __future__ import annotations
+
+import mmap
+import operator
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from laststep.adapters.dcp.layout import tensor_name
+from laststep.adapters.dcp.values import take_apart
+from laststep.errors import Usage
+from laststep.flush.protocol import FileBegin
+from laststep.flush.writer import SaveFlush
+from laststep.plan.files import ItemSpec, plan_save
+from laststep.state.boxes import Box, whole
+from laststep.state.pieces import Part, Piece
+from laststep.state.tensors import DTYPE_NAMES
+from laststep.state.tensors.kinds import PLAIN_TENSORS
+from laststep.terms import CHUNK_BYTES, DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+    from laststep.adapters.nesting import Path
+    from laststep.format.manifest import FileRecord
+    from laststep.plan.files import SavePlan
+    from laststep.storage.store import Store
+
+KIND = "value"
+_BUFFERS = 3
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """The files of one rank, and the first of each item."""
+
+    folder: str
+    records: tuple[FileRecord, ...]
+    file_of: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Where an entry lies: for the coordinator, and in DCP's metadata."""
+
+    location: Path
+    box: Box | None = None
+    """Of a tensor."""
+    dtype: str | None = None
+    tree: bytes | None = None
+    """Of a value: typed JSON. The tensors that it names are counted in `tensors`."""
+    is_raw: bool = False
+    tensors: int = 1
+    tensor_bytes: int = 0
+    files: Files | None = None
+    """Of the rank, with the first of its entries."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Item:
+    """The pieces of one item that this rank writes, and what each is made of: an entry of the plan,
+    which is resolved when its turn comes, or a tensor of a value."""
+
+    pieces: list[Piece]
+    sources: list[WriteItem | torch.Tensor]
+
+
+def write_items(
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    locations: dict[str, Path],
+    *,
+    store: Store,
+    folder: str,
+    rank: int,
+    ranks: int,
+    allow_pickle: bool,
+) -> list[WriteResult]:
+    """Write all of it, durably; `folder` is that of the attempt."""
+    work: dict[str, _Item] = {}
+    found: list[Written] = []
+    for item in items:
+        location = locations[item.index.fqn]
+        into = work.setdefault(str(location[0]), _Item(pieces=[], sources=[]))
+        if item.type is WriteItemType.BYTE_IO:
+            found.append(_add_value(item, planner, location, into, allow_pickle=allow_pickle))
+        else:
+            found.append(_add_tensor(item, location, into))
+    specs = tuple(
+        ItemSpec(name=name, kind=KIND, standalone=False, pieces=tuple(item.pieces))
+        for name, item in work.items()
+    )
+    plan = plan_save(specs, rank=(rank, ranks), objects=())
+    records = _write_files(plan, list(work.values()), planner, store, folder)
+    files = Files(
+        folder=folder,
+        records=tuple(msgspec.structs.replace(record, rank=rank) for record in records),
+        file_of={name: plan.file_of[name] for name, item in work.items() if item.pieces},
+    )
+    if found:
+        found[0] = replace(found[0], files=files)
+    return [
+        WriteResult(
+            index=item.index,
+            size_in_bytes=written.tensor_bytes + len(written.tree or b""),
+            storage_data=written,
+        )
+        for item, written in zip(items, found, strict=True)
+    ]
+
+
+def _add_value(
+    item: WriteItem, planner: SavePlanner, location: Path, into: _Item, *, allow_pickle: bool
+) -> Written:
+    fqn = item.index.fqn
+    given = planner.resolve_data(item)
+    if isinstance(given, torch.Tensor):
+        raise Usage(f"cannot save {fqn}", expected="bytes from the planner", found="a tensor")
+    value = take_apart(given.getvalue(), location, fqn=fqn, allow_pickle=allow_pickle)
+    for name, tensor in value.tensors.items():
+        into.pieces.append(
+            Piece(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, "cpu",
+                  tensor.is_contiguous(), volatile=False)
+        )  # fmt: skip
+        into.sources.append(tensor)
+    return Written(
+        location=location, tree=value.tree, is_raw=value.is_raw, tensors=len(value.tensors),
+        tensor_bytes=sum(tensor.nbytes for tensor in value.tensors.values()),
+    )  # fmt: skip
+
+
+def _add_tensor(item: WriteItem, location: Path, into: _Item) -> Written:
+    fqn, data = item.index.fqn, item.tensor_data
+    if data is None or data.chunk is None:
+        raise Usage(f"cannot save {fqn}: the planner does not say which part of which tensor it is")
+    if data.properties.layout is not torch.strided or data.properties.dtype not in DTYPE_NAMES:
+        raise Usage(
+            f"cannot save {fqn}", expected="a dense tensor of a plain dtype",
+            found=f"{data.properties.layout}, {data.properties.dtype}",
+            remedy="convert it in the state, e.g. with to_dense() or dequantize()",
+        )  # fmt: skip
+    dtype, shape = DTYPE_NAMES[data.properties.dtype], tuple(data.size)
+    start, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    box = Box(start, tuple(map(operator.add, start, sizes)))
+    size = box.volume * DTYPES[dtype].size_bytes
+    if size:  # an empty tensor is the coordinator's: no rank holds more of it than another
+        name, part = tensor_name(location), None
+        if box != whole(shape):
+            # As a Checkpointer names it: `~6` stands in no name of a tensor's path.
+            name, part = f"{name}~6at{','.join(map(str, start))}", Part(name, shape, start)
+        into.pieces.append(
+            Piece(name, dtype, sizes, size, "cpu", contiguous=True, volatile=False, part=part)
+        )
+        into.sources.append(item)
+    return Written(location=location, box=box, dtype=dtype, tensor_bytes=size)
+
+
+def _write_files(
+    plan: SavePlan, work: list[_Item], planner: SavePlanner, store: Store, folder: str
+) -> tuple[FileRecord, ...]:
+    files = tuple(
+        FileBegin(
+            name=file.name, item=file.item, region_bytes=file.region_bytes,
+            tensor_bytes=file.tensor_bytes, has_objects=False, entries=file.entries,
+            parts=file.parts,
+        )
+        for file in plan.files
+    )  # fmt: skip
+    with closing(SaveFlush(store, folder, files)) as flush:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="laststep-dcp-write") as threads:
+            free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+            for _ in range(_BUFFERS):
+                free.put(mmap.mmap(-1, CHUNK_BYTES))
+            for number, file in enumerate(plan.files):
+                image = _Image(flush, number, threads, free)
+                for placed in file.placed:
+                    source = work[placed.item].sources[placed.piece]
+                    for data in _stretches(_resolved(source, planner)):
+                        image.append(data)
+                image.end()
+        return flush.finish(())
+
+
+def _resolved(source: WriteItem | torch.Tensor, planner: SavePlanner) -> torch.Tensor:
+    """The tensor of a piece, which MUST be what the plan said."""
+    if isinstance(source, torch.Tensor):
+        return source
+    fqn, data = source.index.fqn, source.tensor_data
+    given = planner.resolve_data(source)
+    if not isinstance(given, torch.Tensor) or type(given) not in PLAIN_TENSORS:
+        raise Usage(
+            f"cannot save {fqn}", expected="a plain tensor from the planner",
+            found=f"a {type(given).__name__}", remedy="save the tensors that it is made of",
+        )  # fmt: skip
+    assert data is not None  # noqa: S101 (checked when it was added)
+    if given.shape != data.chunk.sizes or given.dtype != data.properties.dtype:
+        raise Usage(
+            f"cannot save {fqn}: the planner gave something else than it had planned",
+            expected=f"{data.properties.dtype}{list(data.chunk.sizes)}",
+            found=f"{given.dtype}{list(given.shape)}",
+            remedy="let its create_local_plan say the dtype and shape that resolve_data gives",
+        )
+    if given.is_meta:
+        raise Usage(f"cannot save {fqn}: it is a meta tensor, without data")
+    return given
+
+
+def _stretches(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of a tensor in row-major order; a strided one is copied a few rows at a time."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        yield tensor.reshape(-1).view(torch.uint8)
+    elif tensor.nbytes <= CHUNK_BYTES or not tensor.dim():
+        yield tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    else:
+        rows = max(CHUNK_BYTES * tensor.shape[0] // tensor.nbytes, 1)
+        for part in tensor.split(rows):
+            yield from _stretches(part[0] if rows == 1 else part)
+
+
+class _Image:
+    """One file being filled from front to back, through buffers that come back when written."""
+
+    def __init__(
+        self,
+        flush: SaveFlush,
+        file: int,
+        threads: ThreadPoolExecutor,
+        free: queue.SimpleQueue[mmap.mmap],
+    ) -> None:
+        self._flush = flush
+        self._file = file
+        self._threads = threads
+        self._free = free
+        self._buffer: mmap.mmap | None = None
+        self._start = self._filled = 0
+
+    def append(self, data: torch.Tensor) -> None:
+        at = 0
+        while at < data.numel():
+            if self._buffer is None:
+                self._buffer = self._free.get()
+            size = min(data.numel() - at, CHUNK_BYTES - self._filled)
+            target = torch.frombuffer(self._buffer, dtype=torch.uint8)
+            target[self._filled : self._filled + size].copy_(data[at : at + size])
+            at += size
+            self._filled += size
+            if self._filled == CHUNK_BYTES:
+                self.end()
+
+    def end(self) -> None:
+        """Hand over what is filled; raises the first error of the writers."""
+        error = self._flush.error
+        if error is not None:
+            raise error
+        if self._buffer is not None:
+            self._threads.submit(self._write, self._buffer, self._start, self._filled)
+            self._start += self._filled
+            self._buffer, self._filled = None, 0
+
+    def _write(self, buffer: mmap.mmap, start: int, size: int) -> None:
+        self._flush.write(self._file, start, memoryview(buffer), size)  # keeps its error
+        self._free.put(buffer)

@@ -1,0 +1,1 @@
+"""Write a checkpoint as other tools read it."""

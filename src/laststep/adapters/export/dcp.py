@@ -1,0 +1,208 @@
+"""Write a checkpoint as a folder that `torch.distributed.checkpoint` loads.
+
+One `__0_N.distcp` for each item, and `.metadata`. The state is that of all items by name, taken
+apart as DCP does: dicts, and lists that hold tensors or dicts, become entries with dotted names,
+anything else is a value that torch.save wrote. Large tensors are written in pieces, as if several
+ranks had; tied ones refer to the same bytes. The state of an optimizer gets the form that
+`torch.distributed.checkpoint.state_dict` gives it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from laststep.adapters.export.folder import Exported, WrittenFile, new_file, new_folder
+from laststep.adapters.export.pieces import ItemTensors
+from laststep.codecs.objects import Tagged, TensorRef
+from laststep.errors import Usage
+from laststep.state.tensors import TORCH_DTYPES, revive
+from laststep.state.tree import OWNED, owned, rebuild
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Sequence
+
+    from laststep.browse import Checkpoint
+
+_Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """An entry: where it is in the state, and what is there, a tensor or any other node."""
+
+    path: _Path
+    node: object
+
+    @property
+    def name(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+def export_dcp(
+    checkpoint: Checkpoint, target: str | os.PathLike[str], *, items: Sequence[str]
+) -> Exported:
+    """Write items to a new folder."""
+    sources = [ItemTensors(checkpoint, item) for item in items]
+    leaves = [list(leaves_of(torch_form(one.tree), (one.item,))) for one in sources]
+    _check_names([leaf for some in leaves for leaf in some], checkpoint.folder)
+    metadata = Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
+    metadata.version = CURRENT_DCP_VERSION
+    files: list[WrittenFile] = []
+    with new_folder(target) as folder:
+        for number, (tensors, some) in enumerate(zip(sources, leaves, strict=True)):
+            name = f"__0_{number}.distcp"
+            with new_file(folder / name) as file:
+                writer = _Writer(file, name, tensors, metadata)
+                for leaf in some:
+                    writer.write(leaf)
+                count = sum(type(leaf.node) is TensorRef for leaf in some)
+                files.append(WrittenFile(name=name, tensors=count, size_bytes=file.tell()))
+        with new_file(folder / ".metadata") as file:
+            pickle.dump(metadata, file)
+    values = sum(map(len, leaves)) - sum(file.tensors for file in files)
+    return Exported(files=tuple(files), values=values)
+
+
+def leaves_of(node: object, path: _Path) -> Iterator[Leaf]:
+    """The entries of a state, in order, as DCP's own traversal finds them."""
+    if isinstance(node, dict):
+        for key, inner in node.items():
+            yield from leaves_of(inner, (*path, str(key)))
+    elif isinstance(node, list) and _is_taken_apart(node):
+        for i, inner in enumerate(node):
+            yield from leaves_of(inner, (*path, i))
+    else:
+        yield Leaf(path=path, node=node)
+
+
+def _is_taken_apart(node: object) -> bool:
+    if isinstance(node, list):
+        return any(type(inner) is TensorRef or _is_taken_apart(inner) for inner in node)
+    return isinstance(node, dict)
+
+
+def torch_form(tree: object) -> object:
+    """The tree without the classes that its states came from, optimizers as torch has them."""
+
+    def open_tag(tagged: Tagged) -> object:
+        if tagged.tag == "counter":
+            return tagged.value  # a dict, to DCP too
+        if tagged.tag != OWNED:
+            return tagged
+        return _as_torch(owned(tagged).state)
+
+    return rebuild(tree, leaf=lambda ref: ref, revive=open_tag)
+
+
+def _as_torch(state: object) -> object:
+    """The state of an optimizer by the names of its parameters, as torch writes that; any other
+    state as it is."""
+    match state:
+        case {"state": dict(by_name), "groups": list(groups), **rest} if not rest:
+            made: list[object] = []
+            for group in groups:
+                match group:
+                    case {"params": dict(names), "options": dict(options)}:
+                        made.append({**options, "params": list(names)})
+                    case _:
+                        return state
+            return {"state": by_name, "param_groups": made}
+    return state
+
+
+def _check_names(leaves: Sequence[Leaf], where: str) -> None:
+    taken: dict[str, _Path] = {}
+    for leaf in leaves:
+        other = taken.setdefault(leaf.name, leaf.path)
+        if other is not leaf.path:
+            raise Usage(
+                "two entries would have the same name", where=where, expected="a name for each",
+                found=f"{leaf.name!r} for {other} and {leaf.path}",
+                remedy="DCP joins keys by dots: name an item without these with --item, or use hf",
+            )  # fmt: skip
+
+
+class _Writer:
+    """Appends entries to one file, and notes in the metadata where they lie."""
+
+    def __init__(self, file: BinaryIO, name: str, tensors: ItemTensors, metadata: Metadata) -> None:
+        self._file = file
+        self._name = name
+        self._tensors = tensors
+        self._metadata = metadata
+        self._pieces: dict[str, list[tuple[ChunkStorageMetadata, _StorageInfo]]] = {}
+        """Those of each tensor that has been written."""
+
+    def write(self, leaf: Leaf) -> None:
+        self._metadata.planner_data[leaf.name] = leaf.path
+        if type(leaf.node) is TensorRef:
+            self._write_tensor(leaf.name, leaf.node.name)
+        else:
+            value = rebuild(leaf.node, leaf=lambda ref: self._tensors.whole(ref.name),
+                            revive=lambda tagged: self._revived(tagged, leaf))  # fmt: skip
+            self._metadata.state_dict_metadata[leaf.name] = BytesStorageMetadata()
+            try:
+                self._metadata.storage_data[MetadataIndex(leaf.name)] = self._append(value)
+            except pickle.PicklingError as error:
+                raise Usage(
+                    "cannot export a value whose class nobody else has", where=leaf.name,
+                    expected="what torch.save can pickle", found=str(error)[:200],
+                    remedy="export the items without it, each with --item",
+                ) from error  # fmt: skip
+
+    def _write_tensor(self, name: str, stored: str) -> None:
+        source = self._tensors.source_of(stored)
+        if source not in self._pieces:
+            self._pieces[source] = [
+                (_chunk(first, piece), self._append(_alone(piece)))
+                for first, piece in self._tensors.pieces(stored)
+            ]
+        dtype, shape = self._tensors.spec(stored)
+        self._metadata.state_dict_metadata[name] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
+            size=torch.Size(shape),
+            chunks=[chunk for chunk, _ in self._pieces[source]],
+        )
+        for number, (chunk, info) in enumerate(self._pieces[source]):
+            self._metadata.storage_data[MetadataIndex(name, chunk.offsets, number)] = info
+
+    def _append(self, value: object) -> _StorageInfo:
+        # Not straight into the file: torch's writer hides what a file raises, such as a full disk.
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        start = self._file.tell()
+        self._file.write(buffer.getbuffer())
+        return _StorageInfo(self._name, start, self._file.tell() - start)
+
+    def _revived(self, tagged: Tagged, leaf: Leaf) -> object:
+        if tagged.tag == "pickle":
+            raise Usage(
+                "cannot export a pickled object, which can run any code when loaded",
+                where=leaf.name, remedy="export the items without it, each with --item",
+            )  # fmt: skip
+        return revive(tagged, where=leaf.name, allow_pickle=False)
+
+
+def _chunk(first: int, piece: torch.Tensor) -> ChunkStorageMetadata:
+    offsets = torch.Size([first] + [0] * (piece.dim() - 1)) if piece.dim() else torch.Size([])
+    return ChunkStorageMetadata(offsets=offsets, sizes=piece.shape)
+
+
+def _alone(piece: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory is its own: torch.save writes all of the memory that one lies in."""
+    return piece if piece.untyped_storage().nbytes() == piece.nbytes else piece.clone()

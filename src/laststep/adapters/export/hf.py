@@ -1,0 +1,318 @@
+"""Write an item as Hugging Face has its models: safetensors files, and an index if there are many.
+
+First a plan, which is pure and finds all that cannot work; then the files, in order of their bytes,
+a piece of a tensor in memory at a time. Tensors are cut into files as `save_pretrained` does: in
+order, a new file where the next tensor does not fit any more. safetensors cannot share bytes, so of
+tied tensors only the first is written, unless all are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO
+
+import torch
+
+from laststep.adapters.export.folder import Exported, WrittenFile, new_file, new_folder
+from laststep.adapters.export.pieces import ItemTensors, size_bytes
+from laststep.codecs.objects import Tagged, TensorRef
+from laststep.errors import Usage
+from laststep.state.tensors import TORCH_DTYPES
+from laststep.state.tree import OWNED, owned
+from laststep.terms import DTYPES, align_up
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from laststep.browse import Checkpoint
+    from laststep.state.pieces import Shape
+    from laststep.state.tree import Path
+
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_RESERVED = "__metadata__"
+_MAX_TENSORS = 100_000
+"""In one file: safetensors refuses headers above 100 MB."""
+_NO_CAST = frozenset({"float4_e2m1fn_x2"})
+"""Floating, but two numbers in a byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rename:
+    """Replace what a pattern finds in a name."""
+
+    pattern: re.Pattern[str]
+    replacement: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """Write floating tensors as another dtype: those whose new name a pattern finds, or all."""
+
+    pattern: re.Pattern[str] | None
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What the caller chooses. Of several casts that fit a tensor the last counts, and one with a
+    pattern before one without."""
+
+    shard_bytes: int = 5 * 10**9
+    renames: tuple[Rename, ...] = ()
+    casts: tuple[Cast, ...] = ()
+    keep_tied: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor to write: its name in the item and in the file, its dtype there."""
+
+    stored: str
+    name: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def size_bytes(self) -> int:
+        return size_bytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPlan:
+    """What goes into which file."""
+
+    files: dict[str, tuple[Entry, ...]]
+    dropped: dict[str, str]
+    """Tied tensors that are not written, and the name under which each is."""
+    left_out: tuple[str, ...]
+    """Values of the item that are no tensors."""
+
+    def entries(self) -> list[Entry]:
+        return [entry for entries in self.files.values() for entry in entries]
+
+
+def export_hf(
+    checkpoint: Checkpoint, target: str | os.PathLike[str], *, item: str, choices: Choices
+) -> Exported:
+    """Write an item to a new folder."""
+    tensors = ItemTensors(checkpoint, item)
+    plan = plan_export(tensors, choices)
+    with new_folder(target) as folder:
+        files = []
+        for name, entries in plan.files.items():
+            with new_file(folder / name) as file:
+                _write(file, entries, tensors)
+                files.append(WrittenFile(name=name, tensors=len(entries), size_bytes=file.tell()))
+        if len(plan.files) > 1:
+            with new_file(folder / _INDEX) as file:
+                file.write(_index(plan))
+    return Exported(files=tuple(files), dropped=plan.dropped, left_out=plan.left_out)
+
+
+def plan_export(tensors: ItemTensors, choices: Choices) -> ExportPlan:
+    """Decide names, dtypes and files; `Usage` for what cannot be written as it was asked for."""
+    found, left_out = _leaves(tensors)
+    names = _renamed(found, choices.renames, tensors)
+    first: dict[str, str] = {}
+    dropped: dict[str, str] = {}
+    kept: list[str] = []
+    for stored in found:
+        known = first.setdefault(tensors.source_of(stored), stored)
+        if known == stored or choices.keep_tied:
+            kept.append(stored)
+        else:
+            dropped[names[stored]] = names[known]
+    if not kept:
+        raise Usage(
+            "there is nothing to export", where=f"{tensors.where}, item {tensors.item}",
+            expected="tensors", found="none", remedy="name another item with --item",
+        )  # fmt: skip
+    _check_names(kept, names, tensors)
+    _check_casts_used(choices.casts, [names[stored] for stored in kept], tensors)
+    entries = [_entry(stored, names[stored], tensors, choices.casts) for stored in kept]
+    return ExportPlan(files=_files(entries, choices.shard_bytes), dropped=dropped,
+                      left_out=left_out)  # fmt: skip
+
+
+def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Stored name → path with dots, of every tensor in order; and the paths of all else."""
+    found: dict[str, str] = {}
+    left_out: list[str] = []
+
+    def see(node: object, path: Path) -> None:
+        dotted = ".".join(map(str, path)) or tensors.item
+        match node:
+            case TensorRef():
+                found[node.name] = dotted
+            case Tagged(tag="ndarray", value=[_, TensorRef() as ref]):
+                found[ref.name] = dotted
+            case Tagged() if node.tag == OWNED:
+                see(owned(node).state, path)
+            case Tagged(tag="sparse" | "subclass"):
+                kind = "sparse tensor" if node.tag == "sparse" else "tensor subclass"
+                raise Usage(f"cannot export a {kind}", where=f"{tensors.item}/{dotted}",
+                            expected="dense tensors", remedy="--format dcp keeps it")  # fmt: skip
+            case dict() | OrderedDict():
+                for key, inner in node.items():
+                    see(inner, (*path, key))
+            case list() | tuple() | deque():
+                for i, inner in enumerate(node):
+                    see(inner, (*path, i))
+            case _:
+                left_out.append(dotted)
+
+    see(tensors.tree, ())
+    return found, tuple(left_out)
+
+
+def _renamed(
+    found: Mapping[str, str], renames: Sequence[Rename], tensors: ItemTensors
+) -> dict[str, str]:
+    names = dict(found)
+    for rename in renames:
+        used = False
+        for stored, name in names.items():
+            try:
+                names[stored], count = rename.pattern.subn(rename.replacement, name)
+            except (re.error, IndexError) as error:
+                raise Usage("a replacement is malformed", found=f"{rename.replacement!r}: {error}",
+                            remedy=r"a group is \1 or \g<name>") from error  # fmt: skip
+            used = used or count > 0
+        if not used:
+            raise _unused("--rename", rename.pattern, names.values(), tensors)
+    return names
+
+
+def _check_names(kept: Sequence[str], names: Mapping[str, str], tensors: ItemTensors) -> None:
+    taken: dict[str, str] = {}
+    for stored in kept:
+        name = names[stored]
+        if name in ("", _RESERVED):
+            raise Usage("a tensor cannot have this name", where=f"{tensors.item}/{stored}",
+                        found=repr(name), remedy="change the --rename")  # fmt: skip
+        other = taken.setdefault(name, stored)
+        if other != stored:
+            raise Usage(
+                "two tensors would have the same name", where=tensors.where,
+                expected="a name for each",
+                found=f"{name!r} for {tensors.item}/{other} and {tensors.item}/{stored}",
+                remedy="change the --rename, or give each a new name by one",
+            )  # fmt: skip
+
+
+def _check_casts_used(casts: Sequence[Cast], names: Sequence[str], tensors: ItemTensors) -> None:
+    for cast in casts:
+        if cast.pattern is not None and not any(map(cast.pattern.search, names)):
+            raise _unused("--dtype", cast.pattern, names, tensors)
+
+
+def _unused(
+    option: str, pattern: re.Pattern[str], names: Iterable[str], tensors: ItemTensors
+) -> Usage:
+    shown = list(names)
+    more = f", and {len(shown) - 3} more" if len(shown) > 3 else ""
+    return Usage(
+        f"no tensor has a name that {option} means", where=f"{tensors.where}, item {tensors.item}",
+        expected=f"the pattern {pattern.pattern!r} in a name",
+        found=", ".join(shown[:3]) + more, remedy="`laststep show --all` lists the names",
+    )  # fmt: skip
+
+
+def _entry(stored: str, name: str, tensors: ItemTensors, casts: Sequence[Cast]) -> Entry:
+    dtype, shape = tensors.spec(stored)
+    if TORCH_DTYPES[dtype].is_floating_point and dtype not in _NO_CAST:
+        for cast in sorted(casts, key=lambda one: one.pattern is not None):
+            if cast.pattern is None or cast.pattern.search(name):
+                dtype = cast.dtype
+    if DTYPES[dtype].code is None:
+        floating = TORCH_DTYPES[dtype].is_floating_point and dtype not in _NO_CAST
+        remedy = "write it as another with --dtype, or use --format dcp"
+        raise Usage(
+            "safetensors does not know this dtype", where=f"{tensors.item}/{stored}", found=dtype,
+            remedy=remedy if floating else "--format dcp keeps it",
+        )  # fmt: skip
+    return Entry(stored=stored, name=name, dtype=dtype, shape=shape)
+
+
+def _files(entries: Sequence[Entry], shard_bytes: int) -> dict[str, tuple[Entry, ...]]:
+    shards: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        full = filled + entry.size_bytes > shard_bytes or len(shards[-1]) == _MAX_TENSORS
+        if full and shards[-1]:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += entry.size_bytes
+    if len(shards) == 1:
+        return {_WHOLE: _ordered(shards[0])}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": _ordered(shard)
+        for number, shard in enumerate(shards, start=1)
+    }
+
+
+def _ordered(shard: Sequence[Entry]) -> tuple[Entry, ...]:
+    """Larger elements first, so that each tensor is aligned to its own."""
+    return tuple(sorted(shard, key=lambda entry: -DTYPES[entry.dtype].size_bytes))
+
+
+def _write(file: BinaryIO, entries: Sequence[Entry], tensors: ItemTensors) -> None:
+    file.write(_header(entries))
+    for entry in entries:
+        pieces = (piece for _, piece in tensors.pieces(entry.stored))
+        file.writelines(_bytes(_cast(piece, entry, tensors.item)) for piece in pieces)
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    document: dict[str, object] = {_RESERVED: {"format": "pt"}}
+    at = 0
+    for entry in entries:
+        stop = at + entry.size_bytes
+        document[entry.name] = {
+            "dtype": DTYPES[entry.dtype].code,
+            "shape": list(entry.shape),
+            "data_offsets": [at, stop],
+        }
+        at = stop
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = text.ljust(align_up(len(text), 8))
+    return len(padded).to_bytes(8, "little") + padded
+
+
+def _cast(piece: torch.Tensor, entry: Entry, item: str) -> torch.Tensor:
+    made = piece.to(TORCH_DTYPES[entry.dtype])
+    if made is not piece and not torch.equal(_finite(made), _finite(piece)):
+        raise Usage(
+            f"a value of a tensor does not fit into {entry.dtype}",
+            where=f"{item}/{entry.stored}", found=str(piece.dtype).removeprefix("torch."),
+            remedy="leave it as it is, or write it as bf16 or f32, by --dtype 'REGEX=…'",
+        )  # fmt: skip
+    return made
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    # torch knows no isfinite for floats of 8 bits.
+    return torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _index(plan: ExportPlan) -> bytes:
+    entries = plan.entries()
+    document = {
+        "metadata": {
+            "total_parameters": sum(math.prod(entry.shape) for entry in entries),
+            "total_size": sum(entry.size_bytes for entry in entries),
+        },
+        "weight_map": {entry.name: file for file, inside in plan.files.items() for entry in inside},
+    }
+    return (json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,1 @@
+"""Read checkpoints of other tools into plain nested state, without running code of theirs."""

@@ -1,0 +1,229 @@
+"""Read a folder that torch.distributed.checkpoint (DCP) wrote, from any number of ranks.
+
+The state comes out as `dcp_to_torch_save` would give it: whole tensors on the CPU, in the nested
+dicts and lists they were saved from. Files are read one after the other, front to back.
+
+Nothing in the folder is run. Before memory is taken for tensors, the metadata is checked against
+the sizes of the files: no claim in it costs more than the folder holds.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+
+from laststep.adapters.importing import dcp_metadata, safetensors_part, torch_save
+from laststep.adapters.importing.dcp_metadata import Entry, Region, TensorEntry
+from laststep.adapters.nesting import nest
+from laststep.errors import Corrupt, NotFound
+from laststep.state.tensors import allocate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+    from typing import BinaryIO
+
+    from laststep.state.boxes import Box
+
+METADATA_NAME = ".metadata"
+_MAX_METADATA_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A region and what is in it: a box of a tensor, or (None) a value."""
+
+    name: str
+    region: Region
+    box: Box | None
+
+
+def is_one(folder: Path) -> bool:
+    """Whether DCP wrote to this folder, be it that the save ended or not."""
+    return (folder / METADATA_NAME).exists() or any(folder.glob("*.distcp"))
+
+
+def read_folder(folder: Path) -> dict[str, object]:
+    """The nested state that the folder holds."""
+    where = str(folder)
+    entries = dcp_metadata.decode(_metadata_of(folder), where=f"{where}/{METADATA_NAME}")
+    pieces = sorted(_pieces(entries), key=lambda piece: (piece.region.file, piece.region.offset))
+    sizes = _sizes_of(folder, pieces)
+    _check_sizes(entries, sizes, where)
+    values: dict[str, object] = {}
+    tensors = {
+        entry.name: _allocate(entry.content)
+        for entry in entries
+        if isinstance(entry.content, TensorEntry)
+    }
+    for name, group in groupby(pieces, key=lambda piece: piece.region.file):
+        path = folder / name
+        with path.open("rb") as file:
+            reader = _FileReader(file=file, size_bytes=sizes[name], where=str(path))
+            for piece in group:
+                if piece.box is None:
+                    values[piece.name] = reader.value(piece)
+                else:
+                    part = _checked(reader.tensor(piece), tensors[piece.name], piece, str(path))
+                    tensors[piece.name][_slices(piece.box)].copy_(part)
+    values |= tensors
+    return nest(((entry.path, values[entry.name]) for entry in entries), where=where)
+
+
+def _metadata_of(folder: Path) -> bytes:
+    path = folder / METADATA_NAME
+    if not path.is_file():
+        raise NotFound(
+            "cannot import",
+            where=str(folder),
+            expected=f"a {METADATA_NAME}",
+            found="none: the save did not end, or each rank saved for itself",
+            remedy="name the folder of a save that ended",
+        )
+    size_bytes = path.stat().st_size
+    if size_bytes > _MAX_METADATA_BYTES:
+        raise Corrupt("cannot import", where=str(path), found=f"metadata of {size_bytes} bytes")
+    return path.read_bytes()
+
+
+def _pieces(entries: Iterable[Entry]) -> Iterable[_Piece]:
+    for entry in entries:
+        if isinstance(entry.content, Region):
+            yield _Piece(name=entry.name, region=entry.content, box=None)
+        else:
+            for box, region in entry.content.chunks:
+                yield _Piece(name=entry.name, region=region, box=box)
+
+
+def _sizes_of(folder: Path, pieces: Iterable[_Piece]) -> dict[str, int]:
+    """The size of every file that is needed; all regions lie within."""
+    sizes: dict[str, int] = {}
+    for piece in pieces:
+        region = piece.region
+        if region.file not in sizes:
+            path = folder / region.file
+            if not path.is_file():
+                raise Corrupt(
+                    "cannot import",
+                    where=str(path),
+                    found=f"no such file, which holds {piece.name[:100]!r}",
+                    remedy="bring the files of all ranks into the folder",
+                )
+            sizes[region.file] = path.stat().st_size
+        if region.offset + region.size_bytes > sizes[region.file]:
+            raise Corrupt(
+                "cannot import",
+                where=str(folder / region.file),
+                expected=f"{piece.name[:100]!r} in bytes {region.offset} to "
+                f"{region.offset + region.size_bytes}",
+                found=f"a file of {sizes[region.file]} bytes",
+            )
+    return sizes
+
+
+def _check_sizes(entries: Iterable[Entry], sizes: dict[str, int], where: str) -> None:
+    """Every byte is stored once, so more than the files hold is damage, and taken for nothing."""
+    claimed = sum(entry.content.size_bytes for entry in entries)
+    held = sum(sizes.values())
+    if claimed > held:
+        raise Corrupt(
+            "cannot import", where=where, expected=f"{claimed} bytes", found=f"files of {held}"
+        )
+
+
+def _allocate(entry: TensorEntry) -> torch.Tensor:
+    try:
+        return allocate(entry.dtype, entry.shape, "cpu")
+    except RuntimeError as error:  # torch has no class of its own for the memory of the CPU
+        raise MemoryError(f"a tensor of shape {list(entry.shape)}") from error
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
+
+
+def _checked(part: object, target: torch.Tensor, piece: _Piece, where: str) -> torch.Tensor:
+    """What was read, which MUST be just the chunk that the metadata says."""
+    shape = () if piece.box is None else piece.box.shape
+    if not isinstance(part, torch.Tensor):
+        found = f"a {type(part).__name__}"
+    elif part.layout is not torch.strided or part.device.type != "cpu":
+        found = f"a tensor on {part.device} with layout {part.layout}"
+    elif tuple(part.shape) != shape or part.dtype != target.dtype:
+        found = f"a tensor of shape {list(part.shape)} and {part.dtype}"
+    else:
+        return part.detach()
+    raise Corrupt(
+        f"cannot import {piece.name[:100]!r}",
+        where=where,
+        expected=f"a chunk of shape {list(shape)} and {target.dtype}",
+        found=found,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _FileReader:
+    """One file of the folder: archives of torch.save in a row, or values and then safetensors."""
+
+    file: BinaryIO
+    size_bytes: int
+    where: str
+    _parts: dict[int, safetensors_part.Part] = field(default_factory=dict)
+    _seen: set[str] = field(default_factory=set)
+
+    def value(self, piece: _Piece) -> object:
+        return self._archive(piece)
+
+    def tensor(self, piece: _Piece) -> object:
+        self.file.seek(piece.region.offset)
+        if self.file.read(len(torch_save.ZIP)) == torch_save.ZIP:
+            return self._archive(piece)
+        return self._of_safetensors(piece)
+
+    def _archive(self, piece: _Piece) -> object:
+        region = piece.region
+        self.file.seek(region.offset)
+        data = io.BytesIO(self.file.read(region.size_bytes))
+        where = f"{self.where}, {piece.name[:100]!r}"
+        try:
+            with zipfile.ZipFile(data) as archive:
+                claimed = sum(member.file_size for member in archive.infolist())
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+            raise self._no_payload(piece) from error
+        if claimed > region.size_bytes:  # torch.save compresses nothing
+            raise Corrupt("cannot import", where=where, found="a zip archive that is compressed")
+        data.seek(0)
+        return torch_save.load(data, where=where, remedy=dcp_metadata.REMEDY)
+
+    def _of_safetensors(self, piece: _Piece) -> torch.Tensor:
+        """One header for all tensors of the file; each names its offset, and its own length."""
+        start = piece.region.offset
+        self.file.seek(start + 8)
+        if self.file.read(1) != b"{":
+            raise self._no_payload(piece)
+        if start not in self._parts:
+            self._parts[start] = safetensors_part.open_part(
+                self.file, start=start, stop=self.size_bytes, where=self.where
+            )
+        part = self._parts[start]
+        if piece.name not in part.entries or piece.name in self._seen:
+            # Two chunks of one tensor have one name in a file: DCP lost all but the last.
+            raise Corrupt(
+                "cannot import",
+                where=self.where,
+                found=f"no bytes for one of the chunks of {piece.name[:100]!r}",
+            )
+        self._seen.add(piece.name)
+        return safetensors_part.read_tensor(self.file, part, piece.name, where=self.where)
+
+    def _no_payload(self, piece: _Piece) -> Corrupt:
+        return Corrupt(
+            f"cannot import {piece.name[:100]!r}",
+            where=f"{self.where}, byte {piece.region.offset}",
+            found="neither what torch.save writes nor safetensors",
+        )

@@ -1,0 +1,271 @@
+"""What the `.metadata` of torch.distributed.checkpoint (DCP) says: entries, and where they lie.
+
+Pure; knows nothing of files or torch. The pickle is read without calling anything in it, and all
+that is used of it is checked here: types, ranges, and that the chunks of a tensor cover it exactly
+once. Whatever is damaged is `Corrupt`; what is sound but not for us is `Usage`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
+
+from laststep.adapters.importing import inert_pickle
+from laststep.adapters.importing.inert_pickle import Global, Record
+from laststep.errors import Corrupt, Usage
+from laststep.state.boxes import Box, covers_once, whole
+from laststep.state.tree import MAX_DEPTH
+from laststep.terms import DTYPES
+
+if TYPE_CHECKING:
+    from laststep.adapters.nesting import Path
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # up to torch 2.2
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+
+ADMITTED = frozenset(
+    {
+        *(
+            (_METADATA, name)
+            for name in (
+                "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex",
+                "ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        (_FILESYSTEM, "_StorageInfo"),
+        (_FILESYSTEM, "_StoragePrefix"),
+        (_SHARDED, "TensorProperties"),
+        (_SHARDED, "MEM_FORMAT_ENCODING"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        *(("torch", name) for name in DTYPES),
+        *(("pathlib", name) for name in _PATHS),
+        *(("pathlib._local", name) for name in _PATHS),  # Python 3.13
+        ("collections", "OrderedDict"),
+        ("builtins", "getattr"),  # members of enums in some versions of Python; never called
+    }
+)  # fmt: skip
+"""Every class and function whose name may stand in the metadata, by module and name."""
+
+REMEDY = (
+    "load the folder yourself if you trust it, with "
+    "torch.distributed.checkpoint.format_utils.dcp_to_torch_save, and save its parts"
+)
+
+_MAX_DIMS = 64
+_MAX_OFFSET = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Bytes of one file of the folder."""
+
+    file: str
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """A tensor and the boxes it was cut into; none of them is empty."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[tuple[Box, Region], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One entry of the flat state: its name there, its path in the nested state, its content."""
+
+    name: str
+    path: Path
+    content: TensorEntry | Region
+
+
+def decode(data: bytes, *, where: str) -> tuple[Entry, ...]:
+    """All entries, in the order of the metadata."""
+    if data[:1] == b"{":
+        raise Usage(
+            "cannot import",
+            where=where,
+            found="an index of HuggingFace storage, not of DCP's own",
+            remedy="import the safetensors files in the folder one by one",
+        )
+    told = inert_pickle.read(data, admitted=ADMITTED, where=where, remedy=REMEDY)
+    return _Decoder(where).entries(told)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoder:
+    where: str
+
+    def entries(self, told: object) -> tuple[Entry, ...]:
+        fields = self._fields(told, "Metadata")
+        flat = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
+        paths = self._dict(fields.get("planner_data") or {}, "planner_data")
+        stored = self._dict(fields.get("storage_data"), "storage_data")
+        places = {self._index(index): info for index, info in stored.items()}
+        found = []
+        for key, content in flat.items():
+            name = self._name(key)
+            path = self._path(name, paths.get(name, (name,)))
+            found.append(Entry(name=name, path=path, content=self._content(name, content, places)))
+        return tuple(found)
+
+    def _content(
+        self, name: str, told: object, places: dict[tuple[str, object], object]
+    ) -> TensorEntry | Region:
+        if isinstance(told, Record) and told.kind.name == "BytesStorageMetadata":
+            return self._region(name, places.get((name, None)))
+        fields = self._fields(told, "TensorStorageMetadata")
+        shape = self._size(fields.get("size"), f"the shape of {name[:100]!r}")
+        dtype = self._dtype(name, fields.get("properties"))
+        chunks = fields.get("chunks")
+        if not isinstance(chunks, list):
+            raise self._corrupt(f"{name[:100]!r} without chunks")
+        boxes = [box for box in (self._box(name, chunk) for chunk in chunks) if box.volume]
+        self._check_boxes(name, shape, boxes)
+        return TensorEntry(
+            shape=shape,
+            dtype=dtype,
+            chunks=tuple((box, self._region(name, places.get((name, box.start)))) for box in boxes),
+        )
+
+    def _check_boxes(self, name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+        title = f"{name[:100]!r} of shape {list(shape)}"
+        for box in boxes:
+            if len(box.start) != len(shape) or whole(shape).meet(box) != box:
+                raise self._corrupt(f"{title} with a chunk outside of it, {_shown(box)}")
+        # Seen from the dimension that is cut most often, where few boxes begin together.
+        cuts = [len({box.start[dim] for box in boxes}) for dim in range(len(shape))]
+        order = sorted(range(len(shape)), key=lambda dim: -cuts[dim])
+        turned = [Box(_picked(box.start, order), _picked(box.stop, order)) for box in boxes]
+        if covers_once(_picked(shape, order), turned):
+            return
+        held = sum(box.volume for box in boxes)
+        missing = math.prod(shape) - held
+        problem = f"{missing} elements in no chunk" if missing > 0 else "chunks that overlap"
+        shown = ", ".join(map(_shown, boxes[:4])) + (", …" if len(boxes) > 4 else "")
+        raise self._corrupt(f"{title} with {problem}: there are {shown or 'none'}")
+
+    def _region(self, name: str, told: object) -> Region:
+        title = f"where {name[:100]!r} is stored"
+        if told is None:
+            raise self._corrupt(f"nothing that says {title}")
+        fields = self._fields(told, "_StorageInfo")
+        file, offset, size = (fields.get(key) for key in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
+            raise self._corrupt(f"no name of a file for {title}: {str(file)[:100]!r}")
+        if not _is_count(offset) or not _is_count(size):
+            raise self._corrupt(f"no offset and length for {title}")
+        transforms = fields.get("transform_descriptors")
+        if transforms:
+            names = transforms if isinstance(transforms, list) else ["unknown"]
+            raise Usage(
+                "cannot import",
+                where=self.where,
+                found=f"{name[:100]!r} behind stream transforms: "
+                + ", ".join(str(one)[:50] for one in names[:4] if isinstance(one, str)),
+                remedy="load the folder with torch.distributed.checkpoint, and save it without "
+                "transforms",
+            )
+        return Region(file=file, offset=offset, size_bytes=size)
+
+    def _dtype(self, name: str, told: object) -> str:
+        state = told.state if isinstance(told, Record) else None
+        if not isinstance(state, tuple) or len(state) < 2:
+            raise self._corrupt(f"no dtype of {name[:100]!r}")
+        dtype, layout = state[:2]
+        if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in DTYPES:
+            raise self._corrupt(f"no dtype of {name[:100]!r}")
+        if not isinstance(layout, Record) or layout.args != ("torch.strided",):
+            raise Usage(
+                "cannot import",
+                where=self.where,
+                found=f"{name[:100]!r}, which is a sparse tensor",
+                remedy=REMEDY,
+            )
+        return dtype.name
+
+    def _index(self, told: object) -> tuple[str, object]:
+        fields = self._fields(told, "MetadataIndex")
+        name, offset = fields.get("fqn"), fields.get("offset")
+        if not isinstance(name, str):
+            raise self._corrupt("an index without a name")
+        return name, None if offset is None else self._size(offset, "an index")
+
+    def _box(self, name: str, told: object) -> Box:
+        title = f"a chunk of {name[:100]!r}"
+        fields = self._fields(told, "ChunkStorageMetadata")
+        start = self._size(fields.get("offsets"), title)
+        shape = self._size(fields.get("sizes"), title)
+        if len(start) != len(shape):
+            raise self._corrupt(f"{title} with {len(start)} offsets and {len(shape)} sizes")
+        return Box(start, tuple(a + b for a, b in zip(start, shape, strict=True)))
+
+    def _size(self, told: object, title: str) -> tuple[int, ...]:
+        """A torch.Size."""
+        sizes = told.args[0] if isinstance(told, Record) and len(told.args) == 1 else None
+        if (
+            not isinstance(sizes, tuple)
+            or len(sizes) > _MAX_DIMS
+            or not all(_is_count(size) for size in sizes)
+        ):
+            raise self._corrupt(f"{title} that is no torch.Size")
+        return sizes
+
+    def _path(self, name: str, told: object) -> Path:
+        if not isinstance(told, tuple) or not told or not isinstance(told[0], str):
+            raise self._corrupt(f"no path for {name[:100]!r}")
+        if len(told) > MAX_DEPTH:
+            raise self._corrupt(f"{name[:100]!r} below {len(told)} levels, of {MAX_DEPTH} at most")
+        for part in told:
+            if type(part) is str:
+                self._name(part)
+            elif type(part) is not int:
+                raise self._corrupt(f"a {type(part).__name__} in the path of {name[:100]!r}")
+        return told
+
+    def _fields(self, told: object, kind: str) -> dict[object, object]:
+        """The attributes of an object of a class of this name."""
+        if not isinstance(told, Record) or told.kind.name != kind or not told.state:
+            found = told.kind.name if isinstance(told, Record) else type(told).__name__
+            raise self._corrupt(f"a {found} where a {kind} belongs")
+        return self._dict(told.state, kind)
+
+    def _dict(self, told: object, title: str) -> dict[object, object]:
+        if not isinstance(told, dict):
+            raise self._corrupt(f"no {title}")
+        return told
+
+    def _name(self, name: object) -> str:
+        if not isinstance(name, str):
+            raise self._corrupt(f"a {type(name).__name__} as a name")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise self._corrupt(f"the name {name[:100]!a}, which is no text") from None
+        return name
+
+    def _corrupt(self, found: str) -> Corrupt:
+        return Corrupt("cannot import", where=self.where, found=found)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < _MAX_OFFSET
+
+
+def _picked(index: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
+    return tuple(index[dim] for dim in order)
+
+
+def _shown(box: Box) -> str:
+    return f"{list(box.start)} to {list(box.stop)}"

@@ -1,0 +1,167 @@
+"""Check what a user passes to a Checkpointer, and bring it into one form.
+
+Knows nothing of what the arguments do. Whatever cannot work is `Usage`, before anything is begun.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import numpy as np
+
+from laststep.errors import Usage
+from laststep.keep import Keep
+from laststep.state.tensors import is_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+    from laststep.events import Subscriber
+
+MAX_STEP = (1 << 62) - 1
+_SETTINGS = (
+    "items", "keep", "capture", "flush", "on_busy", "host_memory_bytes", "device_margin_bytes",
+    "allow_pickle", "writers", "progress", "subscribers",
+)  # fmt: skip
+_RETENTION = ("last", "every", "best", "metric", "mode")
+"""The rules of Keep, which are asked for as settings: `keep_last=3`."""
+
+
+def plain_step(step: SupportsIndex) -> int:
+    """A step as an int; NumPy's integers are welcome, booleans, floats and tensors are not."""
+    if is_tensor(step):
+        # int() of a tensor on a device waits for all work there: the user should see that.
+        raise Usage(
+            "a step is a whole number, not a tensor", expected="an int of 0 or more",
+            found=f"a tensor of {step.dtype} on {step.device}",  # type: ignore[attr-defined]
+            remedy="pass step=int(step)",
+        )  # fmt: skip
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
+        raise Usage(
+            "a step is a whole number", expected=f"an int from 0 to {MAX_STEP}", found=repr(step),
+            remedy="count the steps of the training from 0",
+        )  # fmt: skip
+    return number
+
+
+def all_items(items: object, more_items: Mapping[str, object]) -> dict[str, object]:
+    """The items of both ways to name them."""
+    if items is not None and not isinstance(items, Mapping):
+        raise Usage(
+            "items is not a mapping", expected="names and what they stand for",
+            found=f"a {type(items).__name__}", remedy="pass items={'model': model, …}",
+        )  # fmt: skip
+    twice = sorted(set(items or {}) & set(more_items))
+    if twice:
+        raise Usage(
+            "an item is named twice", expected="each name once, in items={…} or as a keyword",
+            found=f"{', '.join(twice)} in both", remedy="rename one, or leave one out",
+        )  # fmt: skip
+    for name, value in more_items.items():
+        _refuse_misspelt(name, value)
+    return {**(items or {}), **more_items}
+
+
+def _refuse_misspelt(name: str, value: object) -> None:
+    """A setting that is not spelt as one would be taken for an item."""
+    # Whatever can be an item is one, whatever it is called.
+    plain = value is None or isinstance(
+        value, str | int | float | FunctionType | BuiltinFunctionType
+    )
+    meant = next(iter(difflib.get_close_matches(name, _SETTINGS, n=1, cutoff=0.75)), None)
+    rule = name.removeprefix("keep_")
+    if isinstance(value, Keep):
+        remedy = "pass keep=laststep.Keep(…)"
+    elif plain and rule in _RETENTION and name != rule:
+        remedy = f"pass keep=laststep.Keep({rule}={value!r})"
+    elif plain and meant == "subscribers":
+        remedy = f"pass subscribers=[{name}]"
+    elif plain and meant is not None:
+        remedy = f"pass {meant}={value!r}"
+    else:
+        return
+    raise Usage(
+        f"{name} is no setting", expected=f"an item, or one of {', '.join(_SETTINGS)}",
+        found=f"{name}={value!r}: keywords that are no settings are items of the state",
+        remedy=remedy,
+    )  # fmt: skip
+
+
+def true_or_false(name: str, value: object) -> bool:
+    """A bool; NumPy's are welcome, numbers and text are not."""
+    if not isinstance(value, bool | np.bool_):
+        raise Usage(
+            f"{name} is not True or False", expected="a bool", found=repr(value),
+            remedy=f"pass {name}=True or {name}=False",
+        )  # fmt: skip
+    return bool(value)
+
+
+def cuda_streams(streams: object) -> tuple[torch.cuda.Stream, ...]:
+    """Streams on which state was written."""
+    return _all_of(
+        streams, lambda one: hasattr(one, "cuda_stream"), "streams does not name CUDA streams",
+        expected="a sequence of torch.cuda.Stream", remedy="pass streams=[stream]",
+    )  # fmt: skip
+
+
+def callables(subscribers: object) -> tuple[Subscriber, ...]:
+    """Who is told of events."""
+    return _all_of(
+        subscribers, callable, "subscribers is not a sequence of functions",
+        expected="functions that take an event", remedy="pass subscribers=[on_event]",
+    )  # fmt: skip
+
+
+def check_metrics(metrics: object) -> None:
+    """Metrics have names."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise Usage(
+            "metrics is not a mapping", expected="names and numbers",
+            found=f"a {type(metrics).__name__}", remedy="pass metrics={'loss': loss}",
+        )  # fmt: skip
+
+
+def patterns(only: object) -> tuple[str, ...] | None:
+    """What to restore as patterns; a single one may stand for itself."""
+    if only is None:
+        return None
+    return _all_of(
+        (only,) if isinstance(only, str) else only, lambda one: isinstance(one, str),
+        "only does not name parts of the state", at_least=1,
+        expected="names of items, or globs over item/tensor names",
+        remedy="pass only=['model'] or only=['optimizer/*exp_avg*']; without only all of it",
+    )  # fmt: skip
+
+
+def _all_of(
+    value: object,
+    is_one: Callable[[object], bool],
+    refusal: str,
+    *,
+    expected: str,
+    remedy: str,
+    at_least: int = 0,
+) -> tuple[Any, ...]:
+    """A sequence of one kind of thing."""
+    given = tuple(value) if isinstance(value, Iterable) else None
+    if given is None or len(given) < at_least or not all(map(is_one, given)):
+        raise Usage(refusal, expected=expected, found=repr(value), remedy=remedy)
+    return given
+
+
+def rules(keep: Keep | None) -> Keep | None:
+    """The rules of retention."""
+    if keep is not None and not isinstance(keep, Keep):
+        raise Usage(
+            "keep is not a Keep", found=repr(keep), remedy="pass keep=laststep.Keep(last=3)"
+        )
+    return keep

@@ -1,0 +1,427 @@
+"""Look into a run without loading it: checkpoints, their tensors, slices of these.
+
+`laststep.open(run)` reads manifests; a checkpoint's headers are read when it is first asked for
+content; a slice reads, and verifies, only the blocks that hold it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+import os
+import weakref
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Self, SupportsIndex
+
+from laststep.catalog.listing import nearest_steps
+from laststep.catalog.run import Run
+from laststep.codecs.digests import DIGEST_BYTES, digest
+from laststep.errors import Corrupt, NotFound, Usage
+from laststep.format.manifest import DAMAGE_REMEDY, Commit, decode
+from laststep.process.only_one import OnlyOne
+from laststep.read.content import Content, DataFile, Place
+from laststep.read.verify import VerifyReport, verify_checkpoint
+from laststep.state.boxes import Box, whole
+from laststep.storage.directory import DirectoryStore, absolute
+from laststep.terms import BLOCK_BYTES, DTYPES, MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from laststep.catalog.listing import Listed
+    from laststep.state.stored import TensorSpec
+    from laststep.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+_MANIFEST_LIMIT = 64 << 20
+
+
+def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users expect)
+    """The catalog of a run; `NotFound` where there is none."""
+    store = DirectoryStore(path)
+    try:
+        return Catalog(Run.open(store))
+    except NotFound:
+        # Unlike Path.exists this is False, and no error, where one may not look.
+        if not os.path.exists(f"{store.url}/{MANIFEST_NAME}"):  # noqa: PTH110
+            raise
+        raise NotFound(
+            "this is one checkpoint, not a run", where=store.url,
+            remedy="laststep.load(path) loads it, `laststep show` says what it holds",
+        ) from None  # fmt: skip
+
+
+class Catalog:
+    """The checkpoints of a run, by step: `catalog[100]`, `catalog.latest()`, `for c in catalog`."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        """The checkpoints of the lineage, oldest first."""
+        return iter([self._open(one) for one in self._run.lineage() if one.commit is not None])
+
+    def __contains__(self, step: object) -> bool:
+        """Whether a step is on the lineage."""
+        return _whole_number(step) in self.steps()
+
+    def __len__(self) -> int:
+        return len([one for one in self._run.lineage() if one.commit is not None])
+
+    def __getitem__(self, wanted: SupportsIndex) -> Checkpoint:
+        step = _whole_number(wanted)
+        if step is None:
+            raise Usage(
+                "a catalog is asked by step", expected="an int of 0 or more", found=repr(wanted),
+                remedy="catalog.steps() lists the steps",
+            )  # fmt: skip
+        listed = self._run.checkpoints()
+        found = [one for one in listed if one.step == step]
+        found.sort(key=lambda one: one.on_lineage)
+        if not found:
+            raise NotFound(
+                f"there is no checkpoint of step {step}", where=self._run.store.url,
+                found=nearest_steps((one.step for one in listed), step),
+                remedy="catalog.steps() lists all of the lineage, `laststep ls` the rest",
+            )  # fmt: skip
+        return self._open(found[-1])
+
+    def steps(self) -> list[int]:
+        """The steps of the lineage whose manifest can be read; `laststep ls` lists the rest."""
+        return [one.step for one in self._run.lineage() if one.commit is not None]
+
+    def latest(self) -> Checkpoint:
+        """The newest checkpoint of the lineage; `Corrupt` where its manifest cannot be read."""
+        # Not `Run.newest`: what is damaged raises, instead of giving an older checkpoint to
+        # somebody who would not notice.
+        lineage = self._run.lineage()
+        if not lineage:
+            others = [one.step for one in self._run.checkpoints()]
+            if not others:
+                raise NotFound("the run has no checkpoint yet", where=self._run.store.url)
+            raise NotFound(
+                "the run goes on from no checkpoint: all are abandoned", where=self._run.store.url,
+                found=nearest_steps(others, max(others)), remedy="name the step that you want",
+            )  # fmt: skip
+        newest = lineage[-1]
+        if not isinstance(newest.error, Corrupt):
+            return self._open(newest)
+        good = [one.step for one in lineage if one.is_whole]
+        older = f"; laststep.load(run, step={good[-1]}) loads an older one" if good else ""
+        raise Corrupt(
+            f"the newest checkpoint, step {newest.step}, is damaged: {newest.error.what}",
+            where=newest.error.where, expected=newest.error.expected, found=newest.error.found,
+            remedy=DAMAGE_REMEDY + older,
+        ) from newest.error  # fmt: skip
+
+    def _open(self, listed: Listed) -> Checkpoint:
+        if listed.commit is None:
+            raise listed.error or Corrupt(
+                "the manifest cannot be read", where=listed.folder, remedy=DAMAGE_REMEDY
+            )
+        return Checkpoint(self._run.store, listed.folder, listed.commit)
+
+
+class Checkpoint(OnlyOne):
+    """One committed checkpoint; of what each rank has for itself, the view of one rank."""
+
+    def __init__(
+        self, store: Store, folder: str, commit: Commit, *, rank: int | None = None
+    ) -> None:
+        self._store = store
+        self._content: Content | None = None
+        self._rank = rank
+        """Whose view it is; None: nobody has said, and it is rank 0's."""
+        self._told: set[str] = set()
+        """Items of which that was logged."""
+        self.folder = folder
+        self.step = commit.step
+        self.metrics = commit.metrics
+        self.metadata = commit.metadata
+        self.created_s = commit.created_s
+        self.size_bytes = commit.size_bytes
+        self.ranks = commit.ranks
+        self._commit = commit
+
+    def items(self) -> list[str]:
+        """The names of its items."""
+        return [item.name for item in self._commit.items]
+
+    def per_rank(self) -> list[str]:
+        """The names of those items of which each of several ranks has stored its own."""
+        return [item.name for item in self._commit.items if item.per_rank and self.ranks > 1]
+
+    def of_rank(self, rank: int) -> Checkpoint:
+        """The same checkpoint in the view of that rank, from 0 on: of what each rank has for
+        itself, its own."""
+        if isinstance(rank, bool) or not hasattr(rank, "__index__"):
+            raise Usage("a rank is a number", expected="an int of 0 or more", found=repr(rank))
+        number = operator.index(rank)
+        if not 0 <= number < self.ranks:
+            known = "rank 0, which alone wrote it"
+            if self.ranks > 1:
+                known = f"one of the ranks 0 to {self.ranks - 1} that wrote it"
+            raise NotFound(
+                f"the checkpoint has no rank {number}", where=self.folder, expected=known
+            )
+        return Checkpoint(self._store, self.folder, self._commit, rank=number)
+
+    def tensors(self) -> list[str]:
+        """The full names of its tensors, `item/name`, those that share bytes included."""
+        content = self._opened()
+        return [f"{item.name}/{name}" for item in content.items.values() for name in item.names()]
+
+    def tensor(self, full_name: str) -> StoredTensor:
+        """A tensor by its full name; nothing of it is read before it is sliced."""
+        if not isinstance(full_name, str):
+            raise Usage(
+                "a tensor is asked for by its name", expected="text such as 'model/weight'",
+                found=repr(full_name), remedy="checkpoint.tensors() lists the names",
+            )  # fmt: skip
+        content = self._opened()
+        item_name, _, name = full_name.partition("/")
+        item = content.item(item_name)
+        self._tell_whose(item_name)
+        if item.view_of(name) is not None:
+            raise Usage(
+                f"{full_name} shares bytes with other tensors", remedy="load its item whole"
+            )
+        stored = item.ties.get(name, name)
+        if stored not in item.tensors:
+            raise NotFound(
+                f"there is no tensor {full_name!r}", where=self.folder,
+                remedy=_remedy_for(content, item_name, name),
+            )  # fmt: skip
+        places = content.places(item_name, stored)
+        return StoredTensor(content, full_name, item.tensors[stored], places)
+
+    def _tell_whose(self, item: str) -> None:
+        if self._rank is None and item in self.per_rank() and item not in self._told:
+            self._told.add(item)
+            log.warning(
+                "%s: each of %d ranks has its own; this is rank 0's: checkpoint.of_rank(…) has the "
+                "others'", item, self.ranks,
+            )  # fmt: skip
+
+    def verify(self) -> VerifyReport:
+        """Read and check every byte."""
+        return verify_checkpoint(self._store, self.folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its files; they are opened again when they are needed."""
+        if self._content is not None:
+            self._content.close()
+            self._content = None
+
+    def content(self) -> Content:
+        """Its headers and objects, verified."""
+        return self._opened()
+
+    def _opened(self) -> Content:
+        if self._content is None:
+            self._content = Content(self._store, self.folder, self._commit, rank=self._rank or 0)
+            # Tensors of it may outlive this object: its files stay open for as long as any does.
+            weakref.finalize(self._content, _close_files, self._content.files)
+        return self._content
+
+    def __repr__(self) -> str:
+        whose = "" if self._rank is None else f" of rank {self._rank}"
+        return f"<Checkpoint step={self.step} {self.folder}{whose}>"
+
+
+class NoSuchElements(Usage, IndexError):
+    """An index that a stored tensor does not have; an `IndexError` too, at which loops end."""
+
+
+class StoredTensor(OnlyOne):
+    """A tensor in a checkpoint; slicing reads just what is asked for: `t[10:20]`, `t[:]`."""
+
+    def __init__(
+        self, content: Content, name: str, spec: TensorSpec, places: tuple[Place, ...]
+    ) -> None:
+        self._content = content
+        self._places = places
+        self.name = name
+        self.dtype, self.shape = spec
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        """The slice as a CPU tensor. A leading int or slice limits what is read. `t[:]` is all of
+        it, also where the tensor is a single number."""
+        self._check(index)
+        if not self.shape and index == slice(None):
+            index = ...
+        lead = index[0] if isinstance(index, tuple) and index else index
+        found = self._rows(lead)
+        if found is None:
+            return self._indexed(self._box(whole(self.shape)), index)
+        rows, rest = found
+        inner = whole(self.shape[1:])
+        part = self._box(Box((rows.start, *inner.start), (rows.stop, *inner.stop)))
+        return self._indexed(part, (rest, *index[1:]) if isinstance(index, tuple) else rest)
+
+    def _indexed(self, part: torch.Tensor, index: object) -> torch.Tensor:
+        try:
+            return part[index]  # type: ignore[index]
+        except (IndexError, TypeError, ValueError, RuntimeError) as error:  # torch has no one type
+            raise NoSuchElements(
+                f"cannot index {self.name}", expected=f"an index into the shape {list(self.shape)}",
+                found=str(error).partition("\n")[0], remedy="t[:] reads all of it",
+            ) from error  # fmt: skip
+
+    def _box(self, wanted: Box) -> torch.Tensor:
+        """A box of the tensor, put together from where its parts lie."""
+        from laststep.state.tensors import allocate, from_bytes, put_box
+
+        size = DTYPES[self.dtype].size_bytes
+        if len(self._places) == 1 and self._places[0].box == whole(self.shape):
+            place = self._places[0]
+            row_bytes = math.prod(self.shape[1:]) * size
+            start = wanted.start[0] * row_bytes if wanted.start else 0
+            data = self._read(place, start, wanted.volume * size)
+            return from_bytes(data, self.dtype, wanted.shape)
+        result = allocate(self.dtype, wanted.shape, "cpu")
+        for place in self._places:
+            common = place.box.meet(wanted)
+            if common is None:
+                continue
+            # Whole rows of the part that hold it: those are one range of its bytes.
+            first, rows = common.start[0] - place.box.start[0], common.shape[0]
+            row_bytes = math.prod(place.box.shape[1:]) * size
+            data = self._read(place, first * row_bytes, rows * row_bytes)
+            read = Box(
+                (common.start[0], *place.box.start[1:]), (common.stop[0], *place.box.stop[1:])
+            )
+            stored = from_bytes(data, self.dtype, read.shape)
+            put_box(result, common.within(wanted), stored, common.within(read))
+        return result
+
+    def _check(self, index: object) -> None:
+        """Refuse what torch would warn of, or take for something else, before anything is read."""
+        for part in index if isinstance(index, tuple) else (index,):
+            bounds = (part.start, part.stop, part.step) if isinstance(part, slice) else ()
+            odd = any(bound is not None and not hasattr(bound, "__index__") for bound in bounds)
+            odd = odd or (isinstance(part, slice) and part.step == 0)
+            if odd or isinstance(part, str | bytes | float | complex | Mapping | AbstractSet):
+                raise Usage(
+                    f"cannot index {self.name}", expected="ints, slices or index tensors",
+                    found=repr(index), remedy="t[:] reads all of it",
+                )  # fmt: skip
+
+    def _rows(self, lead: object) -> tuple[range, int | slice] | None:
+        """Which rows a leading index needs, and what to apply to these; None: all of the tensor."""
+        if not self.shape:
+            return None
+        if isinstance(lead, int) and not isinstance(lead, bool):
+            row = lead + self.shape[0] if lead < 0 else lead
+            if not 0 <= row < self.shape[0]:
+                raise NoSuchElements(
+                    f"there is no row {lead} of {self.name}",
+                    found=f"{self.shape[0]} rows", remedy="t[:] reads all of it",
+                )  # fmt: skip
+            return range(row, row + 1), 0
+        if isinstance(lead, slice):
+            start, stop, step = lead.indices(self.shape[0])
+            if step > 0:
+                return range(start, max(start, stop)), slice(None, None, step)
+        return None
+
+    def _read(self, place: Place, start: int, size: int) -> bytearray:
+        """Bytes of a part of the tensor, out of whole verified blocks."""
+        if size == 0:
+            return bytearray()
+        file = self._content.files[place.file]
+        first_byte = place.start + start
+        first = first_byte // BLOCK_BYTES
+        last = -(-(first_byte + size) // BLOCK_BYTES)
+        base = first * BLOCK_BYTES
+        end = min(last * BLOCK_BYTES, file.header.tensor_bytes)
+        buffer = bytearray(end - base)
+        at = file.record.header_bytes + base
+        for _ in range(2):
+            got = file.reader.read_into(at, memoryview(buffer))
+            bad = _wrong_block(buffer, file.header.blocks, first)
+            if got == len(buffer) and bad is None:
+                return buffer[first_byte - base : first_byte - base + size]
+        if got < len(buffer):
+            raise Corrupt(
+                f"cannot read {self.name}: a data file is too short", where=file.where,
+                expected=f"at least {at + len(buffer)} bytes",
+                found=f"{at + got} bytes" if got else f"at most {at} bytes", remedy=DAMAGE_REMEDY,
+            )  # fmt: skip
+        start = at + (bad or 0) * BLOCK_BYTES
+        stop = min(start + BLOCK_BYTES, at + len(buffer))
+        raise Corrupt(
+            f"cannot read {self.name}: stored bytes have changed",
+            where=f"{file.where}, block {first + (bad or 0)} (bytes {start}-{stop})",
+            remedy=DAMAGE_REMEDY,
+        )
+
+    def __repr__(self) -> str:
+        return f"<StoredTensor {self.name} {self.dtype}{list(self.shape)}>"
+
+
+def _whole_number(step: object) -> int | None:
+    """A step as an int, of whatever kind it is; None for what is none."""
+    try:
+        return None if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _remedy_for(content: Content, item: str, name: str) -> str:
+    """What to ask for instead of a name that is no tensor's, at least not in this rank's view."""
+    for file in content.files:
+        header = file.header
+        if header.item not in (None, item):
+            continue
+        entry = f"{item}/{name}" if header.item is None else name
+        part = header.parts.get(entry)
+        if part is not None:
+            full_name = f"{item}/{part.tensor}"
+            return f"{file.record.name} has a part of that name: ask for all of {full_name!r}"
+        if item in content.per_rank and any(one.name == entry for one in header.tensors):
+            return f"rank {file.record.rank} has it: ask checkpoint.of_rank({file.record.rank})"
+    return "`laststep show --all` lists the names"
+
+
+def _close_files(files: list[DataFile]) -> None:
+    for file in files:
+        file.reader.close()
+
+
+def _wrong_block(buffer: bytearray, blocks: bytes, first: int) -> int | None:
+    """The first block of the buffer whose digest is wrong; `first` is its first one in the file."""
+    view = memoryview(buffer)
+    for number in range(-(-len(buffer) // BLOCK_BYTES)):
+        expected = blocks[(first + number) * DIGEST_BYTES : (first + number + 1) * DIGEST_BYTES]
+        if digest(view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]) != expected:
+            return number
+    return None
+
+
+def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
+    """A checkpoint's folder on its own, wherever it was copied to."""
+    full = absolute(path)
+    parent, folder = os.path.split(full)
+    store = DirectoryStore(parent)
+    try:
+        data = store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=_MANIFEST_LIMIT)
+    except NotFound:
+        raise NotFound(
+            "there is no checkpoint", where=full, expected=MANIFEST_NAME, remedy="check the path"
+        ) from None
+    decision = decode(data, where=f"{full}/{MANIFEST_NAME}")
+    if not isinstance(decision, Commit):
+        raise NotFound("this checkpoint was given up", where=full, found=decision.reason)
+    return Checkpoint(store, folder, decision)

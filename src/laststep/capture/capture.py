@@ -1,0 +1,483 @@
+"""Take a consistent copy of the state while training goes on.
+
+`Capturer.take` runs on the training thread and returns as soon as the state may change again or is
+fenced; one capture thread moves what was staged, and copies what is lazy, into slots of the pool
+and hands them to the sink, job by job in order. Every way carries its proof that what is stored is
+the state at `save()`: stream order for what is staged on the device, the copy itself for what is
+copied at once, the fence and the fingerprint of the bytes that landed for what is lazy.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from laststep.capture.device import SideStreams, record
+from laststep.capture.early import Early, Remembered
+from laststep.capture.fence import Fence
+from laststep.capture.gather import Gatherer
+from laststep.capture.host import HostCopier, fill
+from laststep.capture.job import Job, Sink
+from laststep.capture.kernels import prepare_kernels
+from laststep.capture.layout import ChunkLayout, Layout, Way, lower
+from laststep.capture.mover import Mover, host_digest, torn
+from laststep.capture.ring import RING_CHUNKS, Ring, Route, chunks_through, ring_chunks
+from laststep.capture.sources import Views, hold
+from laststep.capture.staging import DeviceShort, DeviceStaging
+from laststep.capture.ways import Choice, choose
+from laststep.errors import LaststepError, StorageFailed, Torn, Usage
+from laststep.process import interrupts, shortage, threads
+from laststep.settings import Capture
+from laststep.terms import CHUNK_BYTES, DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from laststep.memory.pool import Pool
+    from laststep.plan.files import SavePlan
+    from laststep.state.pieces import Piece
+
+log = logging.getLogger(__name__)
+
+
+class Capturer:
+    """Captures saves, one after the other, into a pool."""
+
+    def __init__(self, pool: Pool, *, mode: Capture, margin_bytes: int) -> None:
+        self._pool = pool
+        self._mode = mode
+        self._margin = margin_bytes
+        self._fence = Fence()
+        self._streams = SideStreams()
+        self._mover = Mover(pool, self._streams)
+        self._staging: dict[str, DeviceStaging] = {}
+        self._chosen: Choice | None = None
+        self._layout: tuple[SavePlan, Layout] | None = None
+        self._gatherers: dict[str, Gatherer] = {}
+        self._routes: dict[str, Route] = {}
+        self._copier = HostCopier()
+        self._compiled = threading.Event()
+        self._torn = False
+        self._last: Job | None = None
+        self._devices: tuple[str, ...] = ()
+        self._sources: Remembered | None = None
+        self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="laststep-capture", daemon=True)
+
+    def start(self, expected_bytes: dict[str, int]) -> bool:
+        """Begin; what is expected on each device is set aside now, if it is spare. False where it
+        is not, or not wanted: then captures will need all their host memory at once."""
+        wanted = staged = self._mode in (Capture.AUTO, Capture.DEVICE)
+        for device, size in expected_bytes.items():
+            staging = self._staging_on(device)
+            fits = wanted and staging.set_aside(size)
+            staged = staged and fits
+            if not fits and self._mode in (Capture.AUTO, Capture.LAZY):
+                staging.set_aside(min(RING_CHUNKS * CHUNK_BYTES, size))
+        self._devices = tuple(expected_bytes)
+        threads.start(self._thread)
+        return staged
+
+    @shortage.told("capture the state")
+    def take(
+        self,
+        plan: SavePlan,
+        pieces: Sequence[Piece],
+        sources: Sequence[torch.Tensor],
+        sink: Sink,
+        early: Early | None = None,
+    ) -> Job:
+        """Capture the state as it is now. On return training may go on; what the way that was
+        chosen still needs is behind the fence. Raises what made the capture impossible."""
+        began = time.perf_counter()
+        lazy = self._lazy_is_safe()
+        if early is not None and not self._guessed(early, plan, pieces, sources):
+            self.cancel(early)
+            early = None
+        layout = self._lower(plan, self._choose(pieces)) if early is None else early.of.layout
+        job = Job(plan=plan, layout=layout, sources=sources, pieces=pieces, sink=sink,
+                  began_s=began)  # fmt: skip
+        try:
+            self._stage_or_choose_again(job, early)
+            if early is None:
+                self._remember(job.layout, job.sources)
+            self._hold_direct(job)
+            devices = [device for device in job.layout.direct if device != "cpu"]
+            rings = lazy and self._take_rings(job, devices)
+            host_lazy = lazy and self._mode is Capture.LAZY and "cpu" in job.layout.direct
+            self._mark(job, devices)
+            if host_lazy:
+                self._digest_host(job)
+            else:
+                self._fill_from_host(job)
+        except BaseException:
+            self._pool.slots.release(sorted(job.held))
+            self._let_go(job)
+            raise
+        self._last = job
+        if (rings and devices) or host_lazy:
+            self._fence.add(job)
+        self._jobs.put(job)
+        if devices and not rings:
+            self._wait_for(job)
+        job.timing.stall_s = time.perf_counter() - began
+        return job
+
+    def _stage_or_choose_again(self, job: Job, early: Early | None) -> None:
+        """Stage; where training has taken what was set aside, choose anew with what there is."""
+        try:
+            self._stage(job, early)
+        except DeviceShort:
+            self._forget_staging(job)
+            if self._mode is not Capture.AUTO:
+                raise
+            job.layout = self._lower(job.plan, self._choose(job.pieces))
+            self._stage(job, None)
+
+    def _forget_staging(self, job: Job | None) -> None:
+        """Count on none of the device memory that was set aside."""
+        for staging in self._staging.values():
+            staging.forget()
+        self._chosen = None
+        if job is not None:
+            self._give_back_staging(job)
+
+    def _wait_for(self, job: Job) -> None:
+        """Block until a capture is over, Ctrl-C or not: its copies read the live state."""
+        interrupted: BaseException | None = None
+        while not job.over.is_set():
+            try:
+                interrupts.wait(job.over)
+            except BaseException as raised:  # noqa: BLE001 (raised below, once it is safe)
+                interrupted = raised
+                job.cancelled = True
+        if interrupted is not None:
+            raise interrupted
+        if job.error is not None:
+            raise job.error
+
+    def settle(self) -> None:
+        """Wait until everything that was taken is captured or has failed."""
+        if self._last is not None:
+            interrupts.wait(self._last.over)
+
+    def at_optimizer_step(self, number: int, errand: Callable[[], bool]) -> None:
+        """Have something done on the training thread, just before that optimizer step; when it
+        says that it could not be done, again at a later one."""
+        self._fence.at_step(number, errand)
+
+    def prepare(
+        self, plan: SavePlan, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]
+    ) -> bool:
+        """Work out ways, layout and tables ahead of the first save, which can then begin early;
+        False while the kernels are still being compiled."""
+        if not self._compiled.is_set():
+            return False
+        layout = self._lower(plan, self._choose(pieces))
+        for device in layout.staging_bytes:
+            if device != "cpu":
+                self._gatherers[device].prepare(sources, self._streams.stream(device))
+        self._remember(layout, sources)
+        return True
+
+    def close(self) -> None:
+        """Finish what was taken and stop."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._copier.close()
+        self._fence.close()
+
+    # -- on the training thread -----------------------------------------------------------------
+
+    def _lazy_is_safe(self) -> bool:
+        """Lazy needs the fence, and the fence only works where its hook was seen to fire."""
+        fired = self._fence.take_evidence()
+        return fired and not self._torn and self._mode in (Capture.AUTO, Capture.LAZY)
+
+    def _choose(self, pieces: Sequence[Piece]) -> tuple[Way, ...]:
+        """Each piece's way. While the pieces stay the same and fit as before, so do the ways."""
+        known = self._chosen
+        if known is not None and known.pieces is pieces and self._fits(known):
+            return known.ways
+        devices = dict.fromkeys(piece.device for piece in pieces if piece.device != "cpu")
+        rooms = {device: self._room_on(device, pieces) for device in devices}
+        self._chosen = choose(pieces, self._mode, rooms)
+        return self._chosen.ways
+
+    def _room_on(self, device: str, pieces: Sequence[Piece]) -> int:
+        """What of a device's memory may be staged into; a ring has to fit in beside it, unless
+        nothing is left to be lazy."""
+        room = self._staging_on(device).room()
+        needed = sum(piece.size_bytes for piece in pieces if piece.device == device)
+        lazy = needed > room and self._mode is Capture.AUTO
+        return max(room - RING_CHUNKS * CHUNK_BYTES, 0) if lazy else room
+
+    def _fits(self, known: Choice) -> bool:
+        needs = known.needs.items()
+        return all(self._staging_on(device).room() >= need for device, need in needs)
+
+    def _staging_on(self, device: str) -> DeviceStaging:
+        if not device.startswith("cuda"):
+            raise Usage(
+                "cannot capture from this kind of device", found=device, expected="cpu or cuda"
+            )
+        if device not in self._staging:
+            self._staging[device] = DeviceStaging(device, self._margin)
+            if self._thread.is_alive() and device not in self._devices:
+                # Nobody expected it at construction: this save goes slowly, later ones do not.
+                self._pool.pin()
+                self._jobs.put(functools.partial(prepare_kernels, torch.device(device)))
+        return self._staging[device]
+
+    def _lower(self, plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
+        known = self._layout
+        if known is None or known[0] is not plan or known[1].ways != ways:
+            known = self._layout = (plan, lower(plan, ways))
+            self._sources = None  # the tables of the last capture go with its layout
+            self._gatherers = {d: Gatherer(groups) for d, groups in known[1].gathers.items()}
+        return known[1]
+
+    def _stage(self, job: Job, early: Early | None) -> None:
+        """Gather what is staged, on the stream that training uses, so that it stands in order."""
+        if early is not None:
+            # All of it is this job's now, to be given back with it.
+            job.staging.update(early.staging)
+            early.staging.clear()
+        for device, size in job.layout.staging_bytes.items():
+            gatherer = self._gatherers[device]
+            if device == "cpu":
+                job.staging[device] = torch.empty(size, dtype=torch.uint8)
+                gatherer.run(job.staging[device], job.sources, None)
+                continue
+            if early is not None:
+                job.staging_began[device], job.ready[device] = early.events[device]
+                continue
+            with torch.cuda.device(device):
+                job.staging[device] = self._staging_on(device).take(size)
+                job.staging_began[device] = record(torch.cuda.current_stream(), timing=True)
+                gatherer.run(job.staging[device], job.sources, self._streams.stream(device))
+                job.ready[device] = record(torch.cuda.current_stream(), timing=True)
+
+    def _remember(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
+        """Keep what `start_early` needs to know of a capture, without holding its memory."""
+        devices = [device for device in layout.staging_bytes if device != "cpu"]
+        fit = devices and all(self._gatherers[device].can_run_again() for device in devices)
+        self._sources = Remembered(layout, sources) if fit else None
+
+    def join(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        """Make the current streams wait for these, on which state was written too."""
+        for stream in streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def start_early(self) -> Early | None:
+        """Begin staging on the guess that the state is where it was at the last save.
+
+        The device then copies while the training thread finds out whether the guess was right;
+        `take` uses what was copied if it was, and copies again if not. Tensors whose memory moved
+        or was let go of are never read: every one is held, and its address compared, before the
+        launch.
+        """
+        known = self._sources
+        sources = None if known is None else known.in_place()
+        if known is None or sources is None:
+            return None
+        sizes = {d: n for d, n in known.layout.staging_bytes.items() if d != "cpu"}
+        if any(self._staging_on(device).room() < size for device, size in sizes.items()):
+            return None
+        early = Early(known, sources)
+        try:
+            for device, size in sizes.items():
+                with torch.cuda.device(device):
+                    buffer = early.staging[device] = self._staging_on(device).take(size)
+                    began = record(torch.cuda.current_stream(), timing=True)
+                    self._gatherers[device].run_again(buffer)
+                    early.events[device] = began, record(torch.cuda.current_stream(), timing=True)
+        except DeviceShort:
+            self.cancel(early)
+            self._forget_staging(None)
+            return None
+        except BaseException:
+            self.cancel(early)
+            raise
+        return early
+
+    def _guessed(
+        self, early: Early, plan: SavePlan, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether what was staged early is just what this save is to stage."""
+        layout, chosen = self._layout, self._chosen
+        return (
+            layout is not None
+            and layout[0] is plan
+            and layout[1] is early.of.layout
+            and chosen is not None
+            and chosen.pieces is pieces
+            and early.of.are_among(sources, early.sources)
+        )
+
+    def cancel(self, early: Early) -> None:
+        """Give up what was staged early."""
+        early.let_go(self._staging)
+
+    def _hold_direct(self, job: Job) -> None:
+        """Hold what is copied after the planning as it is now."""
+        for pieces in job.layout.direct.values():
+            for piece in pieces:
+                try:
+                    job.direct[piece] = hold(job.sources[piece], job.pieces[piece])
+                except Torn as error:
+                    raise torn(job, [piece], found=error.found) from error
+
+    def _take_rings(self, job: Job, devices: list[str]) -> bool:
+        """The memory that lazy copies pass through, and the fingerprints of what is to pass. False
+        where a device has none: then the capture blocks."""
+        for device in devices:
+            staging = self._staging_on(device)
+            wanted = len(chunks_through(job.layout, device))
+            count = ring_chunks(wanted, staging.room_for_little())
+            if count == 0:
+                return self._give_up_rings(job, device)
+            with torch.cuda.device(device):
+                try:
+                    memory = staging.take(count * CHUNK_BYTES)
+                except DeviceShort:
+                    return self._give_up_rings(job, device)
+                try:
+                    job.rings[device] = Ring(self._route(job, device, memory), memory, job.direct)
+                except BaseException:
+                    staging.give_back(memory.nbytes)
+                    raise
+        return True
+
+    def _give_up_rings(self, job: Job, device: str) -> bool:
+        log.warning("save() blocks: %s has no room for what a lazy capture needs", device)
+        self._give_back_rings(job)
+        return False
+
+    def _route(self, job: Job, device: str, memory: torch.Tensor) -> Route:
+        known = self._routes.get(device)
+        if known is None or not known.fits(job.layout, job.direct, memory):
+            stream = self._streams.filling(device)
+            known = self._routes[device] = Route(job.layout, device, job.direct, memory, stream)
+        return known
+
+    def _mark(self, job: Job, devices: list[str]) -> None:
+        """Mark the state of pieces that are copied straight from a device, on training's stream."""
+        for device in devices:
+            with torch.cuda.device(device):
+                job.ready[device] = record(torch.cuda.current_stream(), timing=True)
+
+    def _digest_host(self, job: Job) -> None:
+        for group in (g for c in job.chunks() for g in c.direct if g.device == "cpu"):
+            size = DTYPES[group.dtype].size_bytes
+            for span in group.spans:
+                start = job.direct[span.piece].address + span.first * size
+                before = host_digest(start, (span.last - span.first) * size)
+                job.host_before[span.piece, span.first, span.last] = before
+
+    def _fill_from_host(self, job: Job) -> None:
+        """Copy host state that is not staged straight into slots, and hand over whole chunks."""
+        if "cpu" not in job.layout.direct:
+            return
+        chunks = [c for c in job.chunks() if any(g.device == "cpu" for g in c.direct)]
+        began = time.perf_counter()
+        if self._last is not None:
+            # Slots are leased in the order of saves: the one before must have all of its own.
+            interrupts.wait(self._last.over)
+        job.timing.waited_s += time.perf_counter() - began
+        with self._copier.batch() as batch:
+            for chunk in chunks:
+                if chunk.staged or any(group.device != "cpu" for group in chunk.direct):
+                    batch.add(functools.partial(self._set_aside, job, chunk))
+                    continue
+                began = time.perf_counter()
+                (slot,) = self._mover.lease(job)
+                job.timing.waited_s += time.perf_counter() - began
+                batch.add(functools.partial(self._fill_chunk, job, chunk, slot))
+
+    def _fill_chunk(self, job: Job, chunk: ChunkLayout, slot: int) -> None:
+        """A chunk that is all of the host; on a copying thread."""
+        fill(self._pool.tensor(slot), chunk.direct, Views(job.direct))
+        self._mover.hand_over(job, [(chunk, slot)], [])
+        job.filled.add((chunk.file, chunk.start))
+
+    def _set_aside(self, job: Job, chunk: ChunkLayout) -> None:
+        """The host's part of a chunk that waits for a device: not in a slot, of which there may be
+        too few to keep any waiting. There is at most one such chunk where devices meet in a
+        file."""
+        buffer = torch.empty(chunk.size_bytes, dtype=torch.uint8)
+        own = [group for group in chunk.direct if group.device == "cpu"]
+        fill(buffer, own, Views(job.direct))
+        job.aside[chunk.file, chunk.start] = buffer
+
+    # -- on the capture thread --------------------------------------------------------------------
+
+    def _work(self) -> None:
+        for device in self._devices:
+            prepare_kernels(torch.device(device))
+        self._compiled.set()
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            if not isinstance(job, Job):
+                job()
+                continue
+            try:
+                self._mover.move(job)
+            except LaststepError as error:
+                job.error = error
+            except Exception as error:
+                if shortage.is_one(error):
+                    job.error = shortage.error_for("capture the state", error)
+                else:
+                    log.exception("a capture failed")
+                    job.error = StorageFailed("a capture failed", found=repr(error))
+            if isinstance(job.error, Torn):
+                self._torn = True
+            self._end(job)
+
+    def _end(self, job: Job) -> None:
+        """Tell how a capture went and let go of all that it held; whatever happens here, those who
+        wait for it are woken."""
+        sink, job.timing.drained_s = job.sink, time.perf_counter() - job.began_s
+        try:
+            try:
+                if job.error is not None:
+                    self._mover.settle(job)
+            finally:
+                self._let_go(job)
+            if job.error is None:
+                sink.captured(job.timing)
+        except Exception as error:
+            log.exception("a capture could not be ended")
+            job.error = job.error or StorageFailed("a capture failed", found=repr(error))
+        finally:
+            if job.error is not None:
+                sink.failed(job.error)
+            job.forget()
+            job.enqueued.set()
+            job.over.set()
+
+    def _let_go(self, job: Job) -> None:
+        """The copies have ended: staging memory goes back, and live tensors are let go of."""
+        self._give_back_staging(job)
+        self._give_back_rings(job)
+        job.let_go()
+
+    def _give_back_staging(self, job: Job) -> None:
+        for device, buffer in job.staging.items():
+            if device != "cpu":
+                self._staging[device].give_back(buffer.nbytes)
+        job.staging.clear()
+
+    def _give_back_rings(self, job: Job) -> None:
+        for device, ring in job.rings.items():
+            self._staging[device].give_back(ring.memory.nbytes)
+        job.rings.clear()

@@ -1,0 +1,95 @@
+"""Digests of what tensors hold at one moment, to compare with other ranks.
+
+Those of the host are digested at once. On a device a fingerprint is enqueued on the current stream,
+so it too is of that moment, and read later by another thread. The two are not the same function:
+only what was digested in the same way can be compared (`ways`). Nothing is copied but small tensors
+that are strided.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from laststep.capture.fingerprint import Fingerprint
+from laststep.capture.gather import bytes_of, flat
+from laststep.capture.kernels import kernels_on
+from laststep.capture.mover import host_digest
+from laststep.codecs.digests import digest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SMALL_BYTES = 16 << 20
+"""Strided tensors of a device up to this are copied to be digested."""
+
+
+class _OnDevice(NamedTuple):
+    """A fingerprint that is being taken."""
+
+    numbers: list[int]
+    tensors: list[torch.Tensor]
+    fingerprint: Fingerprint
+    rows: torch.Tensor
+    done: torch.cuda.Event
+
+
+def _way(tensor: torch.Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    return 1 if tensor.device.type == "cpu" else 2
+
+
+class Contents:
+    """What some tensors hold now. Made on the training thread; asked from any other."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._digests: dict[int, bytes] = {}
+        self._under_way: list[_OnDevice] = []
+        self.ways = bytes(map(_way, tensors))
+        """In which way each is digested."""
+        self._known = True
+        """Whether all could be digested. Some cannot without much memory or time of a device."""
+        devices: dict[torch.device, list[int]] = {}
+        with torch.no_grad():
+            for number, tensor in enumerate(tensors):
+                if tensor.numel() == 0:
+                    self._digests[number] = b""
+                elif tensor.device.type == "cpu":
+                    whole = flat(tensor)
+                    self._digests[number] = host_digest(whole.data_ptr(), whole.nbytes)
+                else:
+                    devices.setdefault(tensor.device, []).append(number)
+            for device, numbers in devices.items():
+                self._begin(device, numbers, [tensors[number].detach() for number in numbers])
+
+    def digests(self) -> list[bytes] | None:
+        """One for each tensor; None where that would have cost too much. Waits for devices."""
+        for one in self._under_way:
+            one.done.synchronize()
+            parts: dict[int, bytearray] = {}
+            sums = one.rows.cpu().numpy()
+            for owner, row in zip(one.fingerprint.owners, sums, strict=True):
+                parts.setdefault(owner, bytearray()).extend(row.tobytes())
+            for owner, part in parts.items():
+                self._digests[one.numbers[owner]] = digest(part)
+        self._under_way = []
+        if not self._known:
+            return None
+        return [self._digests[number] for number in range(len(self._digests))]
+
+    def _begin(self, device: torch.device, numbers: list[int], tensors: list[torch.Tensor]) -> None:
+        strided = [t for t in tensors if not t.is_contiguous() and t.nbytes > _SMALL_BYTES]
+        kernels = kernels_on(device)
+        if strided or kernels is None:
+            self._known = False
+            return
+        with torch.cuda.device(device):
+            whole = [tensor.contiguous() for tensor in tensors]
+            ranges = [(tensor.data_ptr(), tensor.nbytes) for tensor in whole]
+            fingerprint = Fingerprint(ranges, kernels, torch.cuda.Stream(device))
+            _, rows = fingerprint.sums(0, len(whole), lambda number: bytes_of(whole[number]))
+            done = torch.cuda.Event()
+            done.record()
+        self._under_way.append(_OnDevice(numbers, whole, fingerprint, rows, done))

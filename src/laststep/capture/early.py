@@ -1,0 +1,67 @@
+"""Staging that began on a guess: what is known of the last capture, and what was copied again.
+
+Only pieces that are staged on a device matter here. Nothing holds a tensor's memory between saves.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from laststep.state.tensors import Kept
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from laststep.capture.layout import Layout
+    from laststep.capture.staging import DeviceStaging
+
+
+class Remembered:
+    """Which tensors the last capture staged on devices, and where they were."""
+
+    def __init__(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
+        self.layout = layout
+        self._pieces = _staged_on_devices(layout)
+        self._kept = Kept(self._of(sources))
+
+    def in_place(self) -> list[torch.Tensor] | None:
+        """All of them, held, if each is alive and where it was; else None."""
+        return self._kept.in_place()
+
+    def are_among(self, sources: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> bool:
+        """Whether what is to be staged of these sources is just what is held."""
+        return all(map(operator.is_, self._of(sources), held))
+
+    def _of(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [sources[piece] for piece in self._pieces]
+
+
+def _staged_on_devices(layout: Layout) -> list[int]:
+    return [
+        span.piece
+        for device, groups in layout.gathers.items()
+        if device != "cpu"
+        for group in groups
+        for span in group.spans
+    ]
+
+
+@dataclass(slots=True)
+class Early:
+    """Copies that are under way before it is known whether they are the right ones."""
+
+    of: Remembered
+    sources: list[torch.Tensor]
+    """Those that are copied, held."""
+    staging: dict[str, torch.Tensor] = field(default_factory=dict)
+    events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=dict)
+
+    def let_go(self, staging: Mapping[str, DeviceStaging]) -> None:
+        """The guess was wrong: give the memory back; stream order keeps it until the copies end."""
+        for device, buffer in self.staging.items():
+            staging[device].give_back(buffer.nbytes)
+        self.staging.clear()

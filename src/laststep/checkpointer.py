@@ -1,0 +1,498 @@
+"""The Checkpointer: save, restore, wait, close.
+
+Lives on the training thread and owns everything else: the pool, the capture thread, the flusher and
+its client. It keeps the order of things and the promises about errors: a failed save raises at the
+next call, a state restored only in part is not saved, and whatever was handed over is finished or
+reported before the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import time
+import weakref
+from typing import TYPE_CHECKING, Self, SupportsIndex
+
+from laststep import arguments
+from laststep.capture.capture import Capturer
+from laststep.commit import meeting as teaming
+from laststep.errors import Aborted, Exists, LaststepError, Usage
+from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
+from laststep.flush.handle import SaveHandle
+from laststep.memory.pool import Pool
+from laststep.plan.files import PlanCache
+from laststep.process import interrupts, lifetimes, shortage
+from laststep.process import only_one as single
+from laststep.ranks.group import together
+from laststep.ranks.rank import ranks_on_this_node, this_rank
+from laststep.restoring import neighbours
+from laststep.restoring.restore import Restored, Wanted, newest_of, restore_into
+from laststep.running import Work, client_of, continuing
+from laststep.saving import backlog as queueing
+from laststep.saving import place as places
+from laststep.saving import preflight as sizing
+from laststep.saving.describe import Memory, take_state
+from laststep.saving.pausing import without_collection
+from laststep.saving.portion import Sharing
+from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy, Settings, seconds
+from laststep.state.items import providers_for
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import CHUNK_BYTES
+from laststep.watching import watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import TracebackType
+
+    import torch
+
+    from laststep.capture.job import Job
+    from laststep.keep import Keep
+    from laststep.ranks.group import Ranks
+    from laststep.ranks.rank import Rank
+
+log = logging.getLogger(__name__)
+
+_REHEARSAL_STEP = 3
+"""The optimizer step at which the first save is rehearsed: by then the optimizer has its state."""
+
+
+class Checkpointer(single.OnlyOne):
+    """Saves and restores the state of a run: `Checkpointer("runs/gpt", model=model, …)`. Meant for
+    the thread that trains; calls from several are taken one after the other."""
+
+    def __init__(  # noqa: PLR0913 (each setting is a keyword of its own)
+        self,
+        run: str | os.PathLike[str],
+        /,
+        *,
+        items: Mapping[str, object] | None = None,
+        keep: Keep | None = None,
+        capture: Capture | str = Capture.AUTO,
+        flush: FlushIn | str = FlushIn.PROCESS,
+        on_busy: OnBusy | str = OnBusy.WAIT,
+        host_memory_bytes: int | None = None,
+        device_margin_bytes: int = 1 << 30,
+        allow_pickle: bool = False,
+        writers: int = 4,
+        progress: bool | None = None,
+        deadline_s: float = 300.0,
+        compare_replicas: CompareReplicas | str = CompareReplicas.FIRST,
+        subscribers: Sequence[Subscriber] = (),
+        **more_items: object,
+    ) -> None:
+        """`items` and keyword arguments name the parts of the state; see docs for the settings."""
+        self._settings = Settings(
+            capture=capture,  # type: ignore[arg-type]
+            flush=flush, on_busy=on_busy, host_memory_bytes=host_memory_bytes,  # type: ignore[arg-type]
+            device_margin_bytes=device_margin_bytes, allow_pickle=allow_pickle, writers=writers,
+            progress=progress, deadline_s=deadline_s,
+            compare_replicas=compare_replicas,  # type: ignore[arg-type]
+        )  # fmt: skip
+        keep = arguments.rules(keep)
+        subscribers = arguments.callables(subscribers)
+        self._rank = self._who()
+        self._group: Ranks | None = None
+        self._sharing = Sharing(self._rank.number)
+        self._jobs: weakref.WeakKeyDictionary[SaveHandle, Job] = weakref.WeakKeyDictionary()
+        self._turn = queueing.Turn()
+        self._taken: set[int] = set()
+        self._ahead: set[int] = set()
+        """Steps of the lineage beyond the one that was restored: saving them replaces them."""
+        self._mixed: str | None = None
+        self._seen = (0, 0)
+        self._resumed = False
+        self._closed = False
+        self._pid = os.getpid()
+        self._store = DirectoryStore(run)
+        self.path = self._store.url
+        self._providers = providers_for(arguments.all_items(items, more_items))
+        if self._rank.ranks > 1:
+            teaming.refuse_mixed(self._providers)
+        places.look_at(self._store)
+        self._keep = keep
+        self._bus = Bus()
+        watch(self._bus, subscribers, progress=progress)
+        with interrupts.held():
+            self._start()
+
+    def _start(self) -> None:
+        """Everything that runs."""
+        cap, expected, on_device = sizing.memory_for(self._providers, self._settings, self._rank)
+        self._pool = Pool(cap, pinned=bool(on_device))
+        self._capturer = Capturer(
+            self._pool,
+            mode=self._settings.capture,
+            margin_bytes=self._settings.device_margin_bytes,
+        )
+        staged = self._capturer.start(on_device)
+        self._pool.want(expected, without_pauses=not staged)
+        self._plans = PlanCache()
+        self._memory = Memory()
+        self._client = client_of(self._store, self._pool, self._settings, self._keep, self._bus)
+        self._team = None
+        try:
+            interrupts.let_in()
+            if self._rank.ranks > 1:
+                self._team = teaming.gather(
+                    self._rank, self.path, self._client, self._settings, self._bus
+                )
+        except BaseException:
+            # Half a Checkpointer must leave no hook, thread or memory behind.
+            self._closed = True
+            self._capturer.close()
+            self._pool.close()
+            raise
+        self._work = Work(self.path, self._pool, self._capturer, self._client, self._team)
+        self._capturer.at_optimizer_step(1, self._work.start_early)
+        if self._team is None and all(provider.cheap for provider in self._providers.values()):
+            self._capturer.at_optimizer_step(_REHEARSAL_STEP, lifetimes.weakly(self._rehearse))
+        newest = newest_of(self._store)
+        self._abandons = None if newest is None else newest.step
+        self._dropped = self._work.outlive(self)
+        neighbours.enter(self._work, self.path, Work.under_way)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<Checkpointer of {self.path}: {', '.join(self._providers)}{state}>"
+
+    @staticmethod
+    def _who() -> Rank:
+        return this_rank()
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: SupportsIndex,
+        *,
+        metrics: Mapping[str, object] | None = None,
+        metadata: object = None,
+        overwrite: bool = False,
+        streams: Sequence[torch.cuda.Stream] = (),
+    ) -> SaveHandle:
+        """Save the state as it is now, and return as soon as training may go on.
+
+        Raises what made an earlier save fail, once. In a job of several ranks this save is under
+        way all the same when it does: the others count on it. `streams` names CUDA streams, other
+        than the current one, on which state was written and not yet joined.
+        """
+        lifetimes.check_process("save", self._pid)  # before a turn that may be another process's
+        with interrupts.held(), self._turn.of("save"), shortage.told("save"):
+            return self._save(step, metrics, metadata, streams, overwrite=overwrite)
+
+    def _save(
+        self,
+        step: SupportsIndex,
+        metrics: Mapping[str, object] | None,
+        metadata: object,
+        streams: Sequence[torch.cuda.Stream],
+        *,
+        overwrite: bool,
+    ) -> SaveHandle:
+        began = time.perf_counter()
+        self._check_usable("save")
+        step = arguments.plain_step(step)
+        arguments.check_metrics(metrics)
+        overwrite = (
+            arguments.true_or_false("overwrite", overwrite) or step in self._ahead - self._taken
+        )
+        streams = arguments.cuda_streams(streams)
+        earlier = None
+        try:
+            self._raise_failed()
+        except LaststepError as error:
+            if self._team is None:
+                raise
+            earlier = error  # the ranks hear of it at different saves, and must make the same ones
+        self._revive()
+        self._warn_of_branch()
+        self._check_step(step, overwrite=overwrite)
+        handle = SaveHandle(step)
+        waited = self._make_room(handle)
+        if handle.report.skipped is not None:
+            if earlier is not None:
+                raise earlier
+            return handle
+        with without_collection():
+            job = self._capture(handle, metrics, metadata, streams, overwrite=overwrite)
+        job.timing.stall_s = time.perf_counter() - began
+        job.timing.waited_s += waited
+        if earlier is not None:
+            raise earlier
+        return handle
+
+    def _capture(
+        self,
+        handle: SaveHandle,
+        metrics: Mapping[str, object] | None,
+        metadata: object,
+        streams: Sequence[torch.cuda.Stream],
+        *,
+        overwrite: bool,
+    ) -> Job:
+        """Take the state and hand it to the capture thread."""
+        step = handle.step
+        self._capturer.join(streams)
+        early = None
+        if all(provider.passive for provider in self._providers.values()):
+            early = self._capturer.start_early()
+        try:
+            taken = take_state(
+                self._providers, self._memory, metrics, metadata,
+                allow_pickle=self._settings.allow_pickle,
+            )  # fmt: skip
+            if self._team is None:
+                taken = self._sharing.alone(taken)
+                plan = self._plans.plan(taken.specs)
+                self._announce(handle, plan.tensor_bytes, len(taken.pieces))
+                link = self._client.begin(plan, handle, taken.sealing(plan), overwrite=overwrite)
+            else:
+                agreement = self._team.agreements.on(self._sharing.table(taken))
+                taken, objects = self._sharing.own(taken, agreement)
+                plan = self._plans.plan(taken.specs, rank=self._rank, objects=objects)
+                self._announce(handle, plan.tensor_bytes, len(taken.pieces))
+                link = self._team.begin(handle, plan, taken, agreement, overwrite=overwrite)
+        except BaseException as error:
+            if early is not None:
+                self._capturer.cancel(early)
+            if self._team is not None:
+                self._team.stay_out(step, str(error) or type(error).__name__)
+            raise
+        self._work.handles.append(handle)
+        self._taken.add(step)
+        try:
+            job = self._capturer.take(plan, taken.pieces, taken.sources, link, early)
+        except BaseException as error:
+            # Ctrl-C included: a save that is never sealed would hold up all that follow it.
+            link.failed(
+                error if isinstance(error, LaststepError) else Aborted("save() was interrupted")
+            )
+            self._work.handles.remove(handle)
+            self._taken.discard(step)
+            raise
+        self._jobs[handle] = job
+        handle.refresh_with(sizing.report_of(job))
+        return job
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all saves are committed; False when the time is up. Raises what failed."""
+        lifetimes.check_process("wait", self._pid)
+        self._turn.check("wait")
+        timeout_s = seconds(timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for handle in list(self._work.handles):
+            left = None if deadline is None else max(deadline - time.monotonic(), 0)
+            if not handle.committed.over_within(left):
+                return False
+        with interrupts.held(), self._turn.of("wait"):
+            self._raise_failed()
+        return True
+
+    def close(self) -> None:
+        """Wait for all saves, end the flusher, and raise what failed. May be called twice."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._turn.check("close")
+        with interrupts.held():
+            self._work.wait()  # Ctrl-C here leaves it open
+            with self._turn.of("close"):
+                self._closed = True
+                self._dropped.detach()
+                lifetimes.let_be(self._work)
+                self._work.close()
+                self._raise_failed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except LaststepError as failed:
+            # The body's own error is the news; what a save died of is in the log.
+            log.error("a save failed as well: %s", failed)  # noqa: TRY400 (no second traceback)
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Be told of every event; returns the function that ends it."""
+        return self._bus.subscribe(subscriber)
+
+    # -- restoring --------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: SupportsIndex | None = None,
+        *,
+        only: Sequence[str] | str | None = None,
+        strict: bool = True,
+    ) -> Restored:
+        """Restore the newest checkpoint that verifies, or exactly the given step.
+
+        `only` names items, or globs over `item/tensor` names; nothing else is read or changed, and
+        a run that is under way goes on from where it is. Saves to this run that are under way in
+        this process are waited for; what failed of one's own is raised.
+        """
+        lifetimes.check_process("restore", self._pid)
+        with interrupts.held(), self._turn.of("restore"), shortage.told("restore"):
+            self._work.start_early()  # whoever restores is about to train, and to save
+            restored = self._restore(step, only, strict=strict)
+            self._work.await_start()
+            return restored
+
+    def _restore(
+        self, step: SupportsIndex | None, only: Sequence[str] | str | None, *, strict: bool
+    ) -> Restored:
+        self._check_usable("restore", mixed_is_fine=True)
+        mixed, only = self._mixed, arguments.patterns(only)
+        wanted = Wanted(
+            step=None if step is None else arguments.plain_step(step), only=only,
+            strict=arguments.true_or_false("strict", strict),
+            allow_pickle=self._settings.allow_pickle,
+            threads=self._settings.readers(ranks_on_this_node(self._rank)),
+        )  # fmt: skip
+        self._work.wait()
+        neighbours.wait_for_others(self._work, self.path)
+        self._group = self._group or teaming.all_ranks(self._rank, self._settings, self._team)
+        self._group.arrive()
+        together(self._group, self._ready)
+        with without_collection(), self._pool.at_rest(2 * wanted.threads):
+            outcome = restore_into(
+                self._store, self._providers, self._pool, self._bus, wanted, ranks=self._group,
+                touched=functools.partial(setattr, self, "_mixed"),
+                saw=functools.partial(setattr, self, "_seen"),
+            )  # fmt: skip
+        if outcome is None:
+            self._taken, self._ahead = set(), set()
+            self._client.continue_from(continuing(None, self._seen))
+            return Restored(step=None, next_step=0)
+        # A part that was restored does not make whole what an earlier restore left mixed.
+        if not outcome.mixed:
+            self._mixed = None if only is None else mixed
+        found = outcome.chosen
+        # A part taken from an older checkpoint in mid-run does not turn the run back to it.
+        if only is None or not (self._resumed or self._work.preflight):
+            self._client.continue_from(continuing(found, self._seen))
+            self._ahead = {step for step in found.lineage_steps if step > found.step}
+            self._taken = set(found.lineage_steps) - self._ahead
+            self._resumed = True
+        commit = outcome.commit
+        return Restored(
+            step=commit.step, next_step=commit.step + 1, skipped=outcome.skipped,
+            problems=outcome.problems, folder=found.folder, metrics=commit.metrics,
+            metadata=commit.metadata,
+        )  # fmt: skip
+
+    def continue_newest(self) -> None:
+        """Let saves continue the newest checkpoint without restoring it, as an import does."""
+        seen = self._client.newest_point()
+        newest = newest_of(self._store)
+        if newest is not None:
+            self._abandons = None
+            self._client.continue_from(continuing(newest, seen, resumed=False))
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _check_usable(self, what: str, *, mixed_is_fine: bool = False) -> None:
+        lifetimes.check_process(what, self._pid)
+        if self._closed:
+            raise Usage(
+                f"cannot {what}: the Checkpointer is closed",
+                remedy="make a new one for the same run",
+            )
+        if self._mixed is not None and not mixed_is_fine:
+            raise Usage(
+                f"cannot {what}: the live state is mixed",
+                found=f"a restore of {self._mixed} failed midway",
+                remedy="restore() a whole checkpoint first",
+            )
+
+    def _raise_failed(self) -> None:
+        """Raise the first failure that nobody has seen, and forget saves that are over."""
+        over = [handle for handle in self._work.handles if handle.committed.over()]
+        for handle in over:
+            self._jobs.pop(handle, None)
+        self._work.handles = [h for h in self._work.handles if not h.committed.over()]
+        failed = [h for h in over if h.error is not None]
+        self._taken -= {h.step for h in failed}
+        queueing.raise_first([(h.step, h.error) for h in failed if h.error and not h.seen])
+
+    def _ready(self) -> None:
+        """All saves are over: raise what failed, or see to it that more can be made."""
+        self._raise_failed()
+        self._revive()
+
+    def _revive(self) -> None:
+        """A new flusher in place of one that died."""
+        dead = self._client.dead
+        if dead is not None:
+            log.warning("starting a new flusher: %s", dead)
+            self._capturer.settle()
+            self._client.restart()
+
+    def _warn_of_branch(self) -> None:
+        """Say once that saving without restoring leaves what is there behind."""
+        if self._abandons is not None and not self._resumed:
+            log.warning(
+                "%s holds step %d, which was not restored: this save begins a new line beside it; "
+                "call restore() first to continue instead", self.path, self._abandons,
+            )  # fmt: skip
+        self._abandons = None
+
+    def _check_step(self, step: int, *, overwrite: bool) -> None:
+        if step in self._taken and not overwrite:
+            raise Exists(
+                f"step {step} has been saved already", where=self.path,
+                remedy="save with overwrite=True to replace it, or restore an earlier step",
+            )  # fmt: skip
+
+    def _make_room(self, handle: SaveHandle) -> float:
+        """Wait for, or give way to, earlier saves that stand in the way; returns the seconds."""
+        under_way = [h for h in self._work.handles if not h.committed.over()]
+        jobs = [self._jobs.get(h) for h in self._work.handles]
+        capturing = [job for job in jobs if job is not None and not job.over.is_set()]
+        short = self._pool.room_bytes < self._plans.last_bytes
+        reason = queueing.obstacle(under_way, capturing, short_of_room=short)
+        if reason is None:
+            return 0.0
+        if self._settings.on_busy is OnBusy.WAIT:
+            return queueing.wait_for_turn(under_way, capturing)
+        handle.skip(reason)
+        self._bus.emit(SaveSkipped(step=handle.step, reason=reason))
+        if self._team is not None:
+            self._team.stay_out(handle.step, f"skipped the save: {reason}")
+        return 0.0
+
+    def _announce(self, handle: SaveHandle, size_bytes: int, tensors: int) -> None:
+        handle.report.size_bytes, handle.report.tensors = size_bytes, tensors
+        self._pool.want(size_bytes + CHUNK_BYTES)
+        self._bus.emit(SaveStarted(step=handle.step, size_bytes=size_bytes))
+        if self._work.preflight is None:
+            self._work.preflight = sizing.start_preflight(
+                self._store, size_bytes, self._pool.cap_bytes, self._keep, self._bus
+            )
+
+    def _rehearse(self) -> bool:
+        """Find out where everything is before the first save asks, while the device has work:
+        at an early optimizer step. Whatever goes wrong is the first save's to report."""
+        if self._closed or self._work.preflight or os.getpid() != self._pid:
+            return True
+        with interrupts.held(), without_collection(), contextlib.suppress(Exception):
+            taken = take_state(
+                self._providers, self._memory, None, None,
+                allow_pickle=self._settings.allow_pickle,
+            )  # fmt: skip
+            plan = self._plans.plan(taken.specs)
+            self._pool.want(plan.tensor_bytes + CHUNK_BYTES)
+            return self._capturer.prepare(plan, taken.pieces, taken.sources)
+        return True

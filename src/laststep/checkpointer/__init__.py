@@ -1,1 +1,0 @@
-"""The public object and what it is made of: saving, restoring, opening, one-off files."""

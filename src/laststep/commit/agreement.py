@@ -1,0 +1,237 @@
+"""Agree with the other ranks on what the job holds: who describes what, and so who writes what.
+
+Ranks leave the digests of their tables on a board, the first one puts these together, and for every
+table that is new, one rank that has it leaves it there. That is done again only when a table
+changes. A rank whose own has not changed hears of it by the way, while one of its saves is under
+way. The first rank counts how often that was done; a rank that was late or took no part finds the
+next one by what the first rank has left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from laststep.codecs.digests import DIGEST_BYTES
+from laststep.errors import Aborted
+from laststep.plan.job import Agreement, Table, agree, decode_table, digest_of, encode_table
+from laststep.process import interrupts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from laststep.ranks.board import Board
+    from laststep.ranks.rank import Rank
+
+log = logging.getLogger(__name__)
+
+_One = TypeVar("_One")
+
+_NAMED = 4
+_GRACE_S = 2.0
+"""Mostly all tables change at once: a rank that is called waits so long for its own next save."""
+_MARGIN_S = 10.0
+
+SAME_STEPS = "every rank must call save() for the same steps"
+ABSENT = f"{SAME_STEPS}; one that does may be stopped, slow or dead: see its log"
+"""What to do about ranks that are missing."""
+
+
+def margin_s(deadline_s: float) -> float:
+    """Nobody waits longer for the others than the deadline and this: the first rank stops to wait
+    before the others do, so that they hear from it who is missing."""
+    return min(deadline_s / 2, _MARGIN_S)
+
+
+def grace_s(deadline_s: float) -> float:
+    """How long a rank that is out of step with the others is given to get into it by itself."""
+    return min(_GRACE_S, deadline_s / 4)
+
+
+def listed(found: Sequence[_One], show: Callable[[_One], str] = str) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return ", ".join(map(show, found[:_NAMED])) + more
+
+
+def on_some_ranks(agreement: Agreement) -> dict[str, tuple[int, ...]]:
+    """The items that only some ranks have, and these. Pipeline stages have the same item each, with
+    tensors of its own."""
+    holders: dict[str, list[tuple[int, ...]]] = {}
+    for one in agreement.classes:
+        for item in one.table:
+            holders.setdefault(item.name, []).append(one.ranks)
+    return {
+        name: tuple(sorted(itertools.chain.from_iterable(some)))
+        for name, some in holders.items()
+        if sum(map(len, some)) < len(agreement.class_of)
+    }
+
+
+class _Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What the first rank says: the digests of all, or who is missing."""
+
+    digests: bytes = b""
+    problem: str = ""
+
+
+class Agreements:
+    """This rank's part in agreeing; for the training thread, and one other."""
+
+    def __init__(self, rank: Rank, board: Board, *, deadline_s: float) -> None:
+        self._rank = rank
+        self.board = board
+        self._deadline_s = deadline_s
+        self._grace_s = grace_s(deadline_s)
+        self._lock = threading.Lock()
+        self._generation = 0
+        """The last one that is settled, as far as this rank knows."""
+        self._data = b""
+        self._table: Table | None = None
+        self._agreement: Agreement | None = None
+        self._tables: dict[bytes, Table] = {}
+        self._called_s: float | None = None
+        self._on_some: dict[str, tuple[int, ...]] = {}
+        """The items of some ranks that the log tells of."""
+
+    def on(self, table: Table) -> Agreement:
+        """What the job holds, when this rank holds that. Waits for the others if it is new."""
+        while not self._lock.acquire(timeout=interrupts.LOOK_S):
+            interrupts.let_in()
+        try:
+            if self._agreement is not None and (table is self._table or table == self._table):
+                self._table = table
+                return self._agreement
+            self._table, self._data = table, encode_table(table)
+            return self._agree()
+        finally:
+            self._lock.release()
+
+    def join(self) -> None:
+        """Take part in what another rank has called for, if it has and this one's state stays."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._agreement is None:
+                return
+            if self.board.look(f"a/{self._generation + 1}/called") is None:
+                self._called_s = None
+                return
+            self._called_s = self._called_s or time.monotonic()
+            if time.monotonic() - self._called_s >= self._grace_s:
+                self._called_s = None
+                self._agree()
+        finally:
+            self._lock.release()
+
+    def last_of(self, rank: int) -> str:
+        """A rank, and what is known of it."""
+        last = self.board.look(f"last/{rank}")
+        return f"rank {rank} ({f'last seen at {last.decode()}' if last else 'not seen before'})"
+
+    def close(self) -> None:
+        """When nobody asks any more."""
+        self.board.close()
+
+    def _agree(self) -> Agreement:
+        self._agreement = None
+        mine = digest_of(self._data)
+        # One deadline for all of it: the first rank tells by then who is missing, the others wait a
+        # bit longer for that, and whoever is told of a table finds it at once.
+        began_s = time.monotonic()
+        told_by_s = began_s + self._deadline_s
+        if not self._rank.is_first:
+            told_by_s += margin_s(self._deadline_s) / 2
+        call = self._lead if self._rank.is_first else self._follow
+        generation, told = call(mine, told_by_s)
+        if told.problem:
+            self._generation = generation
+            raise Aborted(
+                "the ranks of this job did not all describe their state",
+                found=told.problem,
+                remedy=ABSENT,
+            )
+        digests = _cut(told.digests)
+        if digests.index(mine) == self._rank.number:
+            self.board.put(f"t/{mine.hex()}", self._data)
+        distinct = set(digests)
+        new = {f"t/{one.hex()}": one for one in distinct if one not in self._tables}
+        notes = self.board.wait_all(new, began_s + self._deadline_s + margin_s(self._deadline_s))
+        for note, one in new.items():
+            if note not in notes:
+                raise Aborted(
+                    "a rank did not say what it holds",
+                    where=f"rank {digests.index(one)}",
+                    expected=f"its table within {self._deadline_s:g} s",
+                )
+            self._tables[one] = decode_table(notes[note])
+        self._tables = {one: self._tables[one] for one in distinct}
+        self._generation = generation
+        self._agreement = agree(digests, self._tables)
+        if self._rank.is_first:
+            self._tell_of_some(on_some_ranks(self._agreement))
+        return self._agreement
+
+    def _tell_of_some(self, found: dict[str, tuple[int, ...]]) -> None:
+        """Say once which items only some ranks have: that may be meant, or an oversight."""
+        for name, some in found.items():
+            if self._on_some.get(name) != some:
+                log.info(
+                    "item %r is only on %d of %d ranks (%s): these save it, and a rank restores it "
+                    "that has it then; pass it on all if that is not meant",
+                    name, len(some), self._rank.ranks, listed(some),
+                )  # fmt: skip
+        self._on_some = found
+
+    def _lead(self, mine: bytes, until_s: float) -> tuple[int, _Told]:
+        """Collect the digests of all ranks, as the first of them, and tell."""
+        self._generation += 1  # whatever comes of it: nobody can join this one later
+        name = f"a/{self._generation}"
+        self.board.put(f"{name}/called", b"1")
+        self.board.put(f"{name}/0", mine)
+        names = [f"{name}/{rank}" for rank in range(self._rank.ranks)]
+        notes = self.board.wait_all(names, until_s)
+        missing = [rank for rank, one in enumerate(names) if one not in notes]
+        if missing:
+            shown = listed(missing, self.last_of)
+            told = _Told(problem=f"nothing from {shown} within {self._deadline_s:g} s")
+        else:
+            told = _Told(digests=b"".join(notes[one] for one in names))
+        self.board.put(f"{name}/all", msgspec.msgpack.encode(told))
+        return self._generation, told
+
+    def _follow(self, mine: bytes, until_s: float) -> tuple[int, _Told]:
+        """Leave one's digest where the first rank looks for it, and hear those of all."""
+        generation, told = self._generation, None
+        while (note := self.board.look(f"a/{generation + 1}/all")) is not None:
+            generation += 1  # settled without this rank, or while it was late
+            told = msgspec.msgpack.decode(note, type=_Told)
+        if (
+            told is not None
+            and told.digests
+            and _cut(told.digests)[self._rank.number] == mine
+            and self.board.look(f"a/{generation + 1}/called") is None
+        ):
+            return generation, told
+        name = f"a/{generation + 1}"
+        self.board.put(f"{name}/{self._rank.number}", mine)
+        self.board.put(f"{name}/called", b"1")
+        note = self.board.until(lambda: self.board.look(f"{name}/all"), until_s)
+        if note is None:
+            # Not settled: should the first rank come late, this one's note is there.
+            problem = f"nothing from {self.last_of(0)} within {self._deadline_s:g} s"
+            return generation, _Told(problem=problem)
+        told = msgspec.msgpack.decode(note, type=_Told)
+        if told.digests and _cut(told.digests)[self._rank.number] != mine:
+            # An earlier note of this rank's was read.
+            return generation + 1, _Told(problem=f"an old note of rank {self._rank.number}")
+        return generation + 1, told
+
+
+def _cut(digests: bytes) -> list[bytes]:
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]

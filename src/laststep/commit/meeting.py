@@ -1,0 +1,71 @@
+"""Bring the ranks of a job together for the saves of one Checkpointer.
+
+All ranks make their Checkpointers in the same order: the n-th of a run on one rank meets the n-th
+of that run on the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from laststep.codecs.digests import digest
+from laststep.commit.agreement import Agreements
+from laststep.commit.replicas import Comparing
+from laststep.commit.round import Desk
+from laststep.commit.thread import Team
+from laststep.errors import Usage
+from laststep.plan.groups import cut
+from laststep.ranks.board import Board
+from laststep.ranks.group import Alone, Group
+from laststep.ranks.rank import ranks_per_node
+from laststep.restoring.restore import PATIENCE_S
+from laststep.storage.directory import DirectoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from laststep.events import Bus
+    from laststep.flush.client import Client
+    from laststep.ranks.group import Ranks
+    from laststep.ranks.rank import Rank
+    from laststep.settings import Settings
+    from laststep.state.provider import StateProvider
+
+_made: Counter[str] = Counter()
+
+
+def refuse_mixed(providers: Mapping[str, StateProvider]) -> None:
+    """`Usage` for a group of which a part is each rank's own and a part is not."""
+    for name, provider in providers.items():
+        if getattr(provider, "mixed", False):
+            raise Usage(
+                "a group mixes what ranks have in common with what each has for itself",
+                where=f"item {name!r}",
+                remedy="pass random numbers and loaders as items of their own",
+            )
+
+
+def all_ranks(rank: Rank, settings: Settings, team: Team | None) -> Ranks:
+    """Who restores together, and saves as that team."""
+    if team is None:
+        return Alone(rank)
+    # The first rank may wait for a save that another process has not finished.
+    name = team.agreements.board.prefix
+    group = Group(rank, name, deadline_s=settings.deadline_s + PATIENCE_S)
+    team.meet(group)
+    return group
+
+
+def gather(rank: Rank, run: str, client: Client, settings: Settings, bus: Bus) -> Team:
+    """This rank's side of the team."""
+    _made[run] += 1
+    prefix = f"laststep/{digest(run.encode()).hex()}/{_made[run]}"
+    # A connection for each thread that asks: the training thread's must not wait for the other's.
+    deadline_s = settings.deadline_s
+    boards = [Board(prefix, ranks=rank.ranks, patience_s=deadline_s) for _ in range(2)]
+    agreements = Agreements(rank, boards[0], deadline_s=deadline_s)
+    store = DirectoryStore(run)
+    desk = Desk(rank, boards[1], client, agreements, store, deadline_s=deadline_s)
+    comparing = Comparing(settings.compare_replicas)
+    return Team(desk, cut(rank.ranks, ranks_per_node()), comparing, bus)

@@ -1,0 +1,150 @@
+"""What ranks have made durable, put together: from receipts to what the manifest says.
+
+Pure. A rank leaves a receipt. The first rank of a group sums up those of its group, and the first
+rank of the job these sums: whichever way the ranks are cut into groups, the outcome is the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.commit.differences import Differing
+from laststep.commit.replicas import Seen, seen_by, seen_on
+from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
+from laststep.format.spans import spans_of
+from laststep.plan.job import digest_of, encode_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from laststep.plan.job import Agreement
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written of an item, by a rank or by several."""
+
+    kind: str
+    per_rank: bool
+    tensors: int
+    size_bytes: int
+    file: str
+    """Where that lies, or the first of it; nowhere, if it was nothing."""
+
+    def plus(self, more: Part) -> Part:
+        """Together with what later ranks wrote."""
+        if not more.file:
+            return self
+        return Part(
+            kind=self.kind, per_rank=self.per_rank, tensors=self.tensors + more.tensors,
+            size_bytes=self.size_bytes + more.size_bytes, file=self.file or more.file,
+        )  # fmt: skip
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank has made durable, or why it has not."""
+
+    agreement: bytes = b""
+    files: tuple[FileRecord, ...] = ()
+    items: dict[str, Part] = {}
+    trees: dict[str, bytes] = {}
+    """Of the items that ranks have in common: the digest of their plain values."""
+    replicas: dict[int, bytes] = {}
+    """What it holds of replicas that should be equal (`comparing`), where that is compared."""
+    problem: str = ""
+
+
+class Trees(msgspec.Struct, frozen=True, kw_only=True):
+    """The digests of the plain values on a rank."""
+
+    rank: int
+    trees: dict[str, bytes]
+
+    def differs(self, other: Trees) -> Differing | None:
+        """The item of which another rank of the same class has other values; mostly none."""
+        for name, tree in self.trees.items():
+            if other.trees.get(name) != tree:
+                return Differing(item=name, ranks=(self.rank, other.rank))
+        return None
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The receipts of a group of ranks, and the manifest of their files, if there is one."""
+
+    agreements: tuple[tuple[bytes, int], ...]
+    """What the ranks take for agreed, and the first of them that does."""
+    trees: dict[int, Trees]
+    """The plain values of each class, as its first rank in the group has them."""
+    items: dict[str, Part]
+    replicas: Seen = {}
+    differing: Differing | None = None
+    group: GroupRecord | None = None
+
+
+def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
+    """The receipts of a group, by rank, under what the rank that gathers them takes for agreed."""
+    agreements: dict[bytes, int] = {}
+    firsts: dict[int, Trees] = {}
+    items: dict[str, Part] = {}
+    differing = None
+    for rank in sorted(receipts):
+        receipt = receipts[rank]
+        agreements.setdefault(receipt.agreement, rank)
+        for name, part in receipt.items.items():
+            items[name] = items[name].plus(part) if name in items else part
+        if receipt.agreement == agreement.digest:
+            trees = Trees(rank=rank, trees=receipt.trees)
+            first = firsts.setdefault(agreement.class_of[rank], trees)
+            differing = differing or first.differs(trees)
+    seen = seen_by(seen_on(rank, receipt.replicas) for rank, receipt in sorted(receipts.items()))
+    return Summary(
+        agreements=tuple(agreements.items()), trees=firsts, items=items, replicas=seen,
+        differing=differing,
+    )  # fmt: skip
+
+
+def objection_to(summaries: Sequence[Summary], agreement: Agreement) -> str | Differing:
+    """Why this cannot be committed though everybody is done; mostly nothing. Which values it is in
+    which ranks differ, only they know."""
+    for agreed, rank in (one for summary in summaries for one in summary.agreements):
+        if agreed != agreement.digest:
+            return (
+                f"rank {rank} describes the state otherwise than rank 0 knew; "
+                "the ranks agree anew, and the next save works"
+            )
+    firsts: dict[int, Trees] = {}
+    for summary in summaries:
+        if summary.differing is not None:
+            return summary.differing
+        for number, trees in summary.trees.items():
+            found = firsts.setdefault(number, trees).differs(trees)
+            if found is not None:
+                return found
+    return ""
+
+
+def items_of(summaries: Sequence[Summary], agreement: Agreement) -> tuple[ItemRecord, ...]:
+    """The items of a checkpoint, from what all ranks wrote of them."""
+    shared = Counter(item for item, _ in agreement.keys)
+    parts: dict[str, Part] = {}
+    for summary in summaries:
+        for name, part in summary.items.items():
+            parts[name] = parts[name].plus(part) if name in parts else part
+    return tuple(
+        ItemRecord(
+            name=name, kind=part.kind, per_rank=part.per_rank, file=part.file,
+            tensors=part.tensors if part.per_rank else shared[name], size_bytes=part.size_bytes,
+        )
+        for name, part in parts.items()
+        if part.file
+    )  # fmt: skip
+
+
+def classes_of(agreement: Agreement) -> tuple[ClassRecord, ...]:
+    """Which ranks hold the same, as the manifest says it."""
+    return tuple(
+        ClassRecord(table=digest_of(encode_table(one.table)).hex(), spans=spans_of(one.ranks))
+        for one in agreement.classes
+    )

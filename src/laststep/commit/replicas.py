@@ -1,0 +1,195 @@
+"""Find out whether replicas are equal of which nothing says that they are, and tell what is not.
+
+Each rank sums up what it holds of them in one digest for each set of ranks that hold the same. Only
+where these differ are the digests of single tensors exchanged, between a few ranks. A save is not
+given up for it: what is stored is the lowest holder's, whole (`plan.job`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.capture.contents import Contents
+from laststep.codecs.digests import DIGEST_BYTES, digest
+from laststep.events import ReplicasDiffer
+from laststep.plan.replicas import Held, held_alike
+from laststep.settings import CompareReplicas
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from laststep.flush.handle import SaveHandle
+    from laststep.plan.job import Agreement
+    from laststep.saving.describe import Taken
+
+_NAMED = 4
+"""So many ranks that have other contents than what is stored are asked in which tensors."""
+
+
+class Alike(msgspec.Struct, frozen=True, kw_only=True):
+    """Ranks that have the same contents: the first few of them, and how many there are."""
+
+    digest: bytes
+    ranks: tuple[int, ...]
+    count: int
+
+    @property
+    def ways(self) -> bytes:
+        """In which ways they have digested: only ranks that did so alike can be compared."""
+        return self.digest[:DIGEST_BYTES]
+
+    def plus(self, more: Alike) -> Alike:
+        ranks = tuple(sorted((*self.ranks, *more.ranks))[:_NAMED])
+        return Alike(digest=self.digest, ranks=ranks, count=self.count + more.count)
+
+
+Seen = dict[int, tuple[Alike, ...]]
+"""What was seen on some ranks, by the number of the set of ranks that hold the same."""
+
+
+class Unequal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ranks of such a set that have not what is stored."""
+
+    number: int
+    stored: int
+    """The rank whose contents are."""
+    others: tuple[int, ...]
+    """The first few."""
+    count: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those who can tell in what they differ."""
+        return self.stored, *self.others
+
+
+class Contained:
+    """What this rank holds of all replicas at the moment of one save."""
+
+    def __init__(self, taken: Taken, alike: tuple[Held, ...], mine: int) -> None:
+        """Digests begin now; `mine` is the number of this rank's class."""
+        keys = {number: held.keys for number, held in enumerate(alike) if mine in held.classes}
+        wanted = {key for some in keys.values() for key in some}
+        sources = {
+            (item, piece.name): source
+            for item, one in taken.collected.items()
+            for piece, source in zip(one.pieces, one.sources, strict=True)
+            if (item, piece.name) in wanted
+        }
+        self._keys = keys
+        self._order = {key: at for at, key in enumerate(sources)}
+        self._contents = Contents(list(sources.values()))
+        self._digests: list[bytes] | None = None
+
+    def sums(self) -> dict[int, bytes]:
+        """Two digests for each set of ranks that this one belongs to, of the ways in which it has
+        digested the tensors and of what came of it; for background threads."""
+        self._digests = self._contents.digests()
+        if self._digests is None:
+            return {}
+        ways = self._contents.ways
+        return {
+            number: digest(bytes(ways[self._order[key]] for key in keys))
+            + digest(self.single(number))
+            for number, keys in self._keys.items()
+        }
+
+    def single(self, number: int) -> bytes:
+        """The digests of the tensors of such a set, one after the other."""
+        digests = self._digests or []
+        return b"".join(
+            digests[self._order[key]].ljust(DIGEST_BYTES, b"\0") for key in self._keys[number]
+        )
+
+
+class Comparing:
+    """When to compare, and what; on the training thread."""
+
+    def __init__(self, mode: CompareReplicas) -> None:
+        self._mode = mode
+        self._last: SaveHandle | None = None
+        """The last save with which it was done."""
+        self._known: tuple[Agreement | None, tuple[Held, ...]] = (None, ())
+
+    def begin(
+        self, handle: SaveHandle, taken: Taken, agreement: Agreement, rank: int
+    ) -> Contained | None:
+        """What this rank holds now, if it is time to compare and there is something to."""
+        if self._mode is CompareReplicas.NEVER:
+            return None
+        if self._mode is CompareReplicas.FIRST and self._last and self._last.error is None:
+            return None  # one that has failed may have had no comparison
+        self._last = handle
+        if self._known[0] is not agreement:
+            self._known = (agreement, held_alike(agreement))
+        alike, mine = self._known[1], agreement.class_of[rank]
+        if not any(mine in held.classes for held in alike):
+            return None
+        return Contained(taken, alike, mine)
+
+
+def seen_on(rank: int, sums: Mapping[int, bytes]) -> Seen:
+    """What one rank tells of itself."""
+    return {n: (Alike(digest=one, ranks=(rank,), count=1),) for n, one in sums.items()}
+
+
+def seen_by(many: Iterable[Seen]) -> Seen:
+    """What was seen on several ranks."""
+    found: dict[int, dict[bytes, Alike]] = {}
+    for seen in many:
+        for number, some in seen.items():
+            known = found.setdefault(number, {})
+            for one in some:
+                known[one.digest] = known[one.digest].plus(one) if one.digest in known else one
+    return {number: tuple(known.values()) for number, known in found.items()}
+
+
+def unequal(seen: Seen, agreement: Agreement) -> list[Unequal]:
+    """Where ranks do not have what is stored; mostly nowhere."""
+    if all(len(some) == 1 for some in seen.values()):
+        return []
+    alike, found = held_alike(agreement), []
+    for number, some in seen.items():
+        stored = alike[number].lowest
+        right = next((one for one in some if stored in one.ranks), None)
+        if right is None:
+            continue
+        others = [one for one in some if one is not right and one.ways == right.ways]
+        if others:
+            ranks = sorted(rank for one in others for rank in one.ranks)[:_NAMED]
+            count = sum(one.count for one in others)
+            found.append(Unequal(number=number, stored=stored, others=tuple(ranks), count=count))
+    return found
+
+
+def incomparable(seen: Seen) -> tuple[int, int] | None:
+    """Two ranks of which it cannot be told whether they hold the same, since some tensors are on
+    the host of one and on a device of the other; mostly None."""
+    for some in seen.values():
+        for one in some[1:]:
+            if one.ways != some[0].ways:
+                return some[0].ranks[0], one.ranks[0]
+    return None
+
+
+def gone_apart(
+    step: int, differs: Unequal, shown: Mapping[int, bytes], agreement: Agreement
+) -> ReplicasDiffer:
+    """What to tell of it, from the digests of single tensors that ranks have shown in time."""
+    keys = held_alike(agreement)[differs.number].keys
+    stored = shown.get(differs.stored, b"")
+    names = tuple(
+        "/".join(key)
+        for at, key in enumerate(keys)
+        if any(_at(shown[rank], at) != _at(stored, at) for rank in differs.others if rank in shown)
+    )
+    return ReplicasDiffer(
+        step=step, tensors=names if stored else (), ranks=differs.others,
+        more_ranks=differs.count - len(differs.others), stored=differs.stored,
+    )  # fmt: skip
+
+
+def _at(digests: bytes, number: int) -> bytes:
+    return digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]

@@ -1,0 +1,151 @@
+"""This rank's part in committing the saves of a job: one thread, save by save, beside training.
+
+Every rank makes its files durable and reports; the first rank decides (`leading`), the others hear
+of it (`following`). Whatever happens, the save is committed whole or absent, every rank that lives
+hears in time, and why, and the handle of every save comes to an end here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from laststep.commit.leader import Leading
+from laststep.commit.member import Following
+from laststep.commit.round import Over, Round
+from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.flush.protocol import Decide
+from laststep.process import threads
+
+if TYPE_CHECKING:
+    from laststep.commit.replicas import Comparing
+    from laststep.commit.round import Desk
+    from laststep.events import Bus
+    from laststep.flush.handle import SaveHandle
+    from laststep.flush.link import SaveLink
+    from laststep.plan.files import SavePlan
+    from laststep.plan.groups import Groups
+    from laststep.plan.job import Agreement
+    from laststep.ranks.group import Ranks
+    from laststep.saving.describe import Taken
+
+log = logging.getLogger(__name__)
+
+_NAME_BYTES = 8
+
+
+class Team:
+    """The ranks of a job, as this one sees them."""
+
+    def __init__(self, desk: Desk, groups: Groups, comparing: Comparing, bus: Bus) -> None:
+        self.rank = desk.rank
+        self.agreements = desk.agreements
+        self._desk = desk
+        self._comparing = comparing
+        self._part = Leading(desk, groups, bus) if desk.rank.is_first else Following(desk)
+        self._has_begun = False
+        """Whether anything was left on a board."""
+        self._rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="laststep-commit", daemon=True)
+        threads.start(self._thread)
+
+    def meet(self, ranks: Ranks) -> None:
+        """Have all ranks leave their notes under a name of this start of the job, before the first:
+        a launcher may start ranks again with the store that the dead ones have left theirs in."""
+        name = ranks.tell(0, os.urandom(_NAME_BYTES)).hex()
+        if not ranks.largest(self._has_begun):
+            self._desk.board.under(name)
+            self.agreements.board.under(name)
+
+    def begin(
+        self,
+        handle: SaveHandle,
+        plan: SavePlan,
+        taken: Taken,
+        agreement: Agreement,
+        *,
+        overwrite: bool,
+    ) -> SaveLink:
+        """Enter a save of all ranks; its chunks may follow."""
+        self._has_begun = True
+        one = Round(handle.step, None, plan, agreement)
+        one.contained = self._comparing.begin(handle, taken, agreement, self.rank.number)
+        one.link = self._desk.client.begin(
+            plan, handle, taken.sealing(plan, one.trees.update), overwrite=overwrite,
+            role="first" if self.rank.is_first else "member",
+        )  # fmt: skip
+        self._rounds.put(one)
+        return one.link
+
+    def stay_out(self, step: int, why: str) -> None:
+        """This rank does not take part in a save of that step; the others must hear it."""
+        self._has_begun = True
+        self._rounds.put(Round(step, None, None, None, problem=why))
+
+    def close(self) -> None:
+        """When all saves are over."""
+        self._rounds.put(None)
+        self._thread.join()
+        self._desk.board.close()
+        self.agreements.close()
+
+    # -- on its thread ----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (one := self._next()) is not None:
+            try:
+                self._desk.settle(one, self._go(one))
+                # Nobody asks for these any more, and the next may come late.
+                one.trees.clear()
+                one.contained = None
+            except BaseException as error:
+                # Nobody else ends this save: whoever waits for it would wait for ever.
+                log.exception("the commit of step %d failed", one.step)
+                if one.link is not None:
+                    one.link.failed(StorageFailed("a commit failed", found=repr(error)))
+
+    def _next(self) -> Round | None:
+        """The next save; None at the end. Others may wait for one that does not come."""
+        while True:
+            try:
+                return self._rounds.get(timeout=self._part.rest_s())
+            except queue.Empty:
+                with contextlib.suppress(LaststepError):  # they hear when their time is up
+                    self._part.look_up()
+
+    def _go(self, one: Round) -> LaststepError | None:
+        """Take part in a save; returns why it is given up, if it is."""
+        one.began_s = time.monotonic()
+        try:
+            out = f", in which it takes no part: {one.problem}" if one.problem else ""
+            self._desk.board.put(f"last/{self.rank.number}", f"step {one.step}{out}".encode())
+            self._part.take_part(one)
+        except Over as over:
+            return self._give_up(one, Aborted(str(over)), str(over))
+        except LaststepError as error:
+            return self._give_up(one, error, self._desk.trouble(error.without_remedy()))
+        except Exception as error:
+            log.exception("the commit of step %d failed", one.step)
+            failed = StorageFailed("a commit failed", found=repr(error))
+            return self._give_up(one, failed, self._desk.trouble(str(failed)))
+        return None
+
+    def _give_up(self, one: Round, error: LaststepError, reason: str) -> LaststepError:
+        """Whoever can be told is told; the run itself says what stands."""
+        with contextlib.suppress(LaststepError):
+            self._part.warn(one, reason)
+        link = one.link
+        if link is None:
+            return error
+        if not link.handle.durable.done():
+            link.failed(error)
+            return error
+        # Its flusher finds out whether it is committed after all.
+        self._desk.client.send(Decide(save=link.number, reason=reason))
+        self._desk.await_flusher(link)
+        return error

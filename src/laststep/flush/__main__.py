@@ -1,0 +1,46 @@
+"""The helper process. Imports no more than it needs: every start of a job waits for it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+import msgspec
+
+from laststep.catalog.epochs import Writer
+from laststep.catalog.retention import Policy
+from laststep.flush.protocol import Connection
+from laststep.flush.server import Flusher
+from laststep.memory.shared import Mapping
+
+NOT_FOR_THE_HELPER = (signal.SIGINT, signal.SIGTERM)
+"""A person's Ctrl-C is for the trainer; the helper ends with it, after its work is done."""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What the helper process is told on its command line."""
+
+    run: str
+    pool_fd: int
+    pool_bytes: int
+    socket_fd: int
+    trainer: Writer
+    trainer_pidfd: int
+    writers: int
+    keep: Policy | None
+
+
+def main(text: str) -> None:
+    """Serve until the trainer is gone; `text` is a `Setup` as JSON. Signals are blocked."""
+    setup = msgspec.json.decode(text, type=Setup)
+    for number in NOT_FOR_THE_HELPER:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_HELPER)
+    connection = Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd)
+    mapping = Mapping(setup.pool_fd, setup.pool_bytes)
+    flusher = Flusher(
+        connection, mapping.view, run_path=setup.run, trainer=setup.trainer,
+        writers=setup.writers, keep=setup.keep,
+    )  # fmt: skip
+    flusher.start()
+    flusher.serve()

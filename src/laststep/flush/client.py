@@ -1,0 +1,449 @@
+"""The trainer's side of the flusher: hand saves over, hear how they fare, notice its death.
+
+Owns the connection and one thread that receives. Slots go back to the pool, stages of handles are
+reached, and errors land in the handles from that thread. When the flusher dies, or says what cannot
+be understood, it is ended, and every save that was not committed fails at once, waiting included:
+whether it was is looked up in the run, where the flusher may have died between doing it and saying
+so. `restart` begins anew with the same pool, once the old one is dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from laststep.errors import LaststepError, StorageFailed, from_wire
+from laststep.events import (
+    Bus,
+    Captured,
+    Committed,
+    Durable,
+    MetricMissing,
+    Pruned,
+    SaveFailed,
+    Written,
+)
+from laststep.flush.link import SaveLink, SealParts
+from laststep.flush.protocol import (
+    Begun,
+    Bye,
+    Connection,
+    Continue,
+    Decided,
+    Drop,
+    Failed,
+    Flushed,
+    Freed,
+    Grouped,
+    NoMetric,
+    Progress,
+    Ready,
+    Removed,
+    Role,
+    ToFlusher,
+    ToTrainer,
+    Witness,
+)
+from laststep.process import interrupts, threads
+
+if TYPE_CHECKING:
+    from laststep.capture.job import CaptureTiming
+    from laststep.flush.handle import SaveHandle
+    from laststep.memory.pool import Pool
+    from laststep.plan.files import SavePlan
+
+log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 1.0
+"""So long a flusher that has hung up may take to end by itself, so that it is known how."""
+_END_S = 60.0
+"""So long one that was killed may take to be dead: a disk that hangs keeps it."""
+
+
+class Helper(Protocol):
+    """The running flusher."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def pidfd(self) -> int | None: ...
+
+    def join(self, timeout_s: float) -> bool: ...
+
+    def end(self, timeout_s: float) -> bool: ...
+
+    def how_it_ended(self) -> str: ...
+
+
+class Start(Protocol):
+    """This start of the job, as its run knows it."""
+
+    @property
+    def witness_name(self) -> str: ...
+
+    def newest_point(self) -> tuple[int, int]: ...
+
+    def announce(self, save: int) -> int | None: ...
+
+    def over(self, save: int) -> None: ...
+
+    def has_committed(self, folder: str) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+Launch = Callable[[socket.socket], Helper]
+
+
+class Client:
+    """Talks to one flusher at a time."""
+
+    def __init__(self, launch: Launch, pool: Pool, bus: Bus, start: Start) -> None:
+        self._launch = launch
+        self._job = start
+        self._pool = pool
+        self._bus = bus
+        self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._announcing = threading.Lock()
+        self._has_witness = False
+        """Whether the flusher that runs holds the witness too."""
+        self._helper: Helper | None = None
+        self._heard_all = threading.Event()
+        """Set when nothing more comes from the flusher that was started last."""
+        self.up = threading.Event()
+        """Set while a flusher runs that listens, or when it is known that none will."""
+        self._links: dict[int, SaveLink] = {}
+        self._count = 0
+        self._dead: LaststepError | None = None
+        self._closing = False
+        self._continues: Continue | None = None
+        self._told_no_metric = False
+
+    @property
+    def helper_pid(self) -> int | None:
+        return None if self._helper is None else self._helper.pid
+
+    @property
+    def dead(self) -> LaststepError | None:
+        """Why the flusher is gone, if it is."""
+        with self._lock:
+            return self._dead
+
+    def pending(self) -> list[SaveHandle]:
+        with self._lock:
+            return [link.handle for link in self._links.values()]
+
+    def start(self) -> None:
+        """Start the flusher, unless it has been: a save does, or whoever sees one coming."""
+        with self._starting:
+            if self._helper is None and not self._closing:
+                self._start()
+
+    def restart(self) -> None:
+        """A new flusher in place of one that is over; nobody may hold slots. `StorageFailed` where
+        the old one cannot be ended, and may still touch them."""
+        assert self._helper is not None  # noqa: S101 (it has died)
+        with self._lock:
+            awaited = [link.handle for link in self._links.values() if link.awaited]
+        for handle in awaited:
+            handle.committed.over_within(None)
+        if not self._helper.end(_END_S):
+            raise StorageFailed(
+                "cannot start a new flusher: the old one does not end",
+                expected=f"its death within {_END_S:g} s", found=self._helper.how_it_ended(),
+                remedy="a disk that hangs keeps it: look at `dmesg`; the next save tries again",
+            )  # fmt: skip
+        self._receiver.join()
+        self._connection.close()
+        self._pool.slots.reset()
+        with self._starting:
+            # As if there had been none yet: where this start fails, a later save tries again.
+            self._helper = self._dead = None
+            self._start()
+
+    def newest_point(self) -> tuple[int, int]:
+        """The newest epoch of the run now, and its last commit."""
+        return self._job.newest_point()
+
+    def continue_from(self, continues: Continue) -> None:
+        """Saves from now on continue that checkpoint, under a new epoch."""
+        with self._starting:
+            self._continues = continues
+            if self._helper is not None:
+                self.send(continues)
+
+    def begin(
+        self,
+        plan: SavePlan,
+        handle: SaveHandle,
+        parts: SealParts,
+        *,
+        overwrite: bool,
+        role: Role = "alone",
+    ) -> SaveLink:
+        """Enter a save; its chunks may follow. Raises if the flusher is gone, or cannot start."""
+        if self._continues is None and role != "member":
+            self.continue_from(Continue(seen=self.newest_point()))
+        self.start()
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            self._count += 1
+            link = SaveLink(self, self._count, handle, plan, parts, overwrite=overwrite, role=role)
+            self._links[self._count] = link
+        return link
+
+    def announce(self, number: int) -> None:
+        """Show to others that a save is coming, before the flusher hears of it."""
+        with self._announcing:
+            descriptor = self._job.announce(number)
+            if descriptor is not None and not self._has_witness:
+                with contextlib.suppress(OSError):  # its death is noticed elsewhere
+                    witness = Witness(name=self._job.witness_name)
+                    self._connection.send(witness, descriptor=descriptor)
+                    self._has_witness = True
+        with self._lock:
+            is_over = number not in self._links
+        if is_over:  # it failed meanwhile, with its flusher: nobody else would take the mark back
+            self._job.over(number)
+
+    def send(self, message: ToFlusher) -> None:
+        """Send; when the flusher is gone, its death is reported through the handles instead."""
+        try:
+            self._connection.send(message)
+        except OSError:
+            log.debug("a message found no flusher")
+
+    def release(self, slots: list[int]) -> None:
+        """Take back slots that nobody will write."""
+        self._pool.slots.release(slots)
+
+    def drop(self, number: int, error: LaststepError, *, begun: bool) -> None:
+        """Give a save up."""
+        with self._lock:
+            link = self._links.pop(number, None)
+        if link is None:
+            return
+        if begun:
+            self.send(Drop(save=number, reason=str(error)))
+        self._fail(link, error)
+
+    def note_captured(self, link: SaveLink, timing: CaptureTiming) -> None:
+        report = link.handle.report
+        report.captured_s = timing.drained_s
+        link.handle.captured.reach()
+        self._bus.emit(
+            Captured(step=link.handle.step, size_bytes=link.size_bytes, seconds=timing.drained_s,
+                     blocked_s=timing.stall_s)
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """No more saves: wait for the flusher to finish all that it has and to end."""
+        with self._starting:
+            self._closing = True
+        if self._helper is not None:
+            self.send(Bye())
+            if not interrupts.wait(self._heard_all, _END_S):
+                # Everything is committed or has failed: it has nothing left that could be lost.
+                log.warning("the flusher does not end: %s", self._helper.how_it_ended())
+                self._helper.end(_END_S)
+            self._receiver.join()
+            self._helper.join(_END_S)
+            self._connection.close()
+        self._job.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the connection without saying anything."""
+        if self._helper is not None:
+            self._connection.detach()
+
+    def _start(self) -> None:
+        ends: tuple[socket.socket, ...] = ()
+        try:
+            ends = ours, theirs = socket.socketpair()
+            helper = self._launch(theirs)
+        except (StorageFailed, OSError) as error:
+            for end in ends:
+                end.close()
+            if isinstance(error, StorageFailed):
+                raise
+            raise StorageFailed(
+                "cannot start the flusher",
+                found=str(error),
+                remedy="free memory, processes or open files (`ulimit -n`), or pass flush='thread'",
+            ) from error
+        self._connection = Connection(ours, peer=helper.pidfd)
+        self._has_witness = False
+        self.up.clear()
+        self._heard_all.clear()
+        if self._continues is not None:
+            self.send(self._continues)
+        self._receiver = threading.Thread(
+            target=self._receive, name="laststep-receive", daemon=True
+        )
+        self._helper = helper  # from here on there is one, for other threads too
+        try:
+            threads.start(self._receiver)
+        except StorageFailed:
+            self._helper = None
+            self._connection.close()
+            helper.end(_END_S)
+            raise
+
+    def _receive(self) -> None:
+        try:
+            self._listen()
+        finally:
+            self._heard_all.set()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._connection.receive_in_trainer()
+            except (OSError, ValueError) as error:
+                log.warning("the flusher spoke nonsense: %s", error)
+                self._mourn("it spoke nonsense")
+                return
+            if message is None:
+                self._mourn()
+                return
+            try:
+                self._handle(message)
+            except Exception:
+                # Nobody else listens: whoever waits must hear that nothing more will come.
+                log.exception("a message of the flusher could not be handled")
+                self._mourn("a message of it could not be handled")
+                return
+
+    def _handle(self, message: ToTrainer) -> None:
+        if isinstance(message, Ready):
+            self.up.set()
+        elif isinstance(message, Freed):
+            self._pool.slots.release(message.slots)
+        elif isinstance(message, Removed):
+            self._bus.emit(Pruned(step=message.step, folder=message.folder))
+        elif isinstance(message, NoMetric):
+            if not self._told_no_metric:  # it comes after every commit until one has it
+                self._told_no_metric = True
+                self._bus.emit(MetricMissing(reason=message.reason))
+        elif isinstance(message, Progress):
+            link = self._links.get(message.save)
+            if link is not None:
+                self._bus.emit(Written(step=link.handle.step, done_bytes=message.done_bytes,
+                                       size_bytes=link.size_bytes))  # fmt: skip
+        elif isinstance(message, Begun | Grouped):
+            link = self._links.get(message.save)
+            if link is not None:
+                link.note(message)
+        elif isinstance(message, Flushed):
+            self._flushed(message)
+        elif isinstance(message, Decided):
+            self.decided(message)
+        elif isinstance(message, Failed):
+            with self._lock:
+                link = self._links.pop(message.save, None)
+            if link is not None:
+                self._fail(link, from_wire(message.kind, message.fields))
+
+    def _flushed(self, message: Flushed) -> None:
+        link = self._links.get(message.save)
+        if link is None:
+            return
+        with link.telling:
+            report = link.handle.report
+        report.durable_s, report.size_bytes = link.handle.since_began_s(), message.size_bytes
+        report.opened_s, report.written_s = message.opened_s, message.written_s
+        link.files = message.files
+        link.handle.durable.reach()
+        self._bus.emit(
+            Durable(step=link.handle.step, size_bytes=message.size_bytes, seconds=report.durable_s)
+        )
+
+    def decided(self, message: Decided) -> None:
+        """A save is committed, as its flusher says, or whoever has looked in its place."""
+        with self._lock:
+            link = self._links.pop(message.save, None)
+        if link is None:
+            return
+        self._job.over(link.number)
+        # Should this flusher die, the next one goes on from here.
+        before = self._continues
+        self._continues = Continue(
+            epoch=message.epoch, attempt=message.attempt, folder=message.folder,
+            seen=(message.epoch, message.attempt),
+            resumed_from=None if before is None else before.resumed_from,
+        )  # fmt: skip
+        report = link.handle.report
+        report.committed_s, report.folder = link.handle.since_began_s(), message.folder
+        link.handle.committed.reach()
+        link.note()
+        self._bus.emit(
+            Committed(step=link.handle.step, folder=message.folder, size_bytes=report.size_bytes,
+                      seconds=report.committed_s)
+        )  # fmt: skip
+
+    def _fail(self, link: SaveLink, error: LaststepError) -> None:
+        self._job.over(link.number)
+        link.handle.fail(error)
+        link.note()
+        self._bus.emit(SaveFailed(step=link.handle.step, reason=str(error)))
+
+    def _mourn(self, why: str | None = None) -> None:
+        """The flusher is gone, or is ended for that reason: whatever it had not committed has
+        failed. It MUST be dead before anybody hears so, or it might commit it after all."""
+        if self._closing and not self.pending():
+            return
+        helper = self._helper
+        assert helper is not None  # noqa: S101 (whose end this is)
+        self.up.set()
+        self._connection.hang_up()  # who sends to it waits for nobody
+        is_dead = (why is None and helper.join(_LAST_WORDS_S)) or helper.end(_END_S)
+        error = StorageFailed(
+            "the flusher ended before its work was done",
+            found=why or helper.how_it_ended(),
+            remedy="the checkpoints committed so far are whole; the next save starts a new flusher",
+        )
+        with self._lock:  # at once: a save that comes between the two would wait for ever
+            self._dead = error
+            links = list(self._links.values())
+            self._links = {link.number: link for link in links if link.may_be_committed}
+        self._pool.slots.fail(error)
+        for link in links:
+            if not link.may_be_committed:
+                self._fail(link, error)
+            elif link.decided_by_all:
+                link.lost = error
+                link.note()
+            else:
+                self._find_out(link, error, is_dead=is_dead)
+
+    def _find_out(self, link: SaveLink, error: StorageFailed, *, is_dead: bool) -> None:
+        """Look in the run what became of a save that its flusher may have committed before it could
+        say so. Once that is dead, what stands there is final."""
+        place = link.place
+        assert place is not None  # noqa: S101 (its flusher said so before it was durable)
+        doubt = None if is_dead else "it may still commit"
+        try:
+            if is_dead and self._job.has_committed(place.folder):
+                self.decided(
+                    Decided(save=link.number, epoch=place.epoch, attempt=place.attempt,
+                            folder=place.folder, seconds=link.handle.since_began_s())
+                )  # fmt: skip
+                return
+        except LaststepError as second:
+            doubt = str(second)
+        if doubt is not None:
+            error = StorageFailed(
+                f"it is not known whether step {link.handle.step} is committed",
+                where=place.folder, found=f"{error.without_remedy()}; then {doubt}",
+                remedy="`laststep ls` shows it if it is",
+            )  # fmt: skip
+        with self._lock:
+            del self._links[link.number]
+        self._fail(link, error)

@@ -1,0 +1,165 @@
+"""Start a flusher and see how it fares: a process of its own, or a thread of the trainer.
+
+Knows nothing of what it does there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import xxhash
+
+from laststep.flush.__main__ import NOT_FOR_THE_HELPER, Setup
+from laststep.flush.protocol import Connection
+from laststep.flush.server import Flusher
+from laststep.process import threads
+
+if TYPE_CHECKING:
+    import socket
+
+    from laststep.catalog.epochs import Writer
+    from laststep.catalog.retention import Policy
+    from laststep.flush.client import Helper
+
+_BARE = ("-S", "-P", "-c")
+"""Nothing of `site`: what packages put into its folder to be run takes longer than all the rest."""
+_CODE = (
+    "import sys; sys.path[:0], sys.path[len(sys.path):] = sys.argv[2:3], sys.argv[3:]; "
+    "sys.modules['typing_extensions'] = None; "
+    "from laststep.flush.__main__ import main; main(sys.argv[1])"
+)
+"""msgspec takes `typing_extensions` where it finds it, else `typing`, which is the same here; but
+the former brings `inspect` with it, and the two are a tenth of a start."""
+
+
+class HelperProcess:
+    """A flusher in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        # It cannot be another's: nobody else takes note of the end of our children.
+        self.pidfd = os.pidfd_open(process.pid)
+        self._close_pidfd = weakref.finalize(self, os.close, self.pidfd)
+        # Not at the end of the program: saves that are finished then are still waited for by it.
+        self._close_pidfd.atexit = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end; False when it has not ended by then."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        self._close_pidfd()  # it is reaped, and whoever waited for it knows
+        return True
+
+    def end(self, timeout_s: float) -> bool:
+        """Kill it, and wait until it is dead and reaped: after this it touches no slot and decides
+        nothing. False where a disk that hangs keeps it alive for longer."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        return self.join(timeout_s)
+
+    def how_it_ended(self) -> str:
+        """For the message of an error."""
+        code = self._process.poll()
+        if code is None:
+            return "it does not end"
+        return f"it was killed by signal {-code}" if code < 0 else f"it ended with code {code}"
+
+
+class HelperThread:
+    """The same flusher on a thread of the trainer."""
+
+    pid = None
+    pidfd = None
+
+    def __init__(self, flusher: Flusher) -> None:
+        self._flusher = flusher
+        self._thread = threading.Thread(target=flusher.serve, name="laststep-flusher", daemon=True)
+        flusher.start()
+        threads.start(self._thread)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for its end; False when it has not ended by then."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def end(self, timeout_s: float) -> bool:
+        """Have it give up all that it has, once its connection is closed, and wait for its end."""
+        self._flusher.give_up()
+        return self.join(timeout_s)
+
+    def how_it_ended(self) -> str:
+        """For the message of an error."""
+        return "its thread does not end" if self._thread.is_alive() else "its thread ended"
+
+
+def start_process(
+    end: socket.socket,
+    *,
+    run: str,
+    trainer: Writer,
+    pool_fd: int,
+    pool_bytes: int,
+    writers: int,
+    keep: Policy | None,
+) -> Helper:
+    """Start the helper process; it inherits the pool and its end of the connection only."""
+    # Opened here, where the number surely is the trainer's: it may be gone, and its number
+    # another's, before the helper runs. What was handed over until then is finished all the same.
+    pidfd = os.pidfd_open(os.getpid())
+    setup = Setup(
+        run=run, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
+        trainer=trainer, trainer_pidfd=pidfd, writers=writers, keep=keep,
+    )  # fmt: skip
+    # Blocked signals are inherited: the helper is deaf to them from its first instruction on.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_HELPER)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *_BARE, _CODE, msgspec.json.encode(setup).decode(), *_places()],
+            pass_fds=(pool_fd, end.fileno(), pidfd),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(pidfd)
+    end.close()
+    return HelperProcess(process)
+
+
+def start_thread(
+    end: socket.socket,
+    pool: memoryview,
+    *,
+    run: str,
+    trainer: Writer,
+    writers: int,
+    keep: Policy | None,
+) -> Helper:
+    """The same flusher on a thread of this process, where a helper cannot be had."""
+    return HelperThread(
+        Flusher(Connection(end), pool, run_path=run, trainer=trainer, writers=writers, keep=keep)
+    )
+
+
+def _places() -> list[str]:
+    """Where the helper finds this very package, and the others that it needs, however the trainer
+    found them."""
+    needed = [str(Path(module.__file__ or "").resolve().parents[1]) for module in (msgspec, xxhash)]
+    return [str(Path(__file__).resolve().parents[2]), *dict.fromkeys(needed)]

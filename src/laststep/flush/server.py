@@ -1,0 +1,498 @@
+"""The flusher: writes what the trainer captured, commits it, and applies retention.
+
+Runs as a helper process, without torch, or by the same code on a thread of the trainer. It owns
+everything that changes a run: epochs, attempts, files, commits. One thread receives, several write,
+one finishes saves in the order in which they began. When the trainer dies, saves that were handed
+over whole are finished and committed, others are aborted, and it ends. In a job of several ranks
+only the first one's commits, and only what the trainers of all ranks have agreed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.catalog import groups, starts
+from laststep.catalog.retention import Policy
+from laststep.catalog.run import Run, plan_prune
+from laststep.codecs import objects
+from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.flush.protocol import (
+    Begin,
+    Begun,
+    Bye,
+    Chunks,
+    Connection,
+    Continue,
+    Decide,
+    Decided,
+    Drop,
+    Failed,
+    Filled,
+    Flushed,
+    Freed,
+    Gathered,
+    Grouped,
+    Located,
+    NoMetric,
+    Progress,
+    Ready,
+    Removed,
+    Seal,
+    ToFlusher,
+    ToTrainer,
+    Witness,
+)
+from laststep.flush.under_way import Save
+from laststep.flush.writer import SaveFlush
+from laststep.format.group import GroupManifest
+from laststep.format.manifest import Abort, Commit, FileRecord
+from laststep.process import threads
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import CHUNK_BYTES
+from laststep.version import VERSION
+
+if TYPE_CHECKING:
+    from laststep.catalog.epochs import Writer
+    from laststep.storage.store import Lock
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 0.2
+_FREED_TOGETHER = 8
+
+
+class Flusher:
+    """Serves one trainer until it says goodbye or dies."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        pool: memoryview,
+        *,
+        run_path: str,
+        trainer: Writer,
+        writers: int,
+        keep: Policy | None,
+    ) -> None:
+        self._connection = connection
+        self._pool = pool
+        self._store = DirectoryStore(run_path)
+        self._trainer = trainer
+        self._keep = keep
+        self._run: Run | None = None
+        self._continues = Continue(seen=(0, 0))
+        self._resumed_from: str | None = None
+        self._witness: tuple[str, Lock] | None = None
+        self._given_up = False
+        self._epoch: int | None = None
+        self._epoch_lock: Lock | None = None
+        self._attempts = 0
+        self._last_folder: str | None = None
+        self._saves: dict[int, Save] = {}
+        self._chunks: queue.SimpleQueue[tuple[Save, Filled] | None] = queue.SimpleQueue()
+        self._order: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._freed: list[int] = []
+        self._freeing = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._write, name=f"laststep-write-{n}", daemon=True)
+            for n in range(writers)
+        ]
+        self._finisher = threading.Thread(
+            target=self._finish_all, name="laststep-finish", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start the threads; where one cannot be started, the others end."""
+        try:
+            for thread in [self._finisher, *self._threads]:
+                threads.start(thread)
+        except StorageFailed:
+            self._order.put(None)
+            for _ in self._threads:
+                self._chunks.put(None)
+            raise
+
+    def serve(self) -> None:
+        """Receive until the trainer is gone, then finish what is whole; when it was started."""
+        self._send(Ready(pid=os.getpid()))
+        try:
+            while True:
+                message = self._connection.receive_in_flusher()
+                if message is None or isinstance(message, Bye):
+                    break
+                self._handle(message)
+        finally:
+            self._end()
+
+    def give_up(self) -> None:
+        """Commit nothing more, whatever was handed over: the trainer has reported it as failed. The
+        connection has been closed, so that `serve` comes to its end."""
+        self._given_up = True
+
+    def _handle(self, message: ToFlusher) -> None:
+        if isinstance(message, Begin):
+            self._begin(message)
+        elif isinstance(message, Continue):
+            # A new epoch is taken at the next save, so that restoring alone disturbs no writer.
+            self._continues = message
+            self._resumed_from = message.resumed_from
+            self._epoch = None
+        elif isinstance(message, Witness):
+            self._hold(message)
+        elif not isinstance(message, Bye):
+            save = self._saves.get(message.save)
+            if save is not None:
+                self._go_on(save, message)
+            elif isinstance(message, Chunks):  # of a save that was given up meanwhile
+                self._send(Freed(slots=[chunk.slot for chunk in message.filled]))
+
+    def _go_on(
+        self, save: Save, message: Chunks | Located | Seal | Gathered | Decide | Drop
+    ) -> None:
+        if isinstance(message, Chunks):
+            with save.changed:
+                save.pending += len(message.filled)
+                if not save.located and save.dropped is None:
+                    save.early += message.filled
+                    return
+            for chunk in message.filled:
+                self._chunks.put((save, chunk))
+        elif isinstance(message, Located):
+            self._locate(save, message)
+        elif isinstance(message, Drop):
+            self._drop(save, message.reason)
+        else:
+            with save.changed:
+                if isinstance(message, Seal):
+                    save.seal = message
+                elif isinstance(message, Gathered):
+                    save.gathered = message
+                else:
+                    save.decide = message
+                save.changed.notify_all()
+
+    def _hold(self, message: Witness) -> None:
+        descriptor = self._connection.take_descriptor()
+        if descriptor is not None:
+            self._witness = message.name, self._store.adopt_lock(message.name, descriptor)
+
+    def _begin(self, begin: Begin) -> None:
+        save = Save(begin=begin, began_s=time.monotonic())
+        self._saves[begin.save] = save
+        if save.is_member:
+            save.located = False
+            self._order.put(save)
+            return
+        try:
+            run = self._open_epoch(begin)
+            self._attempts += 1
+            assert self._epoch is not None  # noqa: S101 (set by _open_epoch)
+            save.epoch, save.attempt = self._epoch, self._attempts
+            folder = run.begin(step=begin.step, epoch=save.epoch, attempt=save.attempt)
+            save.flush = SaveFlush(self._store, folder, begin.files)
+            if not begin.overwrite:
+                # After `begin`: a writer that was taken over hears that, not that its step is
+                # taken.
+                run.check_step_free(begin.step)
+            save.opened_s = time.monotonic() - save.began_s
+        except LaststepError as error:
+            save.error = error
+        except OSError as error:
+            save.error = StorageFailed(
+                "cannot begin a save", where=self._store.url, found=str(error)
+            )
+        self._order.put(save)
+        if save.flush is not None and save.error is None:
+            self._send(
+                Begun(save=begin.save, epoch=save.epoch, attempt=save.attempt,
+                      folder=save.flush.folder)
+            )  # fmt: skip
+
+    def _locate(self, save: Save, place: Located) -> None:
+        """A member learns where to write: what has come meanwhile can be written now."""
+        save.epoch, save.attempt = place.epoch, place.attempt
+        try:
+            if self._run is None:
+                self._run = Run.open(self._store)
+            save.flush = SaveFlush(self._store, place.folder, save.begin.files)
+            save.opened_s = time.monotonic() - save.began_s
+        except LaststepError as error:
+            save.error = error
+        except OSError as error:
+            save.error = StorageFailed(
+                "cannot begin a save", where=self._store.url, found=str(error)
+            )
+        with save.changed:
+            save.located = True
+            early, save.early = save.early, []
+            save.changed.notify_all()
+        for chunk in early:
+            self._chunks.put((save, chunk))
+
+    def _open_epoch(self, begin: Begin) -> Run:
+        """The run, with an epoch of this writer's own."""
+        if self._run is None:
+            self._run = Run.open_or_create(self._store)
+        if self._epoch is not None:
+            return self._run
+        asked, orphan = self._continues, self._connection.peer_is_dead()
+        if orphan and begin.role != "alone":
+            raise Aborted("the trainer died before the save began, which needs all ranks")
+        point = None
+        if asked.epoch is not None and asked.attempt is not None:
+            point = (asked.epoch, asked.attempt)
+        if self._epoch_lock is not None:
+            self._epoch_lock.close()
+            self._epoch_lock = None
+        epoch = self._run.claim_epoch(point, seen=asked.seen, writer=self._trainer, orphan=orphan)
+        self._epoch_lock = self._run.lock_epoch(epoch)
+        self._epoch = epoch  # only with its lock: without it the attempts would look dead
+        self._attempts = 0
+        self._last_folder = asked.folder
+        self._run.clean()
+        return self._run
+
+    def _drop(self, save: Save, reason: str) -> None:
+        with save.changed:
+            save.dropped = reason
+            early, save.early = save.early, []
+            save.changed.notify_all()
+        for chunk in early:  # counted, freed, and not written
+            self._chunks.put((save, chunk))
+        if save.flush is not None:
+            save.flush.fail(Aborted(reason))
+
+    def _write(self) -> None:
+        while True:
+            task = self._chunks.get()
+            if task is None:
+                return
+            save, chunk = task
+            image = self._pool[chunk.slot * CHUNK_BYTES : (chunk.slot + 1) * CHUNK_BYTES]
+            if save.flush is not None and save.error is None and save.dropped is None:
+                save.flush.write(chunk.file, chunk.start, image, chunk.size_bytes)
+            self._free(chunk.slot)
+            self._report(save)
+            with save.changed:
+                save.pending -= 1
+                save.changed.notify_all()
+
+    def _free(self, slot: int) -> None:
+        """Give slots back a few at a time, since each message takes the trainer's GIL; but keep
+        none when nothing is left to write, for then the trainer may be waiting for them."""
+        with self._freeing:
+            self._freed.append(slot)
+            if len(self._freed) < _FREED_TOGETHER and not self._chunks.empty():
+                return
+            freed, self._freed = self._freed, []
+        self._send(Freed(slots=freed))
+
+    def _report(self, save: Save) -> None:
+        now = time.monotonic()
+        if save.flush is not None and now - save.reported_s > _PROGRESS_S:
+            save.reported_s = now
+            self._send(Progress(save=save.begin.save, done_bytes=save.flush.written_bytes))
+
+    def _finish_all(self) -> None:
+        while True:
+            save = self._order.get()
+            if save is None:
+                return
+            save.wait_for_all_chunks()
+            try:
+                self._finish(save)
+            except Exception as error:  # noqa: BLE001 (told to the trainer, and logged)
+                self._give_up(save, error)
+            finally:
+                if save.flush is not None:
+                    save.flush.close()
+                del self._saves[save.begin.save]
+
+    def _finish(self, save: Save) -> None:
+        """Durable, then committed, then retention; raises what stands in the way."""
+        if save.dropped is not None:
+            raise Aborted(save.dropped)
+        if save.error is not None:
+            raise save.error
+        assert save.flush is not None  # noqa: S101 (set by _begin where there is no error)
+        assert save.seal is not None  # noqa: S101 (waited for)
+        assert self._run is not None  # noqa: S101 (opened by _begin)
+        written_s = time.monotonic() - save.began_s
+        records = save.flush.finish(save.seal.objects)
+        number, size = save.begin.save, sum(record.size_bytes for record in records)
+        durable_s = time.monotonic() - save.began_s
+        self._send(
+            Flushed(save=number, size_bytes=size, opened_s=save.opened_s, written_s=written_s,
+                    seconds=durable_s, files=() if save.begin.role == "alone" else records)
+        )  # fmt: skip
+        if not save.is_member:
+            commit = self._commit_record(save, save.seal, records)
+            if save.begin.role == "first":
+                decide = self._decided_by_all(save)
+                commit = msgspec.structs.replace(
+                    commit, items=decide.items, files=decide.files, ranks=decide.ranks,
+                    groups=decide.groups, classes=decide.classes,
+                )  # fmt: skip
+            # It may have slept for long: a later start goes on from another checkpoint by now.
+            self._run.check_newest(save.epoch)
+            self._run.commit(save.flush.folder, commit)
+            self._last_folder = save.flush.folder
+        else:
+            self._decided_by_all(save)
+        self._send_decided(save)
+        if not save.is_member:
+            self._retain(save)
+
+    def _decided_by_all(self, save: Save) -> Decide:
+        """Wait for what the ranks agree on, and write the manifest of a group meanwhile, if this
+        rank speaks for one."""
+        while isinstance(word := save.next_word(), Gathered):
+            assert save.flush is not None  # noqa: S101 (its files are durable)
+            group = GroupManifest(
+                step=save.begin.step, epoch=save.epoch, attempt=save.attempt, first=word.first,
+                ranks=word.ranks, files=word.files,
+            )  # fmt: skip
+            record = groups.write(self._store, save.flush.folder, group)
+            self._send(Grouped(save=save.begin.save, group=record))
+        return word
+
+    def _commit_record(self, save: Save, seal: Seal, files: tuple[FileRecord, ...]) -> Commit:
+        assert self._run is not None  # noqa: S101 (it was opened when the save began)
+        return Commit(
+            run=self._run.id, step=save.begin.step, epoch=save.epoch, attempt=save.attempt,
+            created_s=time.time(), laststep=VERSION, items=seal.items, files=files,
+            metrics=objects.decode(seal.metrics, where="metrics"),  # type: ignore[arg-type]
+            metadata=objects.decode(seal.metadata, where="metadata"),
+            continues=self._last_folder,
+        )  # fmt: skip
+
+    def _retain(self, save: Save) -> None:
+        """Retention failing costs disk space, never the checkpoint that was just committed."""
+        run = self._run
+        if run is None or (self._keep is None and not save.begin.overwrite):
+            return
+        try:
+            # Without any rule everything stays, except what was overwritten.
+            policy = self._keep or Policy()
+            plan = plan_prune(run, policy, resumed_from=self._resumed_from)
+            if plan.lacking is not None:
+                self._send(NoMetric(reason=plan.lacking))
+            steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
+            plan.execute(
+                # What a successor continues from is not this writer's to judge.
+                before=lambda: run.check_newest(save.epoch),
+                each=lambda gone: self._send(Removed(step=steps[gone], folder=gone)),
+            )
+        except (LaststepError, OSError) as error:
+            log.warning("retention failed: %s", error)
+
+    def _give_up(self, save: Save, error: Exception) -> None:
+        if not isinstance(error, LaststepError):
+            log.error("the flush of step %d failed", save.begin.step, exc_info=error)
+            error = StorageFailed(f"the flush of step {save.begin.step} failed", found=repr(error))
+        # A member gives up alone what concerns itself; for all, only when it is told to.
+        member = save.is_member
+        if member and self._was_given_up(save):
+            save.hear_why()
+        if save.flush is not None and self._run is not None:
+            try:
+                save.flush.close()
+                abort = self._abort_as_member if member else self._abort
+                for_all = not member or (save.decide and save.decide.reason is not None)
+                if for_all and abort(self._run, save.flush.folder, str(error)):
+                    self._send_decided(save)  # it is committed after all, and durable
+                    return
+            except (LaststepError, OSError) as second:
+                log.warning("cannot clean up after a failed save: %s", second)
+                if member:
+                    error = StorageFailed(
+                        f"it is not known whether step {save.begin.step} is committed",
+                        where=save.flush.folder, found=f"{error}; then {second}",
+                        remedy="`laststep ls` shows it if it is",
+                    )  # fmt: skip
+        kind, fields = error.to_wire()
+        self._clear(save)
+        self._send(Failed(save=save.begin.save, kind=kind, fields=fields))
+
+    def _was_given_up(self, save: Save) -> bool:
+        """Whether the first rank has decided against a member's save, or removed its folder."""
+        if save.flush is None or self._run is None:
+            return False
+        with contextlib.suppress(LaststepError, OSError):
+            if isinstance(self._run.decision(save.flush.folder), Abort):
+                return True
+            return not self._store.list(save.flush.folder)
+        return False
+
+    def _abort_as_member(self, run: Run, folder: str, reason: str) -> bool:
+        """Decide against an attempt of all ranks; True if it has been committed. Its folder stays
+        for the first rank, or whoever comes after it: others may still be writing, and whoever
+        finds the decision finds the reason in it."""
+        return not isinstance(run.abort(folder, reason), Abort)
+
+    def _abort(self, run: Run, folder: str, reason: str) -> bool:
+        """Decide against an attempt of our own and remove it; True if it has been committed."""
+        try:
+            if not isinstance(run.abort(folder, reason), Abort):
+                return True
+            if run.decision(folder) is not None:  # else a later start has removed it already
+                run.discard(folder)
+        except StorageFailed:
+            # A full disk has no room for a decision either; without its folder nobody can commit.
+            if run.decision(folder) is not None:
+                raise
+            self._store.delete_folder(folder)
+        return False
+
+    def _send_decided(self, save: Save) -> None:
+        assert save.flush is not None  # noqa: S101 (what was decided was begun)
+        self._clear(save)
+        self._send(
+            Decided(save=save.begin.save, epoch=save.epoch, attempt=save.attempt,
+                    folder=save.flush.folder, seconds=time.monotonic() - save.began_s)
+        )  # fmt: skip
+
+    def _clear(self, save: Save) -> None:
+        """Show that the save is over."""
+        if self._witness is not None:
+            with contextlib.suppress(LaststepError):  # it goes with this process at the latest
+                self._witness[1].clear(save.begin.save)
+
+    def _send(self, message: ToTrainer) -> None:
+        with contextlib.suppress(OSError):  # the trainer is gone; there is nobody to tell
+            self._connection.send(message)
+
+    def _end(self) -> None:
+        """Give up what is not whole, finish what is, and stop the threads."""
+        for save in list(self._saves.values()):
+            with save.changed:
+                whole = save.seal is not None and (
+                    save.begin.role == "alone" or save.decide is not None
+                )
+            if self._given_up or not whole:
+                self._drop(save, "the trainer ended in the middle of the capture")
+        self._order.put(None)
+        self._finisher.join()
+        for _ in self._threads:
+            self._chunks.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._epoch_lock is not None:
+            self._epoch_lock.close()
+        if self._witness is not None:
+            self._let_witness_go(*self._witness)
+        self._connection.close()
+
+    def _let_witness_go(self, name: str, lock: Lock) -> None:
+        if self._connection.peer_is_dead():
+            starts.forget(self._store, name, lock)
+        else:
+            lock.close()  # the trainer has it too

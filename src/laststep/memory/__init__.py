@@ -1,0 +1,1 @@
+"""The host memory that captures land in, shared with the flusher."""

@@ -1,0 +1,315 @@
+"""The host memory that captures land in and flushes read from: shared, capped, ready ahead of time.
+
+Owns the memory file, its mapping and its registration with CUDA. A thread of its own makes memory
+ready, populated, and pinned where a GPU is used. Pinning holds a lock of the driver that launches
+need too, and one call right after the other starves them: so it goes slot by slot, with pauses,
+unless training waits for the memory anyway. Slots are leased by whoever fills them and released
+when the flusher has written them; memory beyond what was asked for is made ready only when somebody
+waits, and never past the cap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from laststep.errors import LaststepError, StorageFailed, Usage
+from laststep.memory import shared as memory
+from laststep.memory.slots import Slots
+from laststep.process import threads
+from laststep.terms import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+log = logging.getLogger(__name__)
+
+_STEP_SLOTS = (64 << 20) // CHUNK_BYTES
+_PIN_PAUSE_S = 0.008
+"""Measured on an H200, with training that is bound by its launches: pinning 3 GB in steps of 16 MiB
+without a pause held it up by 150 ms, with this one by nothing that could be told from noise."""
+
+
+def _reserved(size_bytes: int) -> tuple[int, memory.Mapping]:
+    """Room for the pool, of which nothing is used yet."""
+    fd = -1
+    try:
+        fd = memory.create(size_bytes)
+        return fd, memory.Mapping(fd, size_bytes)
+    except (OSError, MemoryError) as error:
+        if fd >= 0:
+            os.close(fd)
+        raise StorageFailed(
+            "cannot reserve memory for saves and restores", expected=f"{size_bytes} bytes",
+            found=str(error), remedy="pass a smaller host_memory_bytes=…, or raise the limits of "
+            "the process (`ulimit -v`, `ulimit -f`: shared memory counts as a file)",
+        ) from error  # fmt: skip
+
+
+class Pool:
+    """A capped set of slots of CHUNK_BYTES each, in memory shared with the flusher.
+
+    A slot is written by whoever has leased it, until it is sealed for the flusher.
+    """
+
+    guarded: ClassVar[bool] = False
+    """For tests: memory of a slot is read-only from its sealing until its next lease. What writes
+    past the end of its slot, into one of the flusher's, dies of it and spoils no other save. The
+    system writes through the pool's file past that: `land` looks for itself. A device that writes
+    into pinned memory goes unseen."""
+
+    def __init__(self, cap_bytes: int, *, pinned: bool) -> None:
+        self.cap_slots = max(cap_bytes // CHUNK_BYTES, 1)
+        self.cap_bytes = self.cap_slots * CHUNK_BYTES
+        self.fd, self._mapping = _reserved(self.cap_bytes)
+        self.slots = Slots()
+        self._bytes = torch.frombuffer(self._mapping.view, dtype=torch.uint8)
+        self._pinned = pinned
+        self._registered: list[int] = []
+        self._pageable: list[int] = []
+        """Slots that are ready and not pinned; of the growing thread."""
+        self._pinned_at_s = 0.0
+        self._wanted = 0
+        self._ready = 0
+        self._hurried = 0
+        """How many slots are to be ready without pauses."""
+        self._urgent = 0
+        """How many wait for memory and keep training waiting."""
+        self._resting_at: int | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._guards = self.guarded
+        self._sealed: set[int] = set()
+        """Of a pool with guards: those that are read-only."""
+        self._changed = threading.Condition()
+        self._grower = threading.Thread(target=self._grow, name="laststep-pool", daemon=True)
+        threads.start(self._grower)
+
+    @property
+    def ready_bytes(self) -> int:
+        """Host memory that the pool uses now."""
+        with self._changed:
+            return self._ready * CHUNK_BYTES
+
+    @property
+    def room_bytes(self) -> int:
+        """What could be leased now: free slots, and memory that the cap still allows."""
+        with self._changed:
+            growth = self.cap_slots - self._ready
+        return (self.slots.free + growth) * CHUNK_BYTES
+
+    def want(self, size_bytes: int, *, without_pauses: bool = False) -> None:
+        """Have at least this much memory made ready in the background, within the cap; without
+        pauses where a save that finds it missing would cost training more."""
+        with self._changed:
+            self._wanted = min(max(self._wanted, -(-size_bytes // CHUNK_BYTES)), self.cap_slots)
+            if without_pauses:
+                self._hurried = self._wanted
+            self._changed.notify_all()
+
+    def pin(self) -> None:
+        """Have the memory pinned from now on, and what is ready already in the background: a device
+        has turned up that nobody expected at construction."""
+        with self._changed:
+            self._pinned = True
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def at_rest(self, enough_slots: int) -> Iterator[None]:
+        """Make no more memory ready than a restore needs, which would rather have the cores, but
+        that at once: nobody trains meanwhile."""
+        with self._changed:
+            self._resting_at = enough_slots
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._resting_at = None
+                self._changed.notify_all()
+
+    def wait_ready(self) -> None:
+        """Wait until all memory that was asked for is ready."""
+        with self._changed:
+            while self._ready < self._wanted and not self._closed:
+                self._changed.wait()
+
+    def lease(self, timeout_s: float | None = None, *, urgent: bool = False) -> int | None:
+        """A free slot; more memory is made ready if there is none and the cap allows it, at once
+        if it is urgent."""
+        if self.slots.free:
+            return self._opened(self.slots.lease(timeout_s))
+        with self._changed:
+            if self._ready == self._wanted < self.cap_slots:
+                self._wanted = min(self._wanted + _STEP_SLOTS, self.cap_slots)
+            self._urgent += urgent
+            self._changed.notify_all()
+        try:
+            return self._opened(self.slots.lease(timeout_s))
+        finally:
+            with self._changed:
+                self._urgent -= urgent
+
+    def lease_more(self, count: int) -> list[int]:
+        """Up to `count` slots that are free right now, unless others wait for them."""
+        slots = self.slots.lease_more(count)
+        for slot in slots:
+            self._opened(slot)
+        return slots
+
+    def seal(self, slots: Iterable[int]) -> None:
+        """Nobody writes into these any more: they are about to be handed over."""
+        if self._guards:
+            for slot in slots:
+                self._mapping.protect(slot * CHUNK_BYTES, CHUNK_BYTES, writable=False)
+                self._sealed.add(slot)
+
+    def _opened(self, slot: int | None) -> int | None:
+        if self._guards and slot is not None:
+            self._mapping.protect(slot * CHUNK_BYTES, CHUNK_BYTES, writable=True)
+            self._sealed.discard(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Give a slot back."""
+        self.slots.release([slot])
+
+    def memory(self) -> memoryview:
+        """All of it, for a flusher in this process."""
+        return self._mapping.view
+
+    def view(self, slot: int) -> memoryview:
+        """A slot as bytes."""
+        return self._mapping.view[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
+
+    def tensor(self, slot: int) -> torch.Tensor:
+        """A slot as a tensor of bytes."""
+        return self._bytes[slot * CHUNK_BYTES : (slot + 1) * CHUNK_BYTES]
+
+    def land(self, slot: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Copy memory of the host, ranges of (address, bytes), one behind the other into a slot.
+        False where some of it is gone; then the slot holds anything."""
+        size = sum(length for _, length in ranges)
+        if at < 0 or at + size > CHUNK_BYTES:
+            raise Usage("a copy does not fit into its slot", expected=f"{CHUNK_BYTES} bytes",
+                        found=f"{size} at {at}")  # fmt: skip
+        if slot in self._sealed:
+            raise Usage("a copy goes into a slot that was handed over", found=f"slot {slot}",
+                        expected="a slot that is leased")  # fmt: skip
+        return memory.write_from(self.fd, slot * CHUNK_BYTES + at, ranges)
+
+    def close(self) -> None:
+        """Stop growing and unpin. The memory itself goes with the last reference to it. In a forked
+        child there is nothing to end: all of it is the parent's."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._grower.join()
+        for address in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._registered.clear()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._mapping.close()
+        os.close(self.fd)
+
+    def _grow(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._closed or self._late() or self._ready < self._goal()):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                late = self._late()
+                first, count = self._ready, min(_STEP_SLOTS, self._goal() - self._ready)
+            try:
+                if late:
+                    self._pause()
+                    self._pin(self._pageable.pop())
+                    continue
+                self._make_pages(first, count)
+                for slot in range(first, first + count):
+                    if self._pinned:
+                        self._pause()
+                        self._pin(slot)
+                    else:
+                        self._pageable.append(slot)
+                    self._add(slot)
+            except Exception as error:  # noqa: BLE001 (whatever it is, saves must hear of it)
+                self._give_up(error)
+                return
+
+    def _late(self) -> bool:
+        """Whether slots are ready that are to be pinned after all."""
+        return self._pinned and bool(self._pageable)
+
+    def _goal(self) -> int:
+        """How many slots are to be ready now; with the lock held."""
+        return self._wanted if self._resting_at is None else min(self._wanted, self._resting_at)
+
+    def _make_pages(self, first: int, count: int) -> None:
+        if not self._pinned or count == 1:
+            for start in range(first * CHUNK_BYTES, (first + count) * CHUNK_BYTES, CHUNK_BYTES):
+                # In two steps: beside training on all cores this takes half as much from it.
+                self._mapping.allocate(start, CHUNK_BYTES)
+                self._mapping.populate(start, CHUNK_BYTES)
+            return
+        # Where there is a GPU there are cores: zero the pages of several slots at once.
+        starts = [slot * CHUNK_BYTES for slot in range(first, first + count)]
+        with ThreadPoolExecutor(count, thread_name_prefix="laststep-populate") as threads:
+            list(threads.map(lambda start: self._mapping.populate(start, CHUNK_BYTES), starts))
+
+    def _pause(self) -> None:
+        """Let launches through since the last slot was pinned, unless nobody trains, or training
+        waits for memory."""
+        left = self._pinned_at_s + _PIN_PAUSE_S - time.monotonic()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._closed
+                    or self._resting_at is not None
+                    or self._urgent > 0
+                    or self._ready < self._hurried
+                ),
+                left,
+            )
+
+    def _pin(self, slot: int) -> None:
+        address = self._mapping.address + slot * CHUNK_BYTES
+        code = torch.cuda.cudart().cudaHostRegister(address, CHUNK_BYTES, 0)
+        if int(code) != 0:
+            raise StorageFailed(
+                "cannot pin host memory for the device",
+                expected=f"{CHUNK_BYTES} more bytes",
+                found=f"CUDA error {int(code)} after {self.ready_bytes} bytes",
+                remedy="lower host_memory_bytes or raise the limit of locked memory",
+            )
+        self._registered.append(address)
+        self._pinned_at_s = time.monotonic()
+
+    def _add(self, slot: int) -> None:
+        self.seal([slot])
+        self.slots.add(range(slot, slot + 1))
+        with self._changed:
+            self._ready += 1
+            self._changed.notify_all()
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on with the memory there is; only a pool without any memory is an error."""
+        log.warning("the pool stays at %d bytes: %s", self.ready_bytes, error)
+        with self._changed:
+            self._wanted = self.cap_slots = self._ready
+            self._changed.notify_all()
+        if self._ready == 0:
+            if not isinstance(error, LaststepError):
+                error = StorageFailed("no host memory", found=str(error))
+            self.slots.fail(error)

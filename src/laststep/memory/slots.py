@@ -1,0 +1,107 @@
+"""Hand out the slots of the pool: who holds which, in which order they are waited for.
+
+Knows nothing of memory. A slot is free or leased, never both; the set of free slots is kept as
+such, so that a full pool cannot be mistaken for an empty one. Waiters are served in order of
+arrival. Thread-safe; `fail` wakes every waiter with the error that made waiting pointless.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from laststep.errors import LaststepError, Usage
+from laststep.process import interrupts
+
+
+class Slots:
+    """The free and the leased slots of a pool; slots are added as their memory becomes ready."""
+
+    def __init__(self) -> None:
+        self._free: deque[int] = deque()
+        self._leased: set[int] = set()
+        self._waiting: deque[object] = deque()
+        self._error: LaststepError | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def total(self) -> int:
+        with self._changed:
+            return len(self._free) + len(self._leased)
+
+    @property
+    def free(self) -> int:
+        with self._changed:
+            return len(self._free)
+
+    @property
+    def waiting(self) -> int:
+        with self._changed:
+            return len(self._waiting)
+
+    def add(self, slots: range) -> None:
+        """New slots whose memory is ready."""
+        with self._changed:
+            known = self._leased.union(self._free)
+            if known.intersection(slots):
+                raise Usage("slots were added twice", found=str(slots))
+            self._free.extend(slots)
+            self._changed.notify_all()
+
+    def lease(self, timeout_s: float | None = None) -> int | None:
+        """The next free slot, waiting for it in order of arrival; None when the time is up."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+        try:
+            while True:
+                with self._changed:
+                    if self._free and self._waiting[0] is ticket:
+                        slot = self._free.pop()  # freed last: its memory is still in the caches
+                        self._leased.add(slot)
+                        return slot
+                    if self._error is not None:
+                        raise self._error
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        return None
+                    self._changed.wait(interrupts.look_within(left))
+                interrupts.let_in()  # without the lock: who knows what a handler waits for
+        finally:
+            with self._changed:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+
+    def lease_more(self, count: int) -> list[int]:
+        """Up to `count` slots that are free right now, unless others wait for them."""
+        with self._changed:
+            count = 0 if self._waiting else min(count, len(self._free))
+            taken = [self._free.pop() for _ in range(count)]
+            self._leased.update(taken)
+            return taken
+
+    def release(self, slots: list[int]) -> None:
+        """Give leased slots back; one that is not leased is an error, not a second free slot."""
+        with self._changed:
+            for slot in slots:
+                if slot not in self._leased:
+                    raise Usage("a slot was released that nobody holds", found=str(slot))
+                self._leased.remove(slot)
+                self._free.append(slot)
+            self._changed.notify_all()
+
+    def fail(self, error: LaststepError) -> None:
+        """Nothing will be released any more: everybody who waits, or will, gets `error`."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def reset(self) -> None:
+        """All slots free again, for a new flusher; only when nobody holds or waits for any."""
+        with self._changed:
+            self._free.extend(sorted(self._leased))
+            self._leased.clear()
+            self._error = None
+            self._changed.notify_all()

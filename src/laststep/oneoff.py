@@ -1,0 +1,242 @@
+"""Save a state to a folder and load it again, without a run.
+
+The folder is a checkpoint like any other: verified, committed atomically, read by the same tools.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from laststep.browse import Catalog, Checkpoint, open_folder
+from laststep.catalog.run import Run
+from laststep.checkpointer import Checkpointer
+from laststep.errors import Exists, NotFound, Usage
+from laststep.memory.pool import Pool
+from laststep.process import interrupts, shortage
+from laststep.ranks.group import Alone
+from laststep.ranks.rank import Rank, this_rank
+from laststep.restoring.restore import hand_over
+from laststep.restoring.transfer import VALUE, Transfer, fit, judge_twins, load_all
+from laststep.saving.place import check_new_folder
+from laststep.settings import MIN_SLOTS
+from laststep.state.items import providers_for
+from laststep.state.tensors import allocate
+from laststep.storage.directory import DirectoryStore, absolute
+from laststep.storage.disk import failed
+from laststep.terms import CHUNK_BYTES, MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from laststep.read.content import Content
+    from laststep.restoring.fit import Match
+
+log = logging.getLogger(__name__)
+
+_LOAD_SLOTS = 16
+
+
+class _Alone(Checkpointer):
+    """Of this process only, though its job may have other ranks."""
+
+    @staticmethod
+    def _who() -> Rank:
+        return Rank(0, 1)
+
+
+def save(state: object, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
+    """Save a nested state (or a module, an optimizer, …) as one new folder, durably."""
+    if isinstance(state, str | os.PathLike) and not isinstance(path, str | os.PathLike):
+        raise Usage(
+            "the arguments are swapped", expected="save(state, path)",
+            found=f"save({state!r}, a {type(path).__name__})", remedy="pass the state first",
+        )  # fmt: skip
+    full = absolute(path)
+    if os.path.lexists(full):
+        raise Exists(
+            "there is something already", where=full, remedy="choose another path or remove it"
+        )
+    write_folder({VALUE: state}, full, allow_pickle=allow_pickle)
+
+
+def write_folder(items: Mapping[str, object], full: str, *, allow_pickle: bool) -> None:
+    """Save items to a folder of their own: into a run beside it, whose only checkpoint is moved."""
+    target = Path(full)
+    check_new_folder(target)
+    staging = target.parent / f".{target.name}.tmp-{os.getpid()}-{time.monotonic_ns()}"
+    beside = DirectoryStore(target.parent)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _Alone(
+            staging, items=items, flush="thread", allow_pickle=allow_pickle, progress=False
+        ) as ckpt:
+            handle = ckpt.save(0)
+            handle.wait()
+        (staging / str(handle.report.folder)).rename(target)
+    except OSError as error:
+        raise failed("save a folder", full, error) from error
+    finally:
+        if staging.is_dir():
+            beside.delete_folder(staging.name)
+    beside.sync_folder("")
+
+
+def load(
+    path: str | os.PathLike[str],
+    into: object = None,
+    *,
+    step: int | None = None,
+    rank: int | None = None,
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    strict: bool = True,
+) -> object:
+    """What `save` stored, or all items of a run's newest (or of one) checkpoint as a dict.
+
+    Of a run, `step` names another than the newest. Of what each rank has for itself, `rank` says
+    whose: this process's own if None, or rank 0's where the checkpoint has no such rank. With
+    `into`, the state is written into it in place and returned. Nothing else is loaded in the place
+    of what is damaged: that is `Corrupt`.
+    """
+    if device != "cpu":
+        _check_device(device)
+    checkpoint, is_run = _find(path, step)
+    where = f"{absolute(path)}/{checkpoint.folder}" if is_run else absolute(path)
+    with interrupts.held(), shortage.told("load"):
+        return _load(
+            checkpoint, into, rank, where, device,
+            is_run=is_run, allow_pickle=allow_pickle, strict=strict,
+        )  # fmt: skip
+
+
+def _load(
+    checkpoint: Checkpoint,
+    into: object,
+    rank: int | None,
+    where: str,
+    device: str,
+    *,
+    is_run: bool,
+    allow_pickle: bool,
+    strict: bool,
+) -> object:
+    me = this_rank()
+    alone = Alone(me)
+    own = me.number if me.number < checkpoint.ranks else 0
+    checkpoint = checkpoint.of_rank(own if rank is None else rank)
+    pool = Pool(max(_LOAD_SLOTS, MIN_SLOTS) * CHUNK_BYTES, pinned=False)
+    pool.want(pool.cap_bytes)
+    try:
+        content = checkpoint.content()
+        single = not is_run and set(content.items) == {VALUE}
+        if into is None:
+            matches = load_all(content, device)
+            if rank is None:
+                _tell_whose(checkpoint, matches, own, me)
+            Transfer(content, matches, alone).run(pool, threads=4)
+            values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
+            return values[VALUE] if single else values
+        providers = providers_for({VALUE: into} if single else _items_in(into, content))
+        found = fit(
+            content, providers, None, strict=strict, where=where,
+            remedy=_remedy(checkpoint, rank),
+            # What was asked for by its rank fits, however many ranks there are now.
+            ranks=alone if rank is None else Alone(Rank(rank, checkpoint.ranks)),
+        )  # fmt: skip
+        if rank is None:
+            taken = [match for match in found.matches if match.item.name not in found.derived]
+            _tell_whose(checkpoint, taken, own, me)
+        Transfer(content, found.matches, alone).run(pool, threads=4)
+        judge_twins(found, alone)
+        hand_over(content, found, providers, pool, me, allow_pickle=allow_pickle)
+        return into
+    finally:
+        checkpoint.close()
+        pool.close()
+
+
+def _tell_whose(checkpoint: Checkpoint, matches: Sequence[Match], rank: int, me: Rank) -> None:
+    """Say it where nobody has chosen one of many states, and this process has none of its own."""
+    names = [m.item.name for m in matches if m.item.name in checkpoint.per_rank()]
+    if names and me.ranks != checkpoint.ranks:
+        log.warning(
+            "%s: each of %d ranks has its own; this is rank %d's: load(…, rank=…) loads another's",
+            ", ".join(names), checkpoint.ranks, rank,
+        )  # fmt: skip
+
+
+def _remedy(checkpoint: Checkpoint, rank: int | None) -> str:
+    own = checkpoint.per_rank()
+    by_rank = f"name a rank by rank=… for {', '.join(own)}, " if own and rank is None else ""
+    return (
+        f"{by_rank}pass strict=False to load what fits, or leave `into` out to see what is stored"
+    )
+
+
+def _items_in(into: object, content: Content) -> Mapping[str, object]:
+    if not isinstance(into, Mapping):
+        names = ", ".join(f"{name!r}: …" for name in content.items)
+        raise Usage(
+            "cannot tell which item `into` is", expected="a dict with all items of the checkpoint",
+            found=f"a {type(into).__name__}", remedy=f"pass into={{{names}}}",
+        )  # fmt: skip
+    return into
+
+
+def _check_device(device: str) -> None:
+    try:
+        allocate("uint8", (0,), device)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch has no one type
+        raise Usage(
+            "cannot load to that device", expected="a device that this process has",
+            found=f"{device!r}: {str(error).partition(chr(10))[0]}", remedy='pass device="cpu"',
+        ) from error  # fmt: skip
+
+
+def _find(path: str | os.PathLike[str], step: int | None) -> tuple[Checkpoint, bool]:
+    """A folder's checkpoint, or that step (None: the newest) of a run, and whether it is of a run.
+
+    `os.path` and not `Path`: it says False, and raises nothing, where one may not look.
+    """
+    full = absolute(path)
+    if os.path.exists(f"{full}/{MANIFEST_NAME}"):  # noqa: PTH110
+        if step is not None:
+            raise Usage("one checkpoint has but one step", where=full, remedy="leave `step` out")
+        return open_folder(full), False
+    if os.path.isfile(full):  # noqa: PTH113
+        raise _is_file(full)
+    try:
+        run = Run.open(DirectoryStore(full))
+    except NotFound:
+        raise NotFound(
+            "there is neither a checkpoint nor a run", where=full, remedy="check the path"
+        ) from None
+    catalog = Catalog(run)
+    return catalog.latest() if step is None else catalog[step], True
+
+
+def _is_file(full: str) -> NotFound:
+    folder = str(Path(full).parent)
+    remedy = f"`laststep import {full} RUN` makes a checkpoint of a torch.save or safetensors file"
+    if os.path.exists(f"{folder}/{MANIFEST_NAME}"):  # noqa: PTH110
+        remedy = f"laststep.load({folder!r}) loads the checkpoint that it belongs to"
+    elif full.endswith(".safetensors"):
+        remedy = f"safetensors.torch.load_file reads it; {remedy}"
+    return NotFound(
+        "cannot load a file", where=full, expected="the folder of a checkpoint or of a run",
+        found="a file", remedy=remedy,
+    )  # fmt: skip
+
+
+def import_state(
+    items: Mapping[str, object], run: str | os.PathLike[str], step: int, *, metadata: object = None
+) -> str:
+    """Commit items that came from elsewhere as a checkpoint of a run; returns its folder."""
+    with _Alone(run, items=items, flush="thread", progress=False) as ckpt:
+        ckpt.continue_newest()
+        handle = ckpt.save(step, metadata=metadata)
+        handle.wait()
+        return handle.report.folder or ""

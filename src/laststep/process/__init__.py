@@ -1,0 +1,1 @@
+"""What the process and its system give and take: signals, threads, forks, memory, files of /proc."""

@@ -1,0 +1,61 @@
+"""Say in the log for whom a rank waits, where not all make a call that all have to make.
+
+Every rank leaves a note in the job's store when it makes the call. After a few seconds the first rank
+looks whose notes are missing, and the others whether the first's is: if all looked for all, a large
+job would ask its store millions of questions. Over a connection of its own: the first is busy waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import distributed_c10d
+
+from laststep.errors import StorageFailed
+from laststep.process import threads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from laststep.ranks.rank import Rank
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+_NAMED = 8
+
+
+@contextlib.contextmanager
+def awaited(rank: Rank, what: str, name: str, limit_s: float) -> Iterator[None]:
+    """While inside, all ranks are to come; `name` is that of this call of theirs, of `what`."""
+    store: Any = distributed_c10d._get_default_store()  # noqa: SLF001 (no other way)
+    store.set(f"{name}/{rank.number}", b"1")
+    come = threading.Event()
+
+    def watch() -> None:
+        if come.wait(PATIENCE_S):
+            return
+        with contextlib.suppress(RuntimeError):  # a store that is gone is told by whoever waits
+            own = store.clone()
+            asked = range(rank.ranks if rank.is_first else 1)
+            late = [one for one in asked if not own.check([f"{name}/{one}"])]
+            if not come.is_set() and (late or rank.is_first):
+                more = f" and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
+                log.warning(
+                    "%s waits for %s, for %g s at most: every rank has to call it", what,
+                    ", ".join(f"rank {one}" for one in late[:_NAMED]) + more or "other ranks",
+                    limit_s,
+                )  # fmt: skip
+
+    thread = threading.Thread(target=watch, name="laststep-arriving", daemon=True)
+    with contextlib.suppress(StorageFailed):  # then nobody tells who is late
+        threads.start(thread)
+    try:
+        yield
+    finally:
+        come.set()
+        if thread.is_alive():
+            thread.join()

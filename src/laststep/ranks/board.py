@@ -1,0 +1,213 @@
+"""A board on which the ranks of a job leave notes for each other: their store, asked with care.
+
+A client of our own of the store that torch.distributed was started with (a TCPStore), so that
+nothing here waits behind a collective; and under the same prefix. That alone does not keep the
+notes of an earlier start away where a launcher starts ranks again and keeps the store, as torchrun
+does: `under` does, once the ranks know a name of their start by other means. Every wait is a look
+now and then under a deadline of our own (`until`): the store's own `wait` can outlast its time-out.
+A single question can outlast it too, for ever if the host of the store stands still or the network
+is cut. So a thread asks it, and whoever waits for the answer goes when the time is up: a store that
+is gone must be an error, not a silence. Used from background threads, and from training's own only
+where a description is new.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.distributed import distributed_c10d
+
+from laststep.errors import StorageFailed
+from laststep.process import interrupts, threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_Seen = TypeVar("_Seen")
+
+_LOOK_S, _LOOK_EACH_S = 0.02, 0.0002
+"""How often to look, at most. All ranks ask one store: the more there are, the less often each
+does."""
+_FIRST_LOOKS = 16
+"""What others do mostly comes soon: so many times more often at first."""
+_TOGETHER = 256
+"""So many notes are asked for in one question."""
+_CALL_S = 30.0
+"""A single question is answered within that, or the store is gone."""
+
+
+class _Question:
+    """Something to ask the store; answered by the board's thread."""
+
+    def __init__(self, ask: Callable[[Any], object]) -> None:
+        self.ask = ask
+        self.answered = threading.Event()
+        self.answer: Any = None
+        self.error: Exception | None = None
+        self.dropped = False
+        """Nobody waits any more: one that was not asked yet need not be."""
+
+
+class Board:
+    """Notes under one prefix, for one thread at a time."""
+
+    def __init__(self, prefix: str, *, ranks: int = 1, patience_s: float = _CALL_S) -> None:
+        """A question that is not answered within `patience_s`, or 30 s, is an error. So many
+        `ranks` ask the same store."""
+        self.prefix = prefix
+        """What all names begin with, on all ranks."""
+        self._look_s = max(_LOOK_S, ranks * _LOOK_EACH_S)
+        self._patience_s = min(patience_s, _CALL_S)
+        self._default: Any = distributed_c10d._get_default_store()  # noqa: SLF001 (no other way)
+        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="laststep-board", daemon=True)
+        threads.start(self._thread)
+
+    def under(self, name: str) -> None:
+        """Lie under that name as well; before anything was asked."""
+        self.prefix += f"/{name}"
+
+    def put(self, name: str, note: bytes) -> None:
+        """Leave a note, and see that it is there: to a store that is gone it would seem to be."""
+
+        def leave(store: Any) -> bool:
+            store.set(name, note)
+            return bool(store.check([name]))
+
+        if not self._ask(leave):
+            raise _gone("a note that was left is not there")
+
+    def look(self, name: str) -> bytes | None:
+        """A note, if it is there."""
+        notes = self._look_at([name])
+        return None if notes is None else notes[0]
+
+    def look_all(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Those of the notes that are there."""
+        found: dict[str, bytes] = {}
+        for some in _cut(names):
+            if (notes := self._look_at(some)) is not None:
+                found.update(zip(some, notes, strict=True))
+            elif len(some) > 1:
+                found.update({name: note for name in some if (note := self.look(name)) is not None})
+        return found
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Take notes away that nobody needs any more."""
+
+        def delete(store: Any) -> None:
+            for name in names:
+                store.delete_key(name)
+
+        self._ask(delete)
+
+    def until(
+        self,
+        look: Callable[[], _Seen | None],
+        until_s: float = math.inf,
+        *,
+        rest: Callable[[float], object] | None = None,
+    ) -> _Seen | None:
+        """Look now and then, until there is something to see; None at that time (monotonic), after
+        a last look. `rest` passes the time between two looks, and may end early."""
+        pause = self._look_s / _FIRST_LOOKS
+        while True:
+            late = time.monotonic() >= until_s
+            if (seen := look()) is not None or late:
+                return seen
+            (rest or _sleep)(max(min(pause, until_s - time.monotonic()), 0))
+            pause = min(2 * pause, self._look_s)
+
+    def wait_all(
+        self,
+        names: Iterable[str],
+        until_s: float,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> dict[str, bytes]:
+        """All notes, or those that are there at that time (monotonic). `meanwhile` is called at
+        every look that does not see them all."""
+        missing, found = _cut(names), dict[str, bytes]()
+
+        def look() -> dict[str, bytes] | None:
+            # They mostly come together: the rest is asked for when the first are there.
+            while missing:
+                if (notes := self._look_at(missing[0])) is None:
+                    if meanwhile is not None:
+                        meanwhile()
+                    return None
+                found.update(zip(missing.pop(0), notes, strict=True))
+            return found
+
+        if self.until(look, until_s) is None:
+            found.update(self.look_all(name for some in missing for name in some))
+        return found
+
+    def close(self) -> None:
+        """No more questions. Does not wait: one that is never answered ends with the program."""
+        self._questions.put(None)
+
+    def _look_at(self, names: list[str]) -> list[bytes] | None:
+        """Some notes, if all of them are there."""
+
+        def read(store: Any) -> list[bytes] | None:
+            if not store.check(names):
+                return None
+            if len(names) > 1 and store.has_extended_api():
+                return [bytes(note) for note in store.multi_get(names)]
+            return [bytes(store.get(name)) for name in names]
+
+        notes: list[bytes] | None = self._ask(read)
+        return notes
+
+    def _ask(self, ask: Callable[[Any], object]) -> Any:
+        one = _Question(ask)
+        self._questions.put(one)
+        if not interrupts.wait(one.answered, self._patience_s):
+            one.dropped = True
+            raise _gone(f"no answer within {self._patience_s:g} s")
+        if one.error is not None:
+            raise _gone(one.error) from one.error
+        return one.answer
+
+    def _work(self) -> None:
+        store: Any = None
+        while (one := self._questions.get()) is not None:
+            if one.dropped:
+                continue
+            try:
+                if store is None:  # here, since connecting can stand still as well
+                    store = distributed_c10d.PrefixStore(self.prefix, self._default.clone())
+                    store.set_timeout(timedelta(seconds=_CALL_S))
+                one.answer = one.ask(store)
+            except Exception as error:  # noqa: BLE001 (raised by whoever asked)
+                one.error = error
+            one.answered.set()
+        self._default = None
+
+
+def _sleep(seconds: float) -> None:
+    """Wait, letting handlers of signals in."""
+    until_s = time.monotonic() + seconds
+    while (left := until_s - time.monotonic()) > 0:
+        interrupts.let_in()
+        time.sleep(interrupts.look_within(left) or left)
+
+
+def _cut(names: Iterable[str]) -> list[list[str]]:
+    """So many at a time."""
+    every = list(names)
+    return [every[at : at + _TOGETHER] for at in range(0, len(every), _TOGETHER)]
+
+
+def _gone(found: object) -> StorageFailed:
+    return StorageFailed(
+        "the store that the ranks of this job meet in does not answer",
+        found=str(found).partition("\n")[0],
+        remedy="the process that hosts it (rank 0's launcher, mostly) has probably ended",
+    )

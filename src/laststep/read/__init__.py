@@ -1,0 +1,1 @@
+"""Read what is stored, and verify every byte of it."""

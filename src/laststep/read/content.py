@@ -1,0 +1,343 @@
+"""Open a committed checkpoint: its headers and objects, verified; where each tensor's bytes lie.
+
+Reads no tensor data and imports no torch. Whatever cannot be read as it was written is `Corrupt`,
+after a second look past every cache; `NotFound` only where the whole checkpoint has been deleted
+since its manifest was read.
+
+A rank of a job opens only what it needs of a checkpoint that many ranks wrote: the tables, in which
+those ranks described their state, say what there is and who wrote what of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from laststep.catalog import decision
+from laststep.catalog.groups import files_of
+from laststep.codecs.digests import digest, digest_text
+from laststep.errors import Corrupt, Mismatch, NotFound, Usage
+from laststep.format.header import Header, decode_header
+from laststep.format.manifest import DAMAGE_REMEDY
+from laststep.plan.files import SHARED_FILE, TABLE_NAME, tree_name
+from laststep.plan.job import Agreement, Table, agree, decode_table
+from laststep.read.entries import Stored, stored_in
+from laststep.state.boxes import Box, covers_once, whole
+from laststep.state.stored import StoredItem, TensorSpec, decode_item
+from laststep.terms import MAX_HEADER_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import TracebackType
+
+    from laststep.format.manifest import ClassRecord, Commit, FileRecord
+    from laststep.storage.store import Reader, Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """A data file of a checkpoint, open for reading."""
+
+    record: FileRecord
+    header: Header
+    reader: Reader
+    where: str
+
+
+class Place(NamedTuple):
+    """Where a box of a stored tensor lies: bytes [start, stop) of a file's tensor area, in
+    row-major order of the box."""
+
+    file: int
+    start: int
+    stop: int
+    box: Box
+
+
+Key = tuple[str, str]
+"""An item and the name of a tensor of it."""
+
+
+class Content:
+    """The content of one checkpoint; close it when done."""
+
+    def __init__(
+        self, store: Store, folder: str, commit: Commit, *, rank: int = 0, by_rank: bool = False
+    ) -> None:
+        """Of items that every rank has for itself, this is that rank's view; of a rank that the
+        checkpoint does not have, the first one's. `by_rank`: open the files of other ranks when
+        they are asked for, if the checkpoint says what lies there."""
+        self.folder = folder
+        self.commit = commit
+        self.per_rank = {record.name for record in commit.items if record.per_rank}
+        self.files: list[DataFile] = []
+        self.agreement: Agreement | None = None
+        """What the ranks held that wrote it, if they have said so and not all files are open."""
+        self._store = store
+        self._rank = rank if rank < commit.ranks else 0
+        self._specs: dict[Key, TensorSpec] = {}
+        self._opened: dict[str, int] = {}
+        """The files that are open, by name, and their numbers."""
+        self._own: dict[Key, tuple[Place, ...]] = {}
+        self._shared: dict[Key, tuple[Place, ...]] | None = None
+        try:
+            with self._seen_whole():
+                if by_rank and commit.classes:
+                    self._open_tables()
+                else:
+                    self._open_all()
+                self.items = {one.name: self._item(one.name, one.kind) for one in commit.items}
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self.files:
+            file.reader.close()
+
+    def of_rank(self, rank: int) -> Content:
+        """The same checkpoint in the view of another rank, which is to be closed too."""
+        return Content(self._store, self.folder, self.commit, rank=rank, by_rank=True)
+
+    def item(self, name: str) -> StoredItem:
+        try:
+            return self.items[name]
+        except KeyError:
+            known = ", ".join(sorted(self.items)) or "none"
+            raise NotFound(
+                f"the checkpoint has no item {name!r}", where=self.folder, found=known
+            ) from None
+
+    def places(self, item: str, name: str) -> tuple[Place, ...]:
+        """Where the bytes of a tensor lie: boxes that cover it once."""
+        if item in self.per_rank:
+            return self._own[item, name]
+        if self._shared is None:
+            with self._seen_whole():
+                self._open_all()
+        assert self._shared is not None  # noqa: S101 (all files are open now)
+        return self._shared[item, name]
+
+    def keys(self) -> list[Key]:
+        """The tensors that ranks share, in an order that is the same for everybody."""
+        if self.agreement is not None:
+            return list(self.agreement.keys)
+        return sorted(key for key in self._specs if key[0] not in self.per_rank)
+
+    def places_of_rank(self, rank: int) -> Iterator[tuple[Key, Place]]:
+        """What lies in the files of a rank, of that which ranks share."""
+        with self._seen_whole():
+            numbers = self._open(files_of(self._store, self.folder, self.commit, [rank]))
+        return ((key, place) for key, place in self._placed(numbers) if key[0] not in self.per_rank)
+
+    @contextlib.contextmanager
+    def _seen_whole(self) -> Iterator[None]:
+        """`NotFound` for what is damaged because all of it was deleted meanwhile."""
+        try:
+            yield
+        except Corrupt as error:
+            gone = decision.deleted(self._store, self.folder)
+            if gone is not None:
+                raise gone from error
+            raise
+
+    def _open(self, records: Iterable[FileRecord]) -> list[int]:
+        """Open files that are not open yet; the numbers of all of these."""
+        numbers = []
+        for record in records:
+            if record.name not in self._opened:
+                self._opened[record.name] = len(self.files)
+                self.files.append(_open_file(self._store, self.folder, record))
+            numbers.append(self._opened[record.name])
+        return numbers
+
+    def _open_all(self) -> None:
+        """Open all files, and see that what lies in them makes up every tensor."""
+        numbers = self._open(files_of(self._store, self.folder, self.commit))
+        found: dict[Key, list[Place]] = {}
+        for key, place in self._placed(numbers):
+            found.setdefault(key, []).append(place)
+        self._shared, self.agreement = {}, None
+        for key, places in found.items():
+            shape = self._specs[key].shape
+            boxes = [place.box for place in places]
+            if boxes != [whole(shape)] and not covers_once(shape, boxes):
+                raise Corrupt(
+                    "the parts of a tensor do not make it up", where=self.folder,
+                    expected=f"every element of {key[0]}/{key[1]} {list(shape)} once",
+                    found=f"{len(places)} parts", remedy=DAMAGE_REMEDY,
+                )  # fmt: skip
+            (self._own if key[0] in self.per_rank else self._shared)[key] = tuple(places)
+
+    def _open_tables(self) -> None:
+        """Open the files that say what all ranks held, and those of this one."""
+        firsts = [one.ranks[0] for one in self.commit.classes]
+        records = files_of(self._store, self.folder, self.commit, {*firsts, self._rank})
+        shared = [record for record in records if _is_shared(record)]
+        own = [record for record in records if record.rank == self._rank] if self.per_rank else []
+        self._open(shared)
+        tables = [self._table(one) for one in self.commit.classes]
+        known = [table for table in tables if table is not None]
+        if len(known) < len(tables):  # by a version that describes it in another way
+            self._open_all()
+            return
+        self.agreement = agreement_of(known, self.commit.classes, self.commit.ranks, self.folder)
+        for key, spread in zip(self.agreement.keys, self.agreement.spreads, strict=True):
+            self._specs[key] = TensorSpec(self.agreement.dtypes[key], spread.layouts[0].shape)
+        for key, place in self._placed(self._open(own)):
+            if key[0] in self.per_rank:
+                self._own[key] = (place,)
+
+    def _table(self, of: ClassRecord) -> bytes | None:
+        """How the ranks of a class described what they held."""
+        for data, where in self._objects(TABLE_NAME, lambda rank: rank == of.ranks[0]):
+            if digest(data).hex() != of.table:
+                raise Corrupt(
+                    "the table of a rank is not the one that was agreed on", where=where,
+                    expected=of.table, found=digest(data).hex(), remedy=DAMAGE_REMEDY,
+                )  # fmt: skip
+            return data
+        return None
+
+    def _placed(self, numbers: Iterable[int]) -> Iterator[tuple[Key, Place]]:
+        """What lies in these files; of items that every rank has for itself, this one's."""
+        names = {record.name for record in self.commit.items}
+        for number in numbers:
+            file = self.files[number]
+            for entry in file.header.tensors:
+                stored = stored_in(file.header, entry)
+                if stored.item not in names:
+                    raise Corrupt(
+                        "a tensor of an unknown item", where=file.where, found=repr(entry.name)
+                    )
+                if stored.item not in self.per_rank or file.record.rank == self._rank:
+                    self._check_spec(stored, file.where)
+                    place = Place(number, entry.start, entry.stop, stored.box)
+                    yield (stored.item, stored.tensor), place
+
+    def _check_spec(self, stored: Stored, where: str) -> None:
+        """Note what a tensor is, and see that all its parts say the same of it."""
+        spec = stored.spec
+        known = self._specs.setdefault((stored.item, stored.tensor), spec)
+        if known != spec:
+            raise Corrupt(
+                "the parts of a tensor differ", where=where,
+                expected=f"{known.dtype}{list(known.shape)} for {stored.name}",
+                found=f"{spec.dtype}{list(spec.shape)}", remedy=DAMAGE_REMEDY,
+            )  # fmt: skip
+
+    def _item(self, name: str, kind: str) -> StoredItem:
+        tensors = {tensor: spec for (item, tensor), spec in self._specs.items() if item == name}
+        mine = (lambda rank: rank == self._rank) if name in self.per_rank else (lambda _: True)
+        trees = list(self._objects(tree_name(name), mine))
+        if not trees:
+            raise Corrupt(
+                "the tree of an item is missing", where=self.folder, expected=tree_name(name)
+            )
+        return decode_item(trees, name=name, kind=kind, tensors=tensors)
+
+    def _objects(self, name: str, of_rank: Callable[[int], bool]) -> Iterator[tuple[bytes, str]]:
+        """The objects of that name in the open files of some ranks, and where they lie."""
+        for file in self.files:
+            for entry in file.header.objects if of_rank(file.record.rank) else ():
+                if entry.name == name:
+                    start = file.record.header_bytes + entry.start
+                    size = entry.stop - entry.start
+                    data = read_verified(file.reader, start, size, entry.digest, file.where)
+                    yield data, f"{file.where}, object {name}"
+
+
+def _is_shared(record: FileRecord) -> bool:
+    """Whether a file is one of those in which objects lie."""
+    return record.name.rpartition("/")[2].startswith(f"{SHARED_FILE}-r")
+
+
+def agreement_of(
+    tables: Sequence[bytes], classes: Sequence[ClassRecord], ranks: int, where: str
+) -> Agreement:
+    """What the ranks of a checkpoint had agreed on, from the tables that they left."""
+    digests = [b""] * ranks
+    known: dict[bytes, Table] = {}
+    try:
+        for data, one in zip(tables, classes, strict=True):
+            name = digest(data)
+            known[name] = decode_table(data)
+            for rank in one.ranks:
+                digests[rank] = name
+        return agree(digests, known)
+    except (Mismatch, Usage, ValueError, TypeError, KeyError, IndexError) as error:
+        raise Corrupt(
+            "the tables of the ranks make no sense", where=where, found=str(error),
+            remedy=DAMAGE_REMEDY,
+        ) from error  # fmt: skip
+
+
+def _open_file(store: Store, folder: str, record: FileRecord) -> DataFile:
+    path = f"{folder}/{record.name}"
+    where = f"{store.url}/{path}"
+    try:
+        reader = store.open_reader(path)
+    except NotFound as error:
+        raise Corrupt(
+            "a data file is missing", where=where, expected=f"{record.size_bytes} bytes",
+            remedy=DAMAGE_REMEDY,
+        ).lacking(path) from error  # fmt: skip
+    try:
+        _check_sizes(reader, record, where)
+        header = read_header(reader, record, where)
+    except BaseException:
+        reader.close()
+        raise
+    return DataFile(record=record, header=header, reader=reader, where=where)
+
+
+def read_header(reader: Reader, record: FileRecord, where: str) -> Header:
+    """The header of a data file, verified."""
+    expected = bytes.fromhex(record.header_digest.rpartition(":")[2])
+    region = read_verified(reader, 0, record.header_bytes, expected, f"{where}, header")
+    data_bytes = record.size_bytes - record.header_bytes
+    return decode_header(region, data_bytes=data_bytes, where=where)
+
+
+def _check_sizes(reader: Reader, record: FileRecord, where: str) -> None:
+    if reader.size_bytes != record.size_bytes:
+        how = "short" if reader.size_bytes < record.size_bytes else "long"
+        raise Corrupt(
+            f"a data file is too {how}", where=where,
+            expected=f"{record.size_bytes} bytes", found=f"{reader.size_bytes} bytes",
+            remedy=DAMAGE_REMEDY,
+        )  # fmt: skip
+    if record.header_bytes > 2 * MAX_HEADER_BYTES:
+        raise Corrupt("a header is too large", where=where, found=f"{record.header_bytes} bytes")
+
+
+def read_verified(reader: Reader, start: int, size: int, expected: bytes, where: str) -> bytes:
+    """Bytes whose digest is right; a wrong one is read a second time before it counts."""
+    buffer = bytearray(size)
+    for _ in range(2):
+        got = reader.read_into(start, memoryview(buffer)) if size else 0
+        if got == size and digest(buffer) == expected:
+            return bytes(buffer)
+    if got < size:
+        raise Corrupt(
+            "a data file is too short", where=where, expected=f"at least {start + size} bytes",
+            found=f"{start + got} bytes" if got else f"at most {start} bytes",
+            remedy=DAMAGE_REMEDY,
+        )  # fmt: skip
+    raise Corrupt(
+        "stored bytes have changed", where=f"{where} (bytes {start}-{start + size})",
+        expected=f"digest {expected.hex()}", found=digest_text(bytes(buffer)),
+        remedy=DAMAGE_REMEDY,
+    )  # fmt: skip

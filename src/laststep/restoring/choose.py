@@ -1,0 +1,252 @@
+"""Choose the checkpoint that all ranks restore: the first rank looks at the run and says which.
+
+The others open what it names, with the manifest that it read: what they see of the run may be older
+(a network's filesystem keeps what it has seen for a while) and says nothing about the checkpoint.
+Where one of them finds something missing, the first rank looks again. Collective: every rank calls
+the same, in the same order.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.catalog import decision
+from laststep.catalog.listing import nearest_steps
+from laststep.catalog.run import Run
+from laststep.errors import Corrupt, LaststepError, NotFound, StorageFailed, Usage
+from laststep.format import manifest
+from laststep.format.manifest import Commit
+from laststep.process import interrupts
+from laststep.ranks.group import together
+from laststep.read.content import Content
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from laststep.catalog.lineage import Point
+    from laststep.catalog.listing import Listed
+    from laststep.ranks.group import Ranks
+    from laststep.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""So long ranks are given to see what the first one sees: filesystems of networks keep what they
+have seen of a folder for up to a minute."""
+PAUSE_S = 0.5
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank asks for; all have to ask for the same."""
+
+    step: int | None
+    only: tuple[str, ...] | None
+    strict: bool
+
+    def __str__(self) -> str:
+        text = "the newest" if self.step is None else f"step {self.step}"
+        text += "" if self.only is None else f" with only={list(self.only)}"
+        return text + ("" if self.strict else " with strict=False")
+
+
+class Chosen(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint, as the first rank has found it."""
+
+    folder: str
+    step: int
+    epoch: int
+    attempt: int
+    manifest: bytes
+    """As it is stored; nothing where the first rank cannot read it."""
+    lineage_steps: tuple[int, ...]
+    """The steps up to it that the state has then come by."""
+
+
+class Verdict(enum.Enum):
+    """What the first rank finds out about a checkpoint in which something was missing."""
+
+    STANDS = "stands"
+    """It is there, and what was found wrong with it is."""
+    DELETED = "deleted"
+    """It is gone, as retention takes checkpoints."""
+    UNSEEN = "unseen"
+    """The first rank sees what another has not seen."""
+
+
+def check_asked(ranks: Ranks, asked: Asked) -> None:
+    """`Usage`, on all ranks, where they do not ask for the same."""
+    notes = ranks.gather(msgspec.msgpack.encode(asked))
+    decode = msgspec.msgpack.Decoder(Asked).decode
+    for rank, note in enumerate(notes):
+        if note != notes[0]:
+            raise Usage(
+                "the ranks of this job do not ask for the same", where="restore()",
+                found=f"{decode(notes[0])} on rank 0, {decode(note)} on rank {rank}",
+                remedy="call restore() with the same arguments on every rank",
+            )  # fmt: skip
+
+
+def open_run(store: Store, ranks: Ranks) -> Run:
+    """The run, at which only the first rank has looked; `NotFound` where there is none.
+    `StorageFailed` where the first rank sees none and another does: that one would be abandoned."""
+
+    def look() -> Run | None:
+        try:
+            return Run.open(store)
+        except NotFound:
+            return None
+
+    unseen = Run(store, None)
+    found = together(ranks, lambda: look() if ranks.rank.is_first else unseen)
+    if not ranks.largest(found is None):
+        assert found is not None  # noqa: S101 (nobody has none)
+        return found
+    found = together(ranks, look)
+    if seen := ranks.largest(0 if found is None else ranks.rank.number):
+        raise StorageFailed(
+            "the first rank of this job sees no run where another does", where=store.url,
+            expected="all ranks to see the same folder", found=f"a run on rank {seen}",
+            remedy="look whether the filesystem is mounted where rank 0 runs",
+        )  # fmt: skip
+    return together(ranks, lambda: Run.open(store))
+
+
+class Choosing:
+    """The checkpoints to try, one after the other, on all ranks."""
+
+    def __init__(
+        self, run: Run, step: int | None, ranks: Ranks, saw: Callable[[Point], None]
+    ) -> None:
+        """`NotFound` where the run has not that step. `saw` is told, on the first rank, which epoch
+        was the newest, and its last commit, before the run was listed."""
+        self._store = run.store
+        self.url = run.store.url
+        self._run = run
+        self._step = step
+        self._ranks = ranks
+        self._saw = saw
+        self._lineage: tuple[Listed, ...] = ()
+        self._left: list[Listed] = []
+        self._passed: set[str] = set()
+        self._unseen_s: float | None = None
+        """Since when a rank has not seen what the first one sees."""
+        together(ranks, self._list)
+
+    def _list(self) -> None:
+        if not self._ranks.rank.is_first:
+            return
+        self._saw(self._run.newest_point())
+        self._lineage = self._run.lineage()
+        found = self._lineage if self._step is None else (_named(self._run, self._step),)
+        self._left = [one for one in found if one.folder not in self._passed]
+
+    def next(self) -> Chosen | None:
+        """The next to try; None where none is left."""
+        note = msgspec.msgpack.encode(self._pop())
+        return msgspec.msgpack.decode(self._ranks.tell(0, note), type=Chosen | None)
+
+    def _pop(self) -> Chosen | None:
+        if not self._left:
+            return None
+        listed = self._left[-1]
+        self._passed.add(listed.folder)
+        folders = [one.folder for one in self._lineage]
+        until = folders.index(listed.folder) + 1 if listed.folder in folders else 0
+        steps = tuple(one.step for one in self._lineage[:until]) or (listed.step,)
+        stored = b"" if listed.commit is None else manifest.encode(listed.commit)
+        return Chosen(
+            folder=listed.folder, step=listed.step, epoch=listed.epoch, attempt=listed.attempt,
+            manifest=stored, lineage_steps=steps,
+        )  # fmt: skip
+
+    def open(self, chosen: Chosen) -> Content:
+        """Its content, in this rank's view; fails on all ranks where it does on one."""
+
+        def work() -> Content:
+            number, several = self._ranks.rank.number, self._ranks.size > 1
+            commit = self._commit(chosen)
+            return Content(self._store, chosen.folder, commit, rank=number, by_rank=several)
+
+        return together(self._ranks, work)
+
+    def _commit(self, chosen: Chosen) -> Commit:
+        where = f"{self._store.url}/{chosen.folder}"
+        if not chosen.manifest:
+            error = self._left[-1].error if self._left else None
+            raise error or Corrupt("the manifest cannot be read", where=where)
+        commit = manifest.decode(chosen.manifest, where=where)
+        assert isinstance(commit, Commit)  # noqa: S101 (the first rank has listed it as such)
+        return commit
+
+    def go_on(self) -> None:
+        """Leave the one that was tried."""
+        self._unseen_s = None
+        if self._left:
+            self._left.pop()
+
+    def list_again(self) -> None:
+        """Retention takes a checkpoint only after a commit, so there may be a newer one now."""
+        self._unseen_s = None
+        together(self._ranks, self._list)
+
+    def judge(self, chosen: Chosen, error: Corrupt | NotFound) -> Verdict:
+        """What to make of an error that all ranks have, of one at least that has found it."""
+
+        def look() -> Verdict:
+            if not self._ranks.rank.is_first:
+                return Verdict.STANDS
+            if decision.deleted(self._store, chosen.folder) is not None:
+                return Verdict.DELETED
+            seen = error.missing is not None and _is_there(self._store, error.missing)
+            return Verdict.UNSEEN if seen else Verdict.STANDS
+
+        mine = together(self._ranks, look)
+        return Verdict(self._ranks.tell(0, mine.value.encode()).decode())
+
+    def wait_to_see(self, chosen: Chosen, error: LaststepError) -> None:
+        """Give the rank that does not see something a while; `StorageFailed` when that is over."""
+        first_time = self._unseen_s is None
+        self._unseen_s = self._unseen_s or time.monotonic()
+        if first_time and self._ranks.rank.is_first:
+            log.warning(
+                "%s: a rank does not see what rank 0 sees; trying again for %g s: %s",
+                chosen.folder, PATIENCE_S, error.without_remedy(),
+            )  # fmt: skip
+        late = time.monotonic() - self._unseen_s >= PATIENCE_S
+        if self._ranks.largest(self._ranks.rank.is_first and late):
+            raise StorageFailed(
+                "a rank does not see what rank 0 sees of a checkpoint",
+                where=f"{self._store.url}/{chosen.folder}",
+                found=self._ranks.tell(0, error.without_remedy().encode()).decode(),
+                remedy="all ranks must see the same folder: look at the mount where that rank "
+                "runs, and call restore() again; the checkpoint may be sound",
+            ) from error  # fmt: skip
+        interrupts.let_in()
+        time.sleep(PAUSE_S)  # another machine's cache: there is nothing to be woken by
+
+
+def _is_there(store: Store, name: str) -> bool:
+    folder, _, last = name.rpartition("/")
+    return any(entry.name == last for entry in store.list(folder))
+
+
+def _named(run: Run, step: int) -> Listed:
+    """The checkpoint of that step: on the lineage, or else the last one committed beside it."""
+    checkpoints: Sequence[Listed] = run.checkpoints()
+    found = [one for one in checkpoints if one.step == step]
+    on_lineage = [one for one in found if one.on_lineage]
+    if on_lineage:
+        return on_lineage[-1]
+    if found:
+        log.warning("step %d is not on the lineage of this run: %s", step, found[-1].folder)
+        return found[-1]
+    raise NotFound(
+        f"there is no checkpoint of step {step}", where=run.store.url,
+        found=nearest_steps((one.step for one in checkpoints), step),
+        remedy="restore() without a step takes the newest",
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""Put verified bytes from the pool into tensors, wherever they live.
+
+Called on reading threads, on several at once: parts of different reads never overlap. A slot may be
+reused when `deliver` returns, so copies to a device are waited for, one chunk's at a time, while
+the other threads read on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from laststep.capture.device import CopyStreams
+from laststep.capture.exact import copy_each
+from laststep.capture.gather import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from laststep.memory.pool import Pool
+    from laststep.plan.load import Part, Read
+
+MANY = 16
+"""From so many small parts on, a chunk is moved to the device whole and scattered there."""
+
+
+class Placer:
+    """Delivers reads into targets; targets MUST be contiguous."""
+
+    def __init__(self, pool: Pool, targets: Sequence[torch.Tensor]) -> None:
+        self._pool = pool
+        self._bytes = [bytes_of(target) for target in targets]
+        self._devices = [target.device for target in targets]
+        self._streams = CopyStreams(self._devices)
+
+    def deliver(self, read: Read, slot: int) -> None:
+        """Copy a read's parts to where they belong; the slot is free afterwards."""
+        by_device: dict[torch.device, list[Part]] = {}
+        for part in read.parts:
+            by_device.setdefault(self._devices[part.target], []).append(part)
+        chunk = self._pool.tensor(slot)
+        for device, parts in by_device.items():
+            with self._streams.copying(device):
+                source = chunk
+                if device.type == "cuda" and len(parts) > MANY:
+                    source = chunk[: read.stop - read.start].to(device, non_blocking=True)
+                self._scatter(source, parts)
+
+    def finish(self) -> None:
+        """Make the streams that training uses wait for all copies."""
+        self._streams.lead()
+
+    def _scatter(self, chunk: torch.Tensor, parts: list[Part]) -> None:
+        into = [self._bytes[p.target][p.target_at : p.target_at + p.size_bytes] for p in parts]
+        source = [chunk[p.at : p.at + p.size_bytes] for p in parts]
+        copy_each(into, source, non_blocking=True)

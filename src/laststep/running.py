@@ -1,0 +1,195 @@
+"""What runs for a Checkpointer: memory, capture thread, flusher, and the saves under way.
+
+Knows nothing of the Checkpointer, which may be gone before it: dropped without a close(), or at the
+end of the program. What was handed over is then finished, and all of it given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from laststep.catalog.starts import Start
+from laststep.errors import LaststepError, StorageFailed
+from laststep.flush import launch as starting
+from laststep.flush.client import Client
+from laststep.flush.protocol import Continue
+from laststep.process import interrupts, lifetimes, threads
+from laststep.settings import FlushIn
+
+if TYPE_CHECKING:
+    import socket
+
+    from laststep.capture.capture import Capturer
+    from laststep.catalog.epochs import Writer
+    from laststep.catalog.listing import Listed
+    from laststep.commit.thread import Team
+    from laststep.events import Bus
+    from laststep.flush.client import Helper, Launch
+    from laststep.flush.handle import SaveHandle
+    from laststep.keep import Keep
+    from laststep.memory.pool import Pool
+    from laststep.restoring.choose import Chosen
+    from laststep.settings import Settings
+    from laststep.storage.store import Store
+
+
+log = logging.getLogger(__name__)
+
+_START_S = 10.0
+"""So long a restore waits for the flusher to run, on a machine that has better things to do."""
+
+
+def launcher(
+    run: str, pool: Pool, settings: Settings, keep: Keep | None, trainer: Writer
+) -> Launch:
+    """How to start a flusher for that run."""
+    rules = None if keep is None else keep.policy()
+
+    def launch(end: socket.socket) -> Helper:
+        writers = settings.writers
+        if settings.flush is FlushIn.THREAD:
+            return starting.start_thread(
+                end, pool.memory(), run=run, trainer=trainer, writers=writers, keep=rules
+            )
+        return starting.start_process(
+            end, run=run, trainer=trainer, pool_fd=pool.fd, pool_bytes=pool.cap_bytes,
+            writers=writers, keep=rules,
+        )  # fmt: skip
+
+    return launch
+
+
+def client_of(store: Store, pool: Pool, settings: Settings, keep: Keep | None, bus: Bus) -> Client:
+    """The way to the flusher of a new start of a job."""
+    start = Start(store)
+    launch = launcher(store.url, pool, settings, keep, start.writer)
+    return Client(launch, pool, bus, start)
+
+
+def continuing(
+    found: Listed | Chosen | None, seen: tuple[int, int], *, resumed: bool = True
+) -> Continue:
+    """What saves continue from: what was found when that was the newest, or nothing."""
+    if found is None:
+        return Continue(seen=seen)
+    return Continue(
+        epoch=found.epoch, attempt=found.attempt, folder=found.folder, seen=seen,
+        resumed_from=found.folder if resumed else None,
+    )  # fmt: skip
+
+
+class Work:
+    """The parts that run, until they are closed."""
+
+    def __init__(
+        self,
+        run: str,
+        pool: Pool,
+        capturer: Capturer,
+        client: Client,
+        team: Team | None = None,
+    ) -> None:
+        self._run = run
+        self._pid = os.getpid()
+        self._closing = threading.RLock()
+        self._closed = False
+        self._team = team
+        self._pool = pool
+        self._capturer = capturer
+        self._client = client
+        self.handles: list[SaveHandle] = []
+        """Saves that are not known to be over, or whose end nobody was told of yet."""
+        self.preflight: threading.Thread | None = None
+        self._starter: threading.Thread | None = None
+
+    def start_early(self) -> bool:
+        """Somebody trains, or restores to train, and so will save: start the flusher, which takes a
+        while, beside that. Should it fail, the first save tries again, and reports it."""
+        if os.getpid() == self._pid:
+            self._starter = threading.Thread(target=self._start, name="laststep-start", daemon=True)
+            try:
+                threads.start(self._starter)
+            except StorageFailed:
+                self._starter = None
+        return True
+
+    def await_start(self) -> None:
+        """Wait until the flusher that was started early runs, or never will; not for ever."""
+        if self._starter is not None:
+            self._starter.join(_START_S)
+            interrupts.wait(self._client.up, _START_S)
+
+    def _start(self) -> None:
+        try:
+            self._client.start()
+        except LaststepError:
+            self._client.up.set()  # there is nothing to wait for
+
+    def under_way(self) -> tuple[SaveHandle, ...]:
+        return tuple(handle for handle in self.handles if not handle.committed.over())
+
+    def wait(self) -> None:
+        """Wait until all saves are over, however they end."""
+        for handle in list(self.handles):
+            handle.committed.over_within(None)
+
+    def close(self) -> None:
+        """Wait for all saves and end everything; once, whoever else asks for it too, be it a
+        signal's handler in the midst of this."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._capturer.close()
+            if self._team is not None:
+                self._team.close()
+            self._client.close()
+            if self.preflight is not None and self.preflight.is_alive():
+                self.preflight.join()
+            self._pool.close()
+
+    def outlive(self, checkpointer: object) -> weakref.finalize[[], object]:
+        """See to it that all is finished when that is collected, and at the end of the program. It
+        is not kept alive; returns what is to be detached when it is closed."""
+        lifetimes.watch(self, at_exit=self.finish_at_exit, in_child=self.abandon)
+        dropped = weakref.finalize(checkpointer, self.drop)
+        dropped.atexit = False  # `finish_at_exit` comes then
+        return dropped
+
+    def drop(self) -> None:
+        """The Checkpointer was collected without a close(). Where and when that happens nobody
+        knows, be it on one of the threads that are to end: so a thread of its own sees to it."""
+        if os.getpid() == self._pid:
+            why = f"a Checkpointer of {self._run} was dropped"
+            ending = threading.Thread(
+                target=self._finish, args=(why,), name="laststep-end", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):  # the program ends: `finish_at_exit` was there
+                ending.start()
+
+    def finish_at_exit(self) -> None:
+        """The program ends without close()."""
+        if os.getpid() == self._pid:
+            with interrupts.held():
+                self._finish("the program ends")
+
+    def _finish(self, why: str) -> None:
+        """Nobody is left to close it: finish what was handed over, and say so."""
+        pending = [handle.step for handle in self.under_way()]
+        if pending:
+            log.warning("%s without close(); finishing saves of steps %s", why, pending)
+        self.wait()
+        self.close()
+        lifetimes.let_be(self)  # not before: the end of the program waits for it here
+        for handle in self.handles:
+            if handle.error is not None and not handle.seen:
+                log.error("a save failed and nobody was there to see it: %s", handle.error)
+
+    def abandon(self) -> None:
+        """In a forked child: all of it belongs to the parent."""
+        self._client.abandon()

@@ -1,0 +1,95 @@
+"""What stands in the way of one more save, and waiting for it.
+
+Runs on the training thread. Memory bounds how many large states are under way, a count how many
+small ones are; room in the pool itself is waited for slot by slot, while the capture runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from laststep.errors import Usage
+from laststep.process import interrupts
+from laststep.settings import MAX_UNCOMMITTED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from laststep.capture.job import Job
+    from laststep.errors import LaststepError
+    from laststep.flush.handle import SaveHandle
+
+
+class Turn:
+    """One call at a time, whichever threads they come from."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        """Whose turn it is, and for what."""
+        self._what = ""
+
+    @contextlib.contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """While inside, it is the turn of that call; with interrupts held."""
+        self.check(what)
+        while not self._lock.acquire(timeout=interrupts.LOOK_S):
+            interrupts.let_in()
+        self._thread, self._what = threading.get_ident(), what
+        try:
+            yield
+        finally:
+            self._thread = None
+            self._lock.release()
+
+    def check(self, what: str) -> None:
+        """`Usage` in the midst of another call of this thread, which cannot end before this one:
+        a signal's handler may run there."""
+        if self._thread == threading.get_ident():
+            raise Usage(
+                f"cannot {what} in the midst of a {self._what}()",
+                found=f"{what}() was called by a signal's handler, or by what {self._what}() calls",
+                remedy=f"set a flag there, and call {what}() when {self._what}() has returned",
+            )
+
+
+def obstacle(
+    uncommitted: Sequence[SaveHandle], capturing: Sequence[Job], *, short_of_room: bool
+) -> str | None:
+    """Why the next save cannot begin at once, in words."""
+    if capturing:
+        return "an earlier save is still being captured"
+    if len(uncommitted) >= MAX_UNCOMMITTED:
+        return f"{len(uncommitted)} earlier saves are not committed yet"
+    if uncommitted and short_of_room:
+        return "an earlier save still holds the host memory that this one needs"
+    return None
+
+
+def raise_first(failed: Sequence[tuple[int, LaststepError]]) -> None:
+    """Raise why the first of these saves has failed, which speaks of the others; each with its
+    step."""
+    steps: dict[str, list[str]] = {}
+    for step, error in failed:
+        steps.setdefault(str(error), []).append(str(step))
+    for number, (text, some) in enumerate(steps.items()):
+        saves = f"step{'s' if some[1:] else ''} {', '.join(some)}"
+        note = f"so failed the save of {saves}" if number == 0 else f"{saves} failed too: {text}"
+        failed[0][1].add_note(note)
+    if failed:
+        raise failed[0][1]
+
+
+def wait_for_turn(uncommitted: Sequence[SaveHandle], capturing: Sequence[Job]) -> float:
+    """Wait until one more save may begin; returns the seconds. Failures are told by the next call,
+    as always."""
+    began = time.perf_counter()
+    # They are finished in order: once one is over, so are those before it.
+    for handle in uncommitted[: max(len(uncommitted) - MAX_UNCOMMITTED + 1, 0)][-1:]:
+        handle.committed.over_within(None)
+    for job in capturing[-1:]:
+        interrupts.wait(job.over)
+    return time.perf_counter() - began

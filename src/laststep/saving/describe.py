@@ -1,0 +1,194 @@
+"""Take the state of all items at one moment, ready to be planned and captured.
+
+Runs on the training thread in `save()`. Containers and plain values are copied there and then; the
+tensors are only referred to, for the capture to copy. What can wait (turning trees into bytes) is
+left to the capture thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from laststep.codecs import objects
+from laststep.errors import Mismatch, Usage
+from laststep.format.manifest import ItemRecord
+from laststep.plan.files import TABLE_NAME, ItemSpec, SavePlan, tree_name
+from laststep.state.modules import one_moment
+from laststep.state.stored import encode_item
+from laststep.state.tensors import CollectCache, collect, hold_scalar, plain_scalar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import torch
+
+    from laststep.flush.link import SealParts
+    from laststep.state.pieces import Collected, Piece
+    from laststep.state.provider import StateProvider
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """The state of all items at the moment of `save()`."""
+
+    specs: tuple[ItemSpec, ...]
+    pieces: tuple[Piece, ...]
+    sources: tuple[torch.Tensor, ...]
+    collected: dict[str, Collected]
+    metrics: dict[str, object]
+    metadata: object
+    kept: dict[str, objects.Kept]
+    """What the capture thread keeps of each item's tree from one save to the next."""
+    table: bytes = b""
+    """How the ranks of this one's class describe what they hold, if this one says it for them."""
+
+    def sealing(
+        self, plan: SavePlan, note: Callable[[dict[str, bytes]], None] | None = None
+    ) -> SealParts:
+        """What the capture thread calls to serialise the rest, once all tensors are under way;
+        `note` is told the plain values of each item."""
+
+        def seal() -> tuple[
+            tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes
+        ]:
+            shared, names = next(
+                ((i, file.object_names) for i, file in enumerate(plan.files) if file.object_names),
+                (0, ()),
+            )
+            encoded = {
+                name: _encoded(name, one, self.kept.setdefault(name, objects.Kept()))
+                for name, one in self.collected.items()
+            }
+            if note is not None:
+                note(encoded)
+            trees = tuple(
+                (shared, tree_name(name), data)
+                for name, data in encoded.items()
+                if tree_name(name) in names
+            )
+            trees += ((shared, TABLE_NAME, self.table),) if TABLE_NAME in names else ()
+            items = tuple(
+                ItemRecord(name=item.name, kind=item.kind, file=plan.file_of[item.name],
+                           tensors=len(item.pieces), size_bytes=item.size_bytes,
+                           per_rank=item.per_rank)
+                for item in plan.items
+            )  # fmt: skip
+            metrics = {name: plain_scalar(value) for name, value in self.metrics.items()}
+            return trees, items, objects.encode(metrics), objects.encode(self.metadata)
+
+        return seal
+
+
+class Memory:
+    """What the last save of each item found, so that the next one need not find it again."""
+
+    def __init__(self) -> None:
+        self.caches: dict[str, CollectCache] = {}
+        self.specs: dict[str, ItemSpec] = {}
+        self.pieces: tuple[Piece, ...] = ()
+        self.kept: dict[str, objects.Kept] = {}
+
+    def spec(
+        self,
+        name: str,
+        provider: StateProvider,
+        pieces: tuple[Piece, ...],
+        *,
+        standalone: bool,
+    ) -> ItemSpec:
+        """The item's spec: the very same value while its pieces are."""
+        known = self.specs.get(name)
+        spec = ItemSpec(
+            name=name, kind=provider.kind, standalone=standalone, pieces=pieces,
+            per_rank=provider.per_rank,
+        )  # fmt: skip
+        if known == spec:
+            return known
+        self.specs[name] = spec
+        self.pieces = ()
+        return spec
+
+
+def take_state(
+    providers: Mapping[str, StateProvider],
+    memory: Memory,
+    metrics: Mapping[str, object] | None,
+    metadata: object,
+    *,
+    allow_pickle: bool,
+) -> Taken:
+    """Describe every item now."""
+    specs: list[ItemSpec] = []
+    sources: list[torch.Tensor] = []
+    collected: dict[str, Collected] = {}
+    only_ours = all(provider.passive for provider in providers.values())
+    with one_moment() if only_ours else contextlib.nullcontext():
+        for name, provider in providers.items():
+            cache = memory.caches.setdefault(name, CollectCache())
+            with naming(name):
+                state = provider.describe()
+                one = collect(
+                    state.value, volatile=state.volatile, allow_pickle=allow_pickle, cache=cache
+                )
+            collected[name] = one
+            sources += one.sources
+            specs.append(memory.spec(name, provider, one.pieces, standalone=state.standalone))
+    if not memory.pieces:
+        memory.pieces = tuple(piece for spec in specs for piece in spec.pieces)
+    held = {name: _metric(name, value) for name, value in (metrics or {}).items()}
+    return Taken(
+        specs=tuple(specs), pieces=memory.pieces, sources=tuple(sources), collected=collected,
+        metrics=held,
+        metadata=_plain_metadata(metadata), kept=memory.kept,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def naming(item: str, did: str = "looked at") -> Iterator[None]:
+    """Have errors inside say whose state they are about, and what laststep did with it."""
+    try:
+        yield
+    except (Usage, Mismatch) as error:
+        raise _about(error, f"item {item!r}") from error.__cause__
+    except Exception as error:  # out of a state_dict or a provider of the user's own
+        error.add_note(f"while laststep {did} item {item!r}")
+        raise
+
+
+def _about(error: Usage | Mismatch, whose: str, *, remedy: str | None = None) -> Usage | Mismatch:
+    """The same error, which also says whose value it is about."""
+    told = type(error)(
+        error.what, where=whose if error.where is None else f"{error.where} of {whose}",
+        expected=error.expected, found=error.found, remedy=remedy or error.remedy,
+    )  # fmt: skip
+    if isinstance(error, Mismatch) and isinstance(told, Mismatch):
+        told.problems = error.problems
+    return told
+
+
+def _encoded(name: str, collected: Collected, kept: objects.Kept) -> bytes:
+    try:
+        return encode_item(collected, kept)
+    except Usage as error:
+        # What can be pickled was, if that was allowed: this is a member of a set, or a key.
+        remedy = "use plain values as keys and in sets, or leave it out"
+        raise _about(error, f"item {name!r}", remedy=remedy) from error
+
+
+def _plain_metadata(metadata: object) -> object:
+    """A copy of the metadata, which is stored as plain values whatever allow_pickle says."""
+    try:
+        return objects.decode(objects.encode(metadata), where="metadata")
+    except Usage as error:
+        remedy = "make it plain, e.g. with str() or float(), or save it as an item"
+        raise _about(error, "the metadata", remedy=remedy) from error
+
+
+def _metric(name: str, value: object) -> object:
+    if not isinstance(name, str):
+        raise Usage(
+            "a metric's name is a string", found=repr(name), remedy="pass metrics={'loss': loss}"
+        )
+    return hold_scalar(name, value)

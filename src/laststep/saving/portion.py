@@ -1,0 +1,240 @@
+"""What this rank writes of the state that it took: its table, and its part of the job's work.
+
+Runs on the training thread in `save()`. Nothing is copied: what a rank writes of a tensor is a
+window into the memory that it holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from laststep.errors import Usage
+from laststep.plan.files import TABLE_NAME, ItemSpec, tree_name
+from laststep.plan.job import (
+    Agreement,
+    Item,
+    Replicas,
+    Table,
+    Tensor,
+    agree,
+    digest_of,
+    encode_table,
+)
+from laststep.state.boxes import Box, whole
+from laststep.state.layouts import Layout
+from laststep.state.pieces import Part, Piece
+from laststep.state.tensors import box_of, check_held
+
+if TYPE_CHECKING:
+    import torch
+
+    from laststep.plan.shares import Share
+    from laststep.saving.describe import Taken
+    from laststep.state.pieces import Collected
+
+_Described = tuple[ItemSpec, dict[str, Layout]]
+
+
+class Sharing:
+    """Works out what this rank writes, and keeps it: from one save to the next mostly nothing
+    changes but the numbers."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._described: tuple[_Described, ...] = ()
+        self._table: Table = ()
+        self._worked_out: _WorkedOut | None = None
+
+    def table(self, taken: Taken) -> Table:
+        """How this rank describes its state to the others: the very same value while it stays."""
+        described = tuple((spec, taken.collected[spec.name].layouts) for spec in taken.specs)
+        same = len(described) == len(self._described) and all(
+            spec is known and (layouts is those or layouts == those)
+            for (spec, layouts), (known, those) in zip(described, self._described, strict=True)
+        )
+        if not same:
+            _refuse_parts_of_one(taken)
+            self._table = tuple(
+                Item(spec.name, spec.kind, spec.per_rank,
+                     () if spec.per_rank else _tensors(spec, layouts),
+                     () if spec.per_rank else _ties(spec.name, taken.collected[spec.name]))
+                for spec, layouts in described
+            )  # fmt: skip
+        self._described = described
+        return self._table
+
+    def own(self, taken: Taken, agreement: Agreement) -> tuple[Taken, tuple[str, ...]]:
+        """The part of the state that this rank writes, and the names of the objects with it."""
+        known = self._worked_out
+        sources: tuple[torch.Tensor, ...] | None = None
+        if known is not None and known.agreement is agreement and known.table is self._table:
+            sources = known.sources(taken)
+        if known is None or sources is None:
+            known, sources = _work_out(taken, agreement, self._table, self._rank)
+            if len(agreement.class_of) > 1 and agreement.is_first(self._rank):
+                known = known._replace(encoded=encode_table(self._table))
+            self._worked_out = known
+        first = agreement.is_first(self._rank)
+        objects = tuple(tree_name(spec.name) for spec in known.specs if first or spec.per_rank)
+        own = replace(
+            taken, specs=known.specs, pieces=known.pieces, sources=sources, table=known.encoded
+        )
+        return own, objects + ((TABLE_NAME,) if known.encoded else ())
+
+    def alone(self, taken: Taken) -> Taken:
+        """What a rank that saves alone writes: all of it. `Mismatch` where it holds only a part of
+        a tensor, which lies over other ranks as well."""
+        if not any(collected.layouts for collected in taken.collected.values()):
+            return taken
+        table = self.table(taken)
+        known = self._worked_out
+        if known is not None and known.table is table:
+            return self.own(taken, known.agreement)[0]
+        name = digest_of(encode_table(table))
+        return self.own(taken, agree([name], {name: table}))[0]
+
+
+class _Window(NamedTuple):
+    """What is written of the memory of a piece."""
+
+    source: int
+    first: int | None
+    """Where it begins in the flattened memory, if that holds several boxes one after the other."""
+    held: tuple[int, ...]
+    """The shape of the box that the memory is."""
+    box: Box | None
+    """The part of that box; None: all of it."""
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        if self.first is not None:
+            flat = memory.reshape(-1)[self.first : self.first + math.prod(self.held)]
+            memory = flat.view(self.held)
+        elif tuple(memory.shape) != self.held:
+            memory = memory.view(self.held)
+        return memory if self.box is None else box_of(memory, self.box)
+
+
+class _WorkedOut(NamedTuple):
+    """What a rank writes, under an agreement."""
+
+    agreement: Agreement
+    table: Table
+    specs: tuple[ItemSpec, ...]
+    pieces: tuple[Piece, ...]
+    windows: tuple[_Window, ...]
+    encoded: bytes = b""
+    """The table, if this rank says it for its class."""
+
+    def sources(self, taken: Taken) -> tuple[torch.Tensor, ...] | None:
+        """What is written, of this memory. None where a piece lies in it otherwise than it did: of
+        that a table says nothing, and two strides of a tensor can differ in it for a window."""
+        found = tuple(window.of(taken.sources[window.source]) for window in self.windows)
+        pairs = zip(found, self.pieces, strict=True)
+        same = all(source.is_contiguous() == piece.contiguous for source, piece in pairs)
+        return found if same else None
+
+
+def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[Tensor, ...]:
+    found = []
+    for piece in spec.pieces:
+        layout = layouts.get(piece.name)
+        shape = piece.shape if layout is None else layout.shape
+        found.append(Tensor(piece.name, piece.dtype, shape, layout, _replicas(piece, layout)))
+    return tuple(found)
+
+
+def _replicas(piece: Piece, layout: Layout | None) -> Replicas:
+    """A layout is somebody's word that replicas are equal; of plain tensors nobody has given it."""
+    if piece.volatile:
+        return Replicas.CHANGING
+    return Replicas.UNPROVEN if layout is None else Replicas.EQUAL
+
+
+def _refuse_parts_of_one(taken: Taken) -> None:
+    """`Usage` where a rank is said to have for itself what it shares with others: such tensors
+    would come back as if the part were the whole."""
+    for spec in taken.specs:
+        layouts = taken.collected[spec.name].layouts
+        if spec.per_rank and layouts:
+            raise Usage(
+                "an item that each rank has for itself holds parts of tensors that ranks share",
+                where=f"item {spec.name!r}", found=next(iter(layouts)),
+                remedy=f"pass {spec.name} without laststep.PerRank: the parts of all are one state",
+            )  # fmt: skip
+
+
+def _ties(item: str, collected: Collected) -> tuple[tuple[str, str], ...]:
+    """What is tied, where tensors lie in parts. `Usage` where parts overlap otherwise: their common
+    memory would be stored as one, and is other bytes on every rank."""
+    over = next((name for name in collected.views if name in collected.layouts), None)
+    if over is not None:
+        raise Usage(
+            "cannot save parts of tensors that lie over each other in memory",
+            where=f"{item}/{over}",
+            remedy="describe the same memory once, or by the same layout",
+        )
+    return tuple(collected.ties.items()) if collected.layouts else ()
+
+
+def _work_out(
+    taken: Taken, agreement: Agreement, table: Table, rank: int
+) -> tuple[_WorkedOut, tuple[torch.Tensor, ...]]:
+    """What a rank writes, and the memory that it writes it from."""
+    shares: dict[tuple[str, str], list[Share]] = {}
+    for key, share in agreement.shares(rank):
+        shares.setdefault(key, []).append(share)
+    specs: list[ItemSpec] = []
+    windows: list[_Window] = []
+    sources: list[torch.Tensor] = []
+    at = 0
+    for spec in taken.specs:
+        layouts = taken.collected[spec.name].layouts
+        pieces: list[Piece] = []
+        for number, piece in enumerate(spec.pieces, at):
+            if spec.per_rank:
+                pieces.append(piece)
+                windows.append(_Window(number, None, piece.shape, None))
+                sources.append(taken.sources[number])
+                continue
+            layout = layouts.get(piece.name)
+            held = _held(rank, piece, layout, f"{spec.name}/{piece.name}")
+            shape = piece.shape if layout is None else layout.shape
+            for share in shares.get((spec.name, piece.name), ()):
+                box = None if share.box == share.held else share.box.within(share.held)
+                window = _Window(number, held.get(share.held), share.held.shape, box)
+                windows.append(window)
+                sources.append(window.of(taken.sources[number]))
+                pieces.append(_piece(piece, shape, share, sources[-1]))
+        at += len(spec.pieces)
+        specs.append(replace(spec, pieces=tuple(pieces)))
+    flat = tuple(piece for spec in specs for piece in spec.pieces)
+    return _WorkedOut(agreement, table, tuple(specs), flat, tuple(windows)), tuple(sources)
+
+
+def _held(rank: int, piece: Piece, layout: Layout | None, where: str) -> dict[Box, int | None]:
+    """The boxes that the memory of a piece holds, and where each begins in it; None: it is all."""
+    if layout is None:
+        return {whole(piece.shape): None}
+    boxes = layout.held(rank)
+    check_held(rank, boxes, math.prod(piece.shape), where)
+    if len(boxes) == 1:
+        return {boxes[0]: None}
+    starts = itertools.accumulate((box.volume for box in boxes), initial=0)
+    return dict(zip(boxes, starts, strict=False))
+
+
+def _piece(piece: Piece, shape: tuple[int, ...], share: Share, window: torch.Tensor) -> Piece:
+    if share.box == whole(shape):
+        return piece._replace(shape=shape, contiguous=window.is_contiguous())
+    start = share.box.start
+    return piece._replace(
+        # `~6` stands in no name of a tensor's path, so nothing else has this one.
+        name=f"{piece.name}~6at{','.join(map(str, start))}",
+        shape=share.box.shape,
+        size_bytes=window.numel() * window.element_size(),
+        contiguous=window.is_contiguous(),
+        part=Part(piece.name, shape, start),
+    )

@@ -1,0 +1,103 @@
+"""Receipts put together: however the ranks are cut into groups, the outcome is the same."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laststep.commit.differences import Differing
+from laststep.commit.receipts import (
+    Part,
+    Receipt,
+    Summary,
+    classes_of,
+    items_of,
+    objection_to,
+    summarise,
+)
+from laststep.format.manifest import FileRecord
+from laststep.plan.groups import Groups
+from laststep.plan.job import Agreement, Item, Tensor, agree, digest_of, encode_table
+
+
+def agreement_of(kinds: list[int]) -> Agreement:
+    """Each rank holds tensors of its kind, and one that all hold."""
+    tables = [
+        (Item("m", "value", False, (Tensor("w", "float32", (4,), None),
+                                    Tensor(f"w{kind}", "float32", (4,), None))),
+         Item("own", "value", True, ()))
+        for kind in kinds
+    ]  # fmt: skip
+    names = [digest_of(encode_table(table)) for table in tables]
+    return agree(names, dict(zip(names, tables, strict=True)))
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Agreement, dict[int, Receipt]]:
+    kinds = draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
+    agreement = agreement_of(kinds)
+    receipts = {}
+    for rank, kind in enumerate(kinds):
+        name = f"m-r{rank:05d}.safetensors"
+        wrote = draw(st.booleans())
+        files = (
+            FileRecord(name=name, size_bytes=8192, header_bytes=4096, header_digest="", rank=rank),
+        )
+        agreed = draw(st.sampled_from([agreement.digest] * 9 + [b"other"]))
+        tree = draw(st.sampled_from([bytes([kind])] * 9 + [b"x"]))
+        receipts[rank] = Receipt(
+            agreement=agreed, files=files if wrote else (), trees={"m": tree},
+            items={
+                "m": Part(kind="value", per_rank=False, tensors=2 if wrote else 0,
+                          size_bytes=rank if wrote else 0, file=name if wrote else ""),
+                "own": Part(kind="value", per_rank=True, tensors=1, size_bytes=1, file=name),
+            },
+        )  # fmt: skip
+    return agreement, receipts
+
+
+def cut(agreement: Agreement, receipts: dict[int, Receipt], size: int) -> list[Summary]:
+    groups = Groups(len(receipts), size)
+    return [
+        summarise({rank: receipts[rank] for rank in groups.group_of(leader)}, agreement)
+        for leader in groups.leaders
+    ]
+
+
+@given(jobs(), st.integers(1, 9))
+def test_it_does_not_matter_how_ranks_are_cut_into_groups(
+    job: tuple[Agreement, dict[int, Receipt]], size: int
+) -> None:
+    agreement, receipts = job
+    whole, parts = cut(agreement, receipts, len(receipts)), cut(agreement, receipts, size)
+    assert items_of(whole, agreement) == items_of(parts, agreement)
+    assert bool(objection_to(whole, agreement)) == bool(objection_to(parts, agreement))
+    others = [r for r, receipt in receipts.items() if receipt.agreement != agreement.digest]
+    if others:
+        objection = objection_to(parts, agreement)
+        assert isinstance(objection, str)
+        assert f"rank {others[0]} describes the state otherwise" in objection
+    (own,) = [item for item in items_of(parts, agreement) if item.name == "own"]
+    assert own.tensors == len(receipts)
+
+
+def test_ranks_whose_plain_values_differ_are_found_within_a_group_and_between_groups() -> None:
+    agreement = agreement_of([0, 1, 0, 1])
+    receipts = {
+        rank: Receipt(agreement=agreement.digest, trees={"m": bytes([rank % 2])})
+        for rank in range(4)
+    }
+    assert not objection_to(cut(agreement, receipts, 2), agreement)
+    receipts[3] = Receipt(agreement=agreement.digest, trees={"m": b"z"})
+    for size in (1, 2, 3, 4):
+        found = objection_to(cut(agreement, receipts, size), agreement)
+        assert found == Differing(item="m", ranks=(1, 3))
+
+
+def test_classes_are_told_by_their_tables_and_few_spans() -> None:
+    agreement = agreement_of([rank % 4 for rank in range(64)])
+    classes = classes_of(agreement)
+    assert [one.spans for one in classes] == [((rank, 16, 4),) for rank in range(4)]
+    for one, known in zip(classes, agreement.classes, strict=True):
+        assert tuple(one.ranks) == tuple(known.ranks)
+        assert one.table == digest_of(encode_table(known.table)).hex()

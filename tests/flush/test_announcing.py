@@ -1,0 +1,96 @@
+"""A save is announced once, before any of its chunks, whichever threads hand them over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.catalog.starts import Start, coming
+from laststep.errors import StorageFailed
+from laststep.events import Bus
+from laststep.flush.client import Client
+from laststep.flush.handle import SaveHandle
+from laststep.flush.link import SaveLink
+from laststep.flush.protocol import Begin, Chunks, Filled
+from laststep.memory.pool import Pool
+from laststep.plan.files import plan_save
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    import socket
+    from pathlib import Path
+
+
+class SlowClient:
+    """Takes its time to send an announcement, as one of 100,000 tensors does."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def announce(self, number: int) -> None:
+        self.sent.append(number)
+
+    def send(self, message: object) -> None:
+        if isinstance(message, Begin):
+            time.sleep(0.05)
+        self.sent.append(message)
+
+
+def test_no_chunk_overtakes_the_announcement_of_its_save() -> None:
+    client = SlowClient()
+    link = SaveLink(client, 1, SaveHandle(7), plan_save(()), lambda: None, overwrite=False)
+    threads = [threading.Thread(target=link.chunks, args=([Filled(0, n, 1, n)],)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    number, first, *rest = client.sent
+    assert number == 1  # others may see that it is coming before anybody works on it
+    assert isinstance(first, Begin)
+    assert first.step == 7
+    assert all(isinstance(message, Chunks) for message in rest)
+    assert sorted(chunk.slot for message in rest for chunk in message.filled) == list(range(8))
+
+
+class Flusher:
+    """Is there and does nothing, until it is killed."""
+
+    pid = pidfd = None
+
+    def __init__(self, end: socket.socket) -> None:
+        self.kill = end.close
+
+    def join(self, _timeout_s: float) -> bool:
+        return True
+
+    end = join
+
+    def how_it_ended(self) -> str:
+        return "killed"
+
+
+def test_a_save_that_failed_before_it_was_announced_leaves_no_mark(tmp_path: Path) -> None:
+    store, started = DirectoryStore(tmp_path / "run"), []
+    pool = Pool(CHUNK_BYTES, pinned=False)
+
+    def launch(end: socket.socket) -> Flusher:
+        started.append(Flusher(end))
+        return started[-1]
+
+    start = Start(store)
+    client = Client(launch, pool, Bus(), start)
+    try:
+        handle = SaveHandle(7)
+        link = client.begin(plan_save(()), handle, lambda: None, overwrite=False)
+        started[0].kill()
+        with pytest.raises(StorageFailed, match="the flusher ended"):
+            handle.wait(60)
+        link.begin()  # the capture thread comes to it only now
+        assert coming(store) == ()  # or every restore would wait for it while this process lives
+    finally:
+        client.close()
+        pool.close()

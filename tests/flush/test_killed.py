@@ -1,0 +1,106 @@
+"""A flusher that is killed around its commit: what the trainer then says of the save is true."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+from laststep.flush import launch as starting
+from laststep.storage.disk import Disk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def die_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """`die_before(method, step)`: flushers kill themselves where they would call that method of
+    theirs for that step."""
+
+    def prepare(method: str, step: int) -> None:
+        code = f"""
+import os, signal
+from laststep.flush.server import Flusher
+said = Flusher.{method}
+def deadly(flusher, save, *more):
+    if save.begin.step == {step}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return said(flusher, save, *more)
+Flusher.{method} = deadly
+"""
+        # What the helper runs.
+        found, main = starting._CODE.split("; from ")
+        both = f"{found}; exec({code!r}); from {main}"
+        monkeypatch.setattr(starting, "_CODE", both)
+
+    return prepare
+
+
+def test_a_commit_of_which_the_flusher_died_before_it_told_is_reported_as_one(
+    run_folder: Path, die_before: Callable[[str, int], None]
+) -> None:
+    state = {"t": torch.ones(5)}
+    die_before("_send_decided", 2)
+    with laststep.Checkpointer(run_folder, state=state) as checkpointer:
+        checkpointer.save(1).wait(PATIENCE_S)
+        handle = checkpointer.save(2)
+        handle.wait(PATIENCE_S)
+        assert handle.committed.done()
+        assert handle.report.folder == "step-00000002.1-2"
+        # The next flusher goes on from there.
+        checkpointer.save(3).wait(PATIENCE_S)
+    assert laststep.open(run_folder).steps() == [1, 2, 3]
+    assert not list((run_folder / "epochs").glob("start-*"))
+
+
+def test_a_save_whose_flusher_died_before_the_commit_has_failed_and_its_step_is_free(
+    run_folder: Path, die_before: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"t": torch.ones(5)}
+    usual = starting._CODE
+    die_before("_commit_record", 2)
+    with laststep.Checkpointer(run_folder, state=state) as checkpointer:
+        checkpointer.save(1).wait(PATIENCE_S)
+        with pytest.raises(laststep.StorageFailed, match=r"before its work was done.*signal 9"):
+            checkpointer.save(2).wait(PATIENCE_S)
+        monkeypatch.setattr(starting, "_CODE", usual)
+        checkpointer.save(2).wait(PATIENCE_S)
+    assert laststep.open(run_folder).steps() == [1, 2]
+
+
+def test_a_commit_that_was_to_be_replaced_is_not_taken_for_the_one_that_failed(
+    run_folder: Path, die_before: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"t": torch.ones(5)}
+    with laststep.Checkpointer(run_folder, state=state) as checkpointer:
+        checkpointer.save(1).wait(PATIENCE_S)
+    die_before("_commit_record", 1)
+    with laststep.Checkpointer(run_folder, state=state) as checkpointer:
+        checkpointer.restore()
+        with pytest.raises(laststep.StorageFailed, match="before its work was done"):
+            checkpointer.save(1, overwrite=True).wait(PATIENCE_S)
+
+
+def test_where_the_run_cannot_be_read_after_the_death_nobody_claims_to_know(
+    run_folder: Path, die_before: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"t": torch.ones(5)}
+    die_before("_send_decided", 2)
+    with laststep.Checkpointer(run_folder, state=state) as checkpointer:
+        checkpointer.save(1).wait(PATIENCE_S)
+        with monkeypatch.context() as broken:
+            broken.setattr(Disk, "sync_folder", _failing)
+            with pytest.raises(laststep.StorageFailed, match="not known whether step 2 is"):
+                checkpointer.save(2).wait(PATIENCE_S)
+
+
+def _failing(_disk: Disk, _path: str) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))

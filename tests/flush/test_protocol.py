@@ -1,0 +1,242 @@
+"""Messages between trainer and flusher: whole, of any size, and nonsense is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laststep.flush import protocol as wire
+from laststep.flush.protocol import (
+    Begin,
+    Bye,
+    Chunks,
+    Connection,
+    Continue,
+    Decide,
+    Decided,
+    Drop,
+    Failed,
+    FileBegin,
+    Filled,
+    Flushed,
+    Freed,
+    Gathered,
+    Grouped,
+    NoMetric,
+    Progress,
+    Ready,
+    Removed,
+    Seal,
+    Witness,
+)
+from laststep.format.header import TensorEntry
+from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
+from laststep.format.spans import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ENTRY = TensorEntry(name="a/b", dtype="float32", shape=(2, 3), start=0, stop=24)
+FILE = FileRecord(
+    name="r00000/m-r00003.safetensors", size_bytes=9, header_bytes=1, header_digest="", rank=3
+)
+GROUP = GroupRecord(name="groups/r00002.json", digest="", first=2, ranks=2, files=1, size_bytes=9)
+TO_FLUSHER = [
+    Begin(save=1, step=7, overwrite=True, files=(
+        FileBegin(name="m.safetensors", item=None, region_bytes=4096, tensor_bytes=24,
+                  has_objects=True, entries=(ENTRY,)),
+    )),
+    Chunks(save=1, filled=[Filled(file=0, start=0, size_bytes=24, slot=3)]),
+    Seal(save=1, objects=((0, "x/~6tree", b"\0\xff"),), metrics=b"{}", metadata=b"null", items=(
+        ItemRecord(name="x", kind="value", file="m.safetensors", tensors=1, size_bytes=24),
+    )),
+    Gathered(save=1, first=2, ranks=2, files=(FILE,)),
+    Decide(save=1, groups=(GROUP,), ranks=4, classes=(
+        ClassRecord(table="0" * 32, spans=(Span(0, 2, 2), Span(1, 1))),
+    )),
+    Drop(save=1, reason="why"),
+    Continue(epoch=None, attempt=None, folder=None, seen=(3, 2)),
+    Witness(name="epochs/start.lock"),
+    Bye(),
+]  # fmt: skip
+TO_TRAINER = [
+    Freed(slots=[1, 2]),
+    Progress(save=1, done_bytes=5),
+    Flushed(save=1, size_bytes=5, opened_s=0.1, written_s=0.2, seconds=0.5),
+    Grouped(save=1, group=GROUP),
+    Decided(save=1, epoch=2, attempt=3, folder="step-00000007.2-3", seconds=1.5),
+    Failed(save=1, kind="Torn", fields={"what": "x", "where": None}),
+    Removed(step=3, folder="f"),
+    NoMetric(reason="why"),
+    Ready(pid=4),
+]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, Connection]]:
+    left, right = socket.socketpair()
+    a, b = Connection(left), Connection(right)
+    yield a, b
+    a.close()
+    b.close()
+
+
+def test_every_message_arrives_as_it_was_sent(pair: tuple[Connection, Connection]) -> None:
+    trainer, flusher = pair
+    for message in TO_FLUSHER:
+        trainer.send(message)
+        assert flusher.receive_in_flusher() == message
+    for message in TO_TRAINER:
+        flusher.send(message)
+        assert trainer.receive_in_trainer() == message
+
+
+def test_a_message_far_beyond_the_sockets_buffer_arrives_whole_among_others(
+    pair: tuple[Connection, Connection],
+) -> None:
+    trainer, flusher = pair
+    entries = tuple(
+        TensorEntry(name=f"layers.{n}.weight", dtype="float32", shape=(1,), start=n, stop=n + 1)
+        for n in range(100_000)
+    )
+    file = FileBegin(
+        name="m", item="m", region_bytes=0, tensor_bytes=0, has_objects=False, entries=entries
+    )
+    big = Begin(save=1, step=1, overwrite=False, files=(file,))
+    small = [Drop(save=n, reason="x" * n) for n in range(50)]
+
+    def send_small() -> None:
+        for message in small:
+            trainer.send(message)
+
+    threads = [
+        threading.Thread(target=send_small),
+        threading.Thread(target=trainer.send, args=(big,)),
+    ]
+    for thread in threads:
+        thread.start()
+    got = [flusher.receive_in_flusher() for _ in range(51)]
+    for thread in threads:
+        thread.join()
+    assert [m for m in got if isinstance(m, Drop)] == small
+    assert next(m for m in got if isinstance(m, Begin)) == big
+
+
+def test_the_end_of_the_other_side_is_none_even_in_the_midst_of_a_message() -> None:
+    for sent in (b"", b"\1", struct.pack("<Q", 100) + b"half"):
+        left, right = socket.socketpair()
+        left.sendall(sent)
+        left.close()
+        connection = Connection(right)
+        assert connection.receive_in_trainer() is None
+        connection.close()
+
+
+def test_sending_to_one_who_is_gone_is_an_os_error() -> None:
+    left, right = socket.socketpair()
+    right.close()
+    connection = Connection(left)
+    with pytest.raises(OSError, match=r"[Pp]ipe|reset"):
+        connection.send(Bye())
+    connection.close()
+
+
+@given(st.binary(max_size=60))
+def test_nonsense_is_refused_while_it_is_parsed(data: bytes) -> None:
+    try:
+        known = msgspec.msgpack.decode(data, type=wire.ToFlusher)
+    except (msgspec.MsgspecError, ValueError):
+        known = None
+    left, right = socket.socketpair()
+    left.sendall(struct.pack("<Q", len(data)) + data)
+    connection = Connection(right)
+    if known is None:
+        with pytest.raises((ValueError, OSError)):
+            connection.receive_in_flusher()
+    else:
+        assert connection.receive_in_flusher() == known
+    left.close()
+    connection.close()
+
+
+def test_a_length_beyond_reason_is_refused_before_memory_is_taken() -> None:
+    left, right = socket.socketpair()
+    left.sendall(struct.pack("<Q", 1 << 60))
+    connection = Connection(right)
+    with pytest.raises(OSError, match="not one of ours"):
+        connection.receive_in_flusher()
+    left.close()
+    connection.close()
+
+
+@pytest.fixture
+def peer() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE
+    ) as process:
+        yield process
+        process.kill()
+
+
+def test_a_peer_that_died_is_noticed_though_a_child_of_it_holds_its_end_open(
+    peer: subprocess.Popen[bytes],
+) -> None:
+    left, right = socket.socketpair()
+    copy = os.dup(left.fileno())  # what a forked worker would hold
+    pidfd = os.pidfd_open(peer.pid)
+    connection = Connection(right, peer=pidfd)
+    Connection(left).send(Drop(save=1, reason="last words"))
+    left.close()
+    assert not connection.peer_is_dead()
+    peer.kill()
+    assert connection.receive_in_flusher() == Drop(save=1, reason="last words")
+    assert connection.receive_in_flusher() is None
+    assert connection.peer_is_dead()
+    os.close(copy)
+    os.close(pidfd)
+    connection.close()
+
+
+def test_a_descriptor_travels_with_its_message_and_is_a_copy(
+    pair: tuple[Connection, Connection],
+) -> None:
+    trainer, flusher = pair
+    read, write = os.pipe()
+    trainer.send(Bye())
+    trainer.send(Witness(name="w"), descriptor=write)
+    trainer.send(Bye())
+    os.close(write)
+    assert flusher.receive_in_flusher() == Bye()
+    assert flusher.take_descriptor() is None
+    assert flusher.receive_in_flusher() == Witness(name="w")
+    copy = flusher.take_descriptor()
+    assert copy is not None
+    assert not os.get_inheritable(copy)
+    assert flusher.receive_in_flusher() == Bye()
+    os.write(copy, b"x")
+    assert os.read(read, 1) == b"x"
+    os.close(copy)
+    os.close(read)
+
+
+def test_a_descriptor_that_nobody_took_goes_with_the_connection() -> None:
+    left, right = socket.socketpair()
+    read, write = os.pipe()
+    trainer, flusher = Connection(left), Connection(right)
+    trainer.send(Witness(name="w"), descriptor=write)
+    os.close(write)
+    flusher.receive_in_flusher()
+    flusher.close()
+    assert os.read(read, 1) == b""  # nobody holds the other end
+    os.close(read)
+    trainer.close()

@@ -1,0 +1,109 @@
+"""A flusher whose trainer is dead, or whose run is another's: what it leaves alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+from laststep.catalog.epochs import new_start
+from laststep.catalog.run import Run
+from laststep.flush import server as serving
+from laststep.flush.protocol import Begin, Connection, Continue, Failed
+from laststep.storage.directory import DirectoryStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PATIENCE_S = 60.0
+
+
+def test_no_epoch_is_claimed_for_a_dead_trainer_of_several_ranks(run_folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as trainer:
+        pidfd = os.pidfd_open(trainer.pid)
+    ours, theirs = socket.socketpair()
+    dead = Connection(ours)
+    dead.send(Continue(epoch=None, attempt=None, folder=None, seen=(0, 0)))
+    dead.send(Begin(save=1, step=1, overwrite=False, files=(), role="first"))
+    flusher = serving.Flusher(
+        Connection(theirs, peer=pidfd), memoryview(b""), run_path=str(run_folder),
+        trainer=new_start(), writers=1, keep=None,
+    )  # fmt: skip
+    flusher.start()
+    flusher.serve()
+    os.close(pidfd)
+    assert Run.open_or_create(DirectoryStore(run_folder)).newest_point() == (0, 0)
+    while not isinstance(said := dead.receive_in_trainer(), Failed):
+        assert said is not None
+    assert said.kind == "Aborted"
+    dead.close()
+
+
+def test_retention_of_a_writer_that_was_taken_over_deletes_nothing(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan_prune = serving.plan_prune
+
+    def overtaken(run: Run, *arguments: object, **more: object) -> object:
+        plan = plan_prune(run, *arguments, **more)
+        if plan.deletions:
+            # Another start has restored step 1, and begins to save just now.
+            assert plan.deletions == ("step-00000001.1-1",)
+            run.claim_epoch((1, 1), writer=new_start())
+        return plan
+
+    state = {"t": torch.zeros(5)}
+    keep = laststep.Keep(last=1)
+    monkeypatch.setattr(serving, "plan_prune", overtaken)
+    with laststep.Checkpointer(run_folder, state=state, keep=keep, flush="thread") as checkpointer:
+        checkpointer.save(1).wait(PATIENCE_S)
+        checkpointer.save(2).wait(PATIENCE_S)
+    assert laststep.open(run_folder).steps() == [1]
+    assert "retention failed: the run was taken over" in caplog.text
+
+
+def test_a_save_that_was_begun_before_the_run_was_taken_over_is_not_committed(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = serving.SaveFlush.finish
+
+    def overtaken(flush: serving.SaveFlush, *arguments: object) -> object:
+        records = finish(flush, *arguments)
+        Run.open(DirectoryStore(run_folder)).claim_epoch((1, 1), writer=new_start())
+        return records
+
+    state = {"t": torch.zeros(5)}
+    checkpointer = laststep.Checkpointer(run_folder, state=state, flush="thread")
+    checkpointer.save(1).wait(PATIENCE_S)
+    monkeypatch.setattr(serving.SaveFlush, "finish", overtaken)
+    with pytest.raises(laststep.Aborted, match="taken over"):
+        checkpointer.save(2).wait(PATIENCE_S)
+    checkpointer.close()
+    assert [one.step for one in laststep.open(run_folder)] == [1]
+
+
+def test_a_job_that_missed_a_save_restores_again_before_it_takes_over(run_folder: Path) -> None:
+    keep = laststep.Keep(last=1)
+    first, second = (
+        laststep.Checkpointer(run_folder, state={"t": torch.zeros(5)}, keep=keep, flush="thread")
+        for _ in range(2)
+    )
+    first.save(1).wait(PATIENCE_S)
+    assert second.restore().step == 1
+    first.save(2).wait(PATIENCE_S)
+    with pytest.raises(laststep.Aborted, match=r"step-00000002\.1-2 of epoch 1"):
+        second.save(2).wait(PATIENCE_S)
+    assert laststep.open(run_folder).steps()[-1] == 2
+    assert second.restore().step == 2
+    second.save(3).wait(PATIENCE_S)
+    with pytest.raises(laststep.Aborted, match="taken over"):
+        first.save(3).wait(PATIENCE_S)
+    first.close()
+    second.close()
+    assert laststep.open(run_folder).steps() == [2, 3]

@@ -1,0 +1,263 @@
+"""The pool: shared memory, ready ahead of time in steps, never beyond its cap."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.errors import StorageFailed, Usage
+from laststep.memory import pool
+from laststep.memory import shared as memory
+from laststep.memory.pool import Pool
+from laststep.memory.shared import Mapping
+from laststep.terms import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_STEP_SLOTS", 2)
+
+
+def make(slots: int) -> Pool:
+    return Pool(slots * CHUNK_BYTES, pinned=False)
+
+
+def test_memory_is_made_ready_as_asked_for_and_grows_by_steps_to_the_cap() -> None:
+    made = make(5)
+    try:
+        made.want(CHUNK_BYTES + 1)
+        made.wait_ready()
+        assert made.ready_bytes == 2 * CHUNK_BYTES
+        slots = [made.lease(20) for _ in range(5)]
+        assert sorted(slots) == [0, 1, 2, 3, 4]
+        assert made.ready_bytes == 5 * CHUNK_BYTES
+        assert made.lease(0.05) is None  # at the cap
+        made.want(100 * CHUNK_BYTES)
+        made.wait_ready()
+        assert made.ready_bytes == 5 * CHUNK_BYTES
+        threading.Timer(0.05, made.release, (3,)).start()
+        assert made.lease(20) == 3
+    finally:
+        made.close()
+
+
+def test_tensors_and_bytes_of_a_slot_are_the_same_shared_memory() -> None:
+    made = make(2)
+    try:
+        made.want(2 * CHUNK_BYTES)
+        slot = made.lease(20)
+        assert slot is not None
+        made.tensor(slot)[:4] = 7
+        other = Mapping(made.fd, made.cap_bytes)
+        assert bytes(other.view[slot * CHUNK_BYTES :][:4]) == b"\7" * 4
+        made.view(slot)[0] = 9
+        assert made.tensor(slot)[0] == 9
+        assert len(made.view(slot)) == CHUNK_BYTES
+    finally:
+        made.close()
+
+
+def test_a_pool_that_cannot_grow_goes_on_with_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    allocate = Mapping.allocate
+
+    def short(self: Mapping, start: int, size_bytes: int) -> None:
+        if start >= 2 * CHUNK_BYTES:
+            raise MemoryError("no more pages")
+        allocate(self, start, size_bytes)
+
+    monkeypatch.setattr(Mapping, "allocate", short)
+    made = make(6)
+    try:
+        made.want(6 * CHUNK_BYTES)
+        made.wait_ready()
+        assert made.ready_bytes == 2 * CHUNK_BYTES
+        assert made.lease(20) is not None
+        assert made.lease(20) is not None
+        assert made.lease(0.05) is None
+        made.want(6 * CHUNK_BYTES)
+        made.wait_ready()
+    finally:
+        made.close()
+    assert "stays at" in caplog.text
+
+
+def test_a_pool_without_any_memory_is_an_error_for_who_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: Mapping, start: int, size_bytes: int) -> None:
+        raise MemoryError("no pages at all")
+
+    monkeypatch.setattr(Mapping, "allocate", fail)
+    made = make(2)
+    try:
+        made.want(CHUNK_BYTES)
+        with pytest.raises(StorageFailed, match="no pages at all"):
+            made.lease(20)
+    finally:
+        made.close()
+
+
+def test_pages_are_touched_where_the_kernel_cannot_populate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Mapping, "_advise", lambda *_: False)
+    fd = memory.create(CHUNK_BYTES)
+    mapping = Mapping(fd, CHUNK_BYTES)
+    try:
+        assert os.fstat(fd).st_blocks == 0
+        mapping.populate(0, CHUNK_BYTES)
+        assert os.fstat(fd).st_blocks * 512 == CHUNK_BYTES
+    finally:
+        mapping.close()
+        os.close(fd)
+
+
+def test_closing_a_pool_ends_its_thread_and_its_descriptor() -> None:
+    before = threading.active_count()
+    made = make(4)
+    made.want(4 * CHUNK_BYTES)
+    fd = made.fd
+    made.close()
+    made.close()
+    assert threading.active_count() == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_available_memory_is_that_of_the_machine_or_its_control_group() -> None:
+    available = memory.available_bytes()
+    total = memory._meminfo("MemTotal")
+    assert 0 < available <= total
+
+
+def test_memory_that_is_ready_is_pinned_when_a_device_turns_up_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[int] = []
+    all_pinned = threading.Event()
+
+    def note(_self: Pool, slot: int) -> None:
+        pinned.append(slot)
+        if len(pinned) == 5:
+            all_pinned.set()
+
+    monkeypatch.setattr(Pool, "_pin", note)
+    made = make(5)
+    try:
+        made.want(3 * CHUNK_BYTES)
+        made.wait_ready()
+        assert pinned == []
+        made.pin()
+        made.want(5 * CHUNK_BYTES)
+        assert all_pinned.wait(20)
+        assert sorted(pinned) == [0, 1, 2, 3, 4]
+    finally:
+        made.close()
+
+
+def _status_of(child: Callable[[], object]) -> int:
+    """How a forked child that does this ends: 0, or the negative number of a signal."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+        except BaseException:  # noqa: BLE001 (a fork must not go on as its parent)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_pool_that_is_closed_in_a_forked_child_leaves_alone_what_lies_there_now() -> None:
+    made = make(4)
+
+    def child() -> None:
+        own = make(4)
+        # A child does not have the parent's mapping, so its own goes into the same hole.
+        assert own._mapping.address == made._mapping.address
+        made.close()
+        slot = own.lease(20)
+        assert slot is not None
+        own.view(slot)[:] = bytes(CHUNK_BYTES)  # not by torch: OpenMP does not survive a fork
+        own.close()
+
+    try:
+        assert _status_of(child) == 0
+    finally:
+        made.close()
+
+
+def test_a_forked_child_keeps_none_of_the_memory() -> None:
+    pool = make(2)
+    lent = os.dup(pool.fd)
+    try:
+        which = os.fstat(pool.fd)
+
+        def look() -> None:
+            for entry in list(Path("/proc/self/fd").iterdir()):
+                with contextlib.suppress(OSError):  # that of the listing is closed by now
+                    assert not os.path.samestat(os.fstat(int(entry.name)), which)
+
+        assert _status_of(look) == 0
+        os.fstat(pool.fd)  # the parent's own stay
+    finally:
+        os.close(lent)
+        pool.close()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_mapping_that_is_collected_in_a_forked_child_leaves_alone_what_lies_there_now(
+    closed: bool,
+) -> None:
+    fd = memory.create(CHUNK_BYTES)
+    inherited = [Mapping(fd, CHUNK_BYTES)]
+    looking = inherited[0].view[:1] if closed else None  # so that it stays mapped
+    if closed:
+        inherited[0].close()
+
+    def child() -> None:
+        nonlocal looking
+        own = Mapping(memory.create(CHUNK_BYTES), CHUNK_BYTES)  # the parent's file is closed
+        assert own.address == inherited[0].address
+        inherited.clear()
+        looking = None
+        gc.collect()
+        own.populate(0, CHUNK_BYTES)
+        own.view[0] = 1
+
+    assert _status_of(child) == 0
+    inherited.clear()
+    os.close(fd)
+
+
+def test_a_guarded_pool_refuses_copies_by_the_system_into_what_was_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Pool, "guarded", True)
+    made, source = make(1), (ctypes.c_char * 4)(*b"\1\2\3\4")
+    try:
+        made.want(CHUNK_BYTES)
+        slot = made.lease(20)
+        assert slot is not None
+        ranges = [(ctypes.addressof(source), 4)]
+        assert made.land(slot, 0, ranges)
+        made.seal([slot])
+        with pytest.raises(Usage, match="handed over"):
+            made.land(slot, 8, ranges)
+        made.release(slot)
+        assert bytes(made.view(slot)[:12]) == b"\1\2\3\4" + bytes(8)
+        assert made.lease(20) == slot
+        assert made.land(slot, 8, ranges)
+    finally:
+        made.close()

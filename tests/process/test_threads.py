@@ -1,0 +1,89 @@
+"""Threads that cannot be started are an error of ours, with a remedy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+import laststep
+from laststep.capture.host import HostCopier
+from laststep.process import threads
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From now on the system has no thread of that name."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+
+
+def test_a_thread_that_cannot_be_started_is_told_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuse(monkeypatch, "some")
+    with pytest.raises(laststep.StorageFailed, match="cannot start a thread at some") as caught:
+        threads.start(threading.Thread(target=print, name="some"))
+    assert caught.value.remedy is not None
+
+
+def test_copying_threads_all_run_or_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    refuse(monkeypatch, "laststep-copy_1")
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    with pytest.raises(laststep.StorageFailed):
+        HostCopier().batch()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    "name", ["laststep-copy", "laststep-receive", "laststep-write", "laststep-finish"]
+)
+def test_a_save_without_a_thread_fails_and_the_next_one_works(
+    name: str, run_folder: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So large that it is copied by several threads, where these are to be refused.
+    state = {"t": torch.zeros(9 << 20 if name == "laststep-copy" else 9, dtype=torch.int64)}
+    with laststep.Checkpointer(str(run_folder), state=state, flush="thread") as ckpt:
+        with monkeypatch.context() as patch:
+            refuse(patch, name)
+            with pytest.raises(laststep.StorageFailed, match="can't start new thread"):
+                ckpt.save(1).wait()
+        with_threads = ckpt.save(2)
+        with_threads.wait()
+    assert laststep.open(str(run_folder)).steps() == [2]
+
+
+def test_a_flusher_that_cannot_be_started_again_is_started_by_a_later_save(
+    run_folder: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with laststep.Checkpointer(str(run_folder), state={"n": 1}) as ckpt:
+        ckpt.save(1).wait()
+        pid = ckpt._client.helper_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        ckpt._client._receiver.join()
+        with monkeypatch.context() as patch:
+            refuse(patch, "laststep-receive")
+            for step in (2, 3):
+                with pytest.raises(laststep.StorageFailed, match="can't start new thread"):
+                    ckpt.save(step)
+        ckpt.save(4).wait()
+    assert laststep.open(str(run_folder)).steps() == [1, 4]
+
+
+def test_a_save_does_without_the_threads_that_only_help(
+    run_folder: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, "laststep-preflight")
+    with laststep.Checkpointer(str(run_folder), state={"n": 1}, flush="thread") as ckpt:
+        ckpt.save(1).wait()
+    assert laststep.open(str(run_folder)).steps() == [1]

@@ -1,0 +1,101 @@
+"""How many saves may be under way, and what happens to one more."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+import laststep
+from laststep.flush import server as serving
+from laststep.saving import backlog as queueing
+from laststep.settings import MAX_UNCOMMITTED
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Flushes stand still until it is set."""
+    event = threading.Event()
+    finish = serving.SaveFlush.finish
+
+    def held(flush: object, *arguments: object) -> object:
+        event.wait(PATIENCE_S)
+        return finish(flush, *arguments)
+
+    monkeypatch.setattr(serving.SaveFlush, "finish", held)
+    return event
+
+
+def fill(checkpointer: laststep.Checkpointer) -> None:
+    """As many saves as may be under way, all of them captured."""
+    for step in range(MAX_UNCOMMITTED):
+        handle = checkpointer.save(step)
+        assert handle.captured.wait(PATIENCE_S)
+        assert handle.report.skipped is None
+
+
+def test_small_saves_in_a_tight_loop_do_not_pile_up(
+    gate: threading.Event, run_folder: Path
+) -> None:
+    with laststep.Checkpointer(run_folder, s={"n": 1}, flush="thread") as checkpointer:
+        fill(checkpointer)
+        threading.Timer(0.3, gate.set).start()
+        handle = checkpointer.save(100)
+        assert handle.report.waited_s > 0.1
+        assert handle.report.stall_s >= handle.report.waited_s
+        assert len(list(run_folder.glob("step-*"))) <= MAX_UNCOMMITTED + 1
+    assert laststep.open(run_folder).steps() == [*range(MAX_UNCOMMITTED), 100]
+
+
+def test_one_too_many_is_skipped_where_that_was_asked_for(
+    gate: threading.Event, run_folder: Path
+) -> None:
+    with laststep.Checkpointer(
+        run_folder, s={"n": 1}, flush="thread", on_busy="skip"
+    ) as checkpointer:
+        fill(checkpointer)
+        skipped = checkpointer.save(100)
+        assert skipped.report.skipped == "8 earlier saves are not committed yet"
+        assert skipped.wait() is False
+        gate.set()
+        checkpointer.wait()
+        assert checkpointer.save(101).wait(PATIENCE_S)
+    assert laststep.open(run_folder).steps() == [*range(MAX_UNCOMMITTED), 101]
+
+
+def test_a_failed_save_makes_room_too(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    event = threading.Event()
+
+    def fail(*_: object) -> object:
+        event.wait(PATIENCE_S)
+        raise laststep.StorageFailed("the disk is full")
+
+    checkpointer = laststep.Checkpointer(run_folder, s={"n": 1}, flush="thread")
+    with monkeypatch.context() as patch:
+        patch.setattr(serving.SaveFlush, "finish", fail)
+        fill(checkpointer)
+        threading.Timer(0.1, event.set).start()
+        checkpointer.save(100)  # its own call: earlier failures are told by the next one
+        with pytest.raises(laststep.StorageFailed, match="disk is full"):
+            checkpointer.wait()
+    checkpointer.save(101).wait(PATIENCE_S)
+    checkpointer.close()
+
+
+def test_failed_saves_are_told_with_their_steps_and_the_same_reason_once() -> None:
+    same = [laststep.Aborted("rank 1 is gone"), laststep.Aborted("rank 1 is gone")]
+    failed = [(4, same[0]), (9, laststep.StorageFailed("no room")), (14, same[1])]
+    with pytest.raises(laststep.Aborted) as raised:
+        queueing.raise_first(failed)
+    assert raised.value is same[0]
+    assert raised.value.__notes__ == [
+        "so failed the save of steps 4, 14",
+        f"step 9 failed too: {failed[1][1]}",
+    ]
+    queueing.raise_first([])
