@@ -24,14 +24,16 @@ PACKAGE = SOURCE / "laststep"
 MAY_IMPORT_TORCH = (
     "state/tensors.py",
     "state/tensors/*.py",
-    "engine/pool*.py",
-    "engine/copy/*.py",
-    "dist/*.py",
+    "capture/*.py",
+    "memory/pool.py",
+    "restoring/place.py",
+    "restoring/parcels.py",
+    "ranks/*.py",
     "adapters/*.py",
     "cli/demo_train.py",  # the training of `laststep demo`, always a process of its own
 )
 TORCH = frozenset({"torch", "torchdata"})
-START_WITHOUT_TORCH = ("laststep", "laststep.cli", "laststep.flusher")
+START_WITHOUT_TORCH = ("laststep", "laststep.cli", "laststep.flush")
 
 
 def is_type_checking(test: ast.expr) -> bool:
@@ -106,18 +108,19 @@ def test_the_scan_sees_every_way_to_import_torch(source: str, lines: list[int]) 
     [
         ("state/tensors.py", True),
         ("state/tensors/deep/er.py", True),
-        ("engine/pool.py", True),
-        ("engine/pool_cuda.py", True),
-        ("engine/copy/device.py", True),
-        ("dist/__init__.py", True),
-        ("dist/store/client.py", True),
+        ("memory/pool.py", True),
+        ("capture/device.py", True),
+        ("ranks/__init__.py", True),
+        ("ranks/store/client.py", True),
+        ("restoring/place.py", True),
+        ("restoring/restore.py", False),
         ("state/__init__.py", False),
         ("state/tree.py", False),
-        ("engine/flush.py", False),
+        ("flush/writer.py", False),
         ("cli.py", False),
         ("cli/demo_train.py", True),
         ("cli/demo.py", False),
-        ("web/dist/x.py", False),
+        ("web/ranks/x.py", False),
         ("checkpointer.py", False),
     ],
 )

@@ -13,6 +13,9 @@ from enum import StrEnum
 from laststep.errors import Usage
 from laststep.terms import CHUNK_BYTES
 
+WAIT_FOR_OTHERS_S = 120.0
+"""So long a restore waits for a save that another process has not finished."""
+
 
 class Capture(StrEnum):
     """How state on a device is captured; see docs/guides/guarantees.md for each one's proof."""

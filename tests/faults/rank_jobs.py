@@ -286,7 +286,7 @@ class Job:
 
 def is_flusher(pid: int) -> bool:
     try:
-        return b"laststep.flusher" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"laststep.flush" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
 

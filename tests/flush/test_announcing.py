@@ -14,7 +14,8 @@ from laststep.events import Bus
 from laststep.flush.client import Client
 from laststep.flush.handle import SaveHandle
 from laststep.flush.link import SaveLink
-from laststep.flush.protocol import Begin, Chunks, Filled
+from laststep.flush.protocol import Begin, Chunks
+from laststep.memory.filled import Filled
 from laststep.memory.pool import Pool
 from laststep.plan.files import plan_save
 from laststep.storage.directory import DirectoryStore

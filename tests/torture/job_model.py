@@ -521,7 +521,7 @@ def _flushers(run: Path) -> list[int]:
         with contextlib.suppress(OSError):
             if entry.name.isdigit():
                 words = (entry / "cmdline").read_bytes()
-                if b"laststep.flusher" in words and str(run).encode() in words:
+                if b"laststep.flush" in words and str(run).encode() in words:
                     found.append(int(entry.name))
     return found
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from laststep.capture.ring import Ring
     from laststep.capture.sources import Source
     from laststep.errors import LaststepError
-    from laststep.flush.protocol import Filled
+    from laststep.memory.filled import Filled
     from laststep.plan.files import SavePlan
     from laststep.state.pieces import Piece
 

@@ -20,7 +20,7 @@ from laststep.capture.gather import gather
 from laststep.capture.sources import Views
 from laststep.codecs.digests import digest
 from laststep.errors import Aborted, StorageFailed, Torn
-from laststep.flush.protocol import Filled
+from laststep.memory.filled import Filled
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from laststep.plan.groups import cut
 from laststep.ranks.board import Board
 from laststep.ranks.group import Alone, Group
 from laststep.ranks.rank import ranks_per_node
-from laststep.restoring.restore import PATIENCE_S
+from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def all_ranks(rank: Rank, settings: Settings, team: Team | None) -> Ranks:
         return Alone(rank)
     # The first rank may wait for a save that another process has not finished.
     name = team.agreements.board.prefix
-    group = Group(rank, name, deadline_s=settings.deadline_s + PATIENCE_S)
+    group = Group(rank, name, deadline_s=settings.deadline_s + WAIT_FOR_OTHERS_S)
     team.meet(group)
     return group
 

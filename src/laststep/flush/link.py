@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from laststep.errors import Aborted, LaststepError, StorageFailed
-from laststep.flush.protocol import Begin, Begun, Chunks, FileBegin, Filled, Grouped, Role, Seal
+from laststep.flush.protocol import Begin, Begun, Chunks, FileBegin, Grouped, Role, Seal
 from laststep.format.manifest import FileRecord, GroupRecord, ItemRecord
 
 if TYPE_CHECKING:
     from laststep.capture.job import CaptureTiming
     from laststep.flush.client import Client
     from laststep.flush.handle import SaveHandle
+    from laststep.memory.filled import Filled
     from laststep.plan.files import SavePlan
 
 log = logging.getLogger(__name__)

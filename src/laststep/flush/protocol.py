@@ -12,12 +12,13 @@ import select
 import socket
 import struct
 import threading
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
 from laststep.format.header import PartEntry, TensorEntry
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
+from laststep.memory.filled import Filled
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -58,15 +59,6 @@ class Located(_Message, frozen=True, kw_only=True):
     epoch: int
     attempt: int
     folder: str
-
-
-class Filled(NamedTuple):
-    """A slot holds these bytes of a file's tensor area."""
-
-    file: int
-    start: int
-    size_bytes: int
-    slot: int
 
 
 class Chunks(_Message, frozen=True, kw_only=True):

@@ -35,7 +35,6 @@ from laststep.flush.protocol import (
     Decided,
     Drop,
     Failed,
-    Filled,
     Flushed,
     Freed,
     Gathered,
@@ -61,6 +60,7 @@ from laststep.version import VERSION
 
 if TYPE_CHECKING:
     from laststep.catalog.epochs import Writer
+    from laststep.memory.filled import Filled
     from laststep.storage.store import Lock
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,9 @@ import threading
 import msgspec
 
 from laststep.errors import Aborted, LaststepError
-from laststep.flush.protocol import Begin, Decide, Filled, Gathered, Seal
+from laststep.flush.protocol import Begin, Decide, Gathered, Seal
 from laststep.flush.writer import SaveFlush
+from laststep.memory.filled import Filled
 
 _HEAR_S = 5.0
 

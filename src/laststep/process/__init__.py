@@ -1,1 +1,1 @@
-"""What the process and its system give and take: signals, threads, forks, memory, files of /proc."""
+"""What the process and its system give: signals, threads, forks, memory, files of /proc."""

@@ -1,8 +1,9 @@
 """Say in the log for whom a rank waits, where not all make a call that all have to make.
 
-Every rank leaves a note in the job's store when it makes the call. After a few seconds the first rank
-looks whose notes are missing, and the others whether the first's is: if all looked for all, a large
-job would ask its store millions of questions. Over a connection of its own: the first is busy waiting.
+Every rank leaves a note in the job's store when it makes the call. After a few seconds the first
+rank looks whose notes are missing, and the others whether the first's is: if all looked for all, a
+large job would ask its store millions of questions. Over a connection of its own: the first is busy
+waiting.
 """
 
 from __future__ import annotations

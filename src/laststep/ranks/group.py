@@ -298,8 +298,8 @@ def _after_restart() -> str:
     if not again or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     return (
-        "; or the ranks, which torchrun has started again, find the addresses of the dead ones in a "
-        "store that it kept: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use "
+        "; or the ranks, which torchrun has started again, find the addresses of the dead ones in "
+        "a store that it kept: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use "
         "--rdzv-backend=c10d instead of --master-addr and --master-port"
     )
 

@@ -23,6 +23,7 @@ from laststep.ranks.group import together
 from laststep.restoring.choose import Asked, Choosing, Verdict, check_asked, open_run
 from laststep.restoring.transfer import Fit, Transfer, fit, judge_twins, state_of_rank
 from laststep.saving.describe import naming
+from laststep.settings import WAIT_FOR_OTHERS_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 120.0
-"""So long a restore waits for a save that another process has not finished."""
 _LOOK_S = 0.05
 _REMEDY = "pass strict=False to restore what fits, or only=[…] to restore a part"
 
@@ -288,7 +287,7 @@ def newest_of(store: Store) -> Listed | None:
 
 def wait_for_writers(store: Store) -> None:
     """Let others finish what they have under way, up to a limit in all."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + WAIT_FOR_OTHERS_S
     wait_for_announced(store, deadline)
     try:
         run = Run.open(store)
@@ -326,7 +325,7 @@ def _let_finish(who: str, saves: str, works: Callable[[], bool], deadline: float
         if time.monotonic() >= deadline:
             log.warning(
                 "%s is alive and has not finished %s after %.0f s: restoring the newest "
-                "checkpoint that is committed", who, saves, PATIENCE_S,
+                "checkpoint that is committed", who, saves, WAIT_FOR_OTHERS_S,
             )  # fmt: skip
             return
         interrupts.let_in()
