@@ -7,8 +7,12 @@ its size and, where safetensors knows it, its safetensors code.
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 FORMAT_VERSION = 1
 
@@ -70,3 +74,10 @@ DTYPES = MappingProxyType(
 def align_up(value: int, to: int) -> int:
     """The smallest multiple of `to` that is not below `value`."""
     return -(-value // to) * to
+
+
+def listed(found: Iterable[object], most: int = 4) -> str:
+    """The first few, and how many more there are."""
+    shown = list(map(str, found))
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from laststep import events
+from laststep.terms import listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from laststep.events import Bus, Event, Subscriber
 
 log = logging.getLogger("laststep")
-
-_NAMED = 4
 
 
 def watch(bus: Bus, subscribers: Sequence[Subscriber], *, progress: bool | None) -> None:
@@ -72,8 +71,7 @@ def log_event(event: Event) -> None:
 
 
 def _log_differing(event: events.ReplicasDiffer) -> None:
-    names, count = ", ".join(event.tensors[:_NAMED]), len(event.tensors)
-    tensors = names + (f" and {count - _NAMED} more" if count > _NAMED else "")
+    tensors = listed(event.tensors)
     ranks = ", ".join(f"rank {rank}" for rank in event.ranks)
     log.warning(
         "step %d: %s differ on %s from rank %d, whose are stored: ranks that should hold the same "

@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,18 +21,15 @@ from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import Aborted
 from laststep.plan.job import Agreement, Table, agree, decode_table, digest_of, encode_table
 from laststep.process import interrupts
+from laststep.terms import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from laststep.ranks.board import Board
     from laststep.ranks.rank import Rank
 
 log = logging.getLogger(__name__)
 
-_One = TypeVar("_One")
 
-_NAMED = 4
 _GRACE_S = 2.0
 """Mostly all tables change at once: a rank that is called waits so long for its own next save."""
 _MARGIN_S = 10.0
@@ -51,12 +48,6 @@ def margin_s(deadline_s: float) -> float:
 def grace_s(deadline_s: float) -> float:
     """How long a rank that is out of step with the others is given to get into it by itself."""
     return min(_GRACE_S, deadline_s / 4)
-
-
-def listed(found: Sequence[_One], show: Callable[[_One], str] = str) -> str:
-    """The first few, and how many more there are."""
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return ", ".join(map(show, found[:_NAMED])) + more
 
 
 def on_some_ranks(agreement: Agreement) -> dict[str, tuple[int, ...]]:
@@ -198,7 +189,7 @@ class Agreements:
         notes = self.board.wait_all(names, until_s)
         missing = [rank for rank, one in enumerate(names) if one not in notes]
         if missing:
-            shown = listed(missing, self.last_of)
+            shown = listed(map(self.last_of, missing))
             told = _Told(problem=f"nothing from {shown} within {self._deadline_s:g} s")
         else:
             told = _Told(digests=b"".join(notes[one] for one in names))

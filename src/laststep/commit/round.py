@@ -17,13 +17,14 @@ import msgspec
 
 from laststep.catalog import decision
 from laststep.codecs.digests import digest
-from laststep.commit.agreement import ABSENT, listed, margin_s
+from laststep.commit.agreement import ABSENT, margin_s
 from laststep.commit.differences import Differing, values_of
 from laststep.commit.receipts import Part, Receipt
 from laststep.commit.replicas import Contained, Unequal
 from laststep.errors import Aborted, LaststepError, Mismatch, StorageFailed
 from laststep.flush.protocol import Decided, Gathered
 from laststep.format.manifest import Commit
+from laststep.terms import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

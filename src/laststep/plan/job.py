@@ -27,7 +27,7 @@ from laststep.state.layouts import (
     of_one_replica,
     to_plain,
 )
-from laststep.terms import DTYPES
+from laststep.terms import DTYPES, listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,6 @@ class Item(NamedTuple):
     parts: a rank cannot see that two of which it holds nothing are one."""
 
 
-_NAMED = 4
 Table = tuple[Item, ...]
 Key = tuple[str, str]
 """An item and the name of a tensor of it."""
@@ -237,8 +236,7 @@ def _told_apart(what: str, forms: dict[str, list[int]]) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"ranks {', '.join(map(str, ranks[:_NAMED]))}{more}"
+    return f"ranks {listed(ranks)}"
 
 
 def _layouts(

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from laststep.errors import StorageFailed
 from laststep.process import threads
+from laststep.terms import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-_NAMED = 8
 
 
 @contextlib.contextmanager
@@ -44,10 +44,9 @@ def awaited(rank: Rank, what: str, name: str, limit_s: float) -> Iterator[None]:
             asked = range(rank.ranks if rank.is_first else 1)
             late = [one for one in asked if not own.check([f"{name}/{one}"])]
             if not come.is_set() and (late or rank.is_first):
-                more = f" and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
                 log.warning(
                     "%s waits for %s, for %g s at most: every rank has to call it", what,
-                    ", ".join(f"rank {one}" for one in late[:_NAMED]) + more or "other ranks",
+                    listed((f"rank {one}" for one in late), 8) or "other ranks",
                     limit_s,
                 )  # fmt: skip
 
