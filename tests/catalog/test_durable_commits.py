@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from laststep.catalog import decision
@@ -123,9 +125,42 @@ def test_a_commit_that_is_being_taken_back_is_none_to_who_finds_it(
     with pytest.raises(KeyboardInterrupt):
         run.commit(folder, commit)
     other = Run.open(DirectoryStore(tmp_path / "run"))
-    assert isinstance(other.abort(folder, "the flusher is gone"), Abort)
-    assert other.checkpoints() == ()
-    other.check_step_free(1)
+    for _ in range(2):  # whoever comes first: it is one thing to all
+        assert other.checkpoints() == ()
+        assert decision.standing(other.store, folder) is None
+        assert isinstance(other.decision(folder), Abort)
+        other.check_step_free(1)
+        assert isinstance(other.abort(folder, "the flusher is gone"), Abort)
+    other.claim_epoch(None)
+    other.clean()
+    assert other.store.list(folder) == []
+
+
+@pytest.mark.parametrize("fate", [b"", b"stands\n", b"taken", b"x" * 100])
+def test_a_fate_that_says_nothing_known_takes_no_checkpoint_away(
+    fate: bytes, begun: object
+) -> None:
+    run, folder, commit = begun(Unsynced(0))
+    run.commit(folder, commit)
+    run.store.create(f"{folder}/fate", fate)
+    assert isinstance(run.abort(folder, "too late"), Commit)
+    assert [one.folder for one in run.lineage()] == [folder]
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_a_commit_with_a_metric_that_is_not_a_number_is_known_again(
+    failures: int, begun: object
+) -> None:
+    run, folder, commit = begun(Unsynced(failures))
+    commit = msgspec.structs.replace(commit, metrics={"loss": math.nan})
+    if failures == 2:
+        with pytest.raises(StorageFailed, match="taken back"):
+            run.commit(folder, commit)
+        assert run.checkpoints() == ()
+    else:
+        run.commit(folder, commit)
+        run.commit(folder, commit)
+        assert [one.folder for one in run.lineage()] == [folder]
 
 
 def test_who_finds_a_commit_that_is_being_taken_back_may_finish_that(

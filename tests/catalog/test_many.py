@@ -101,7 +101,7 @@ def test_a_step_that_no_folder_has_is_free_without_a_look_into_any(
     run.check_step_free(MANY + 1)
     assert calls["list"] == calls["read"] == 0
     run.newest_point()
-    assert (calls["list"], calls["read"]) == (0, 1)
+    assert (calls["list"], calls["read"]) == (0, 2)  # the last manifest, and its fate
     assert calls["folder_names"] == 2
 
 

@@ -149,6 +149,18 @@ def test_an_epoch_whose_trainer_died_while_it_was_claimed_stops_no_successor(
         assert run.claim_epoch(None, seen=seen, writer=new_start()) == claimed + 1
 
 
+def test_a_number_of_another_container_says_nothing_about_its_process(run: Run) -> None:
+    me = new_start()
+    started, _, _ = me.process_started.partition("@")
+    inside = msgspec.structs.replace(me, pid=2**22 + 1, process_started=f"{started}@pid:[1]")
+    gone = msgspec.structs.replace(me, pid=2**22 + 1)
+    run.claim_epoch(None, seen=(0, 0), writer=inside)
+    with pytest.raises(Aborted, match="taken over"):
+        run.claim_epoch(None, seen=(0, 0), writer=new_start())
+    run.claim_epoch(None, seen=(1, 0), writer=gone)
+    assert run.claim_epoch(None, seen=(1, 0), writer=new_start()) == 3
+
+
 def test_an_attempt_that_cannot_be_given_up_stops_no_successor(
     run: Run, save: Save, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

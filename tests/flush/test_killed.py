@@ -89,18 +89,19 @@ def test_a_commit_that_was_to_be_replaced_is_not_taken_for_the_one_that_failed(
             checkpointer.save(1, overwrite=True).wait(PATIENCE_S)
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError()])
 def test_where_the_run_cannot_be_read_after_the_death_nobody_claims_to_know(
-    run_folder: Path, die_before: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    error: Exception, run_folder: Path, die_before: Callable[[str, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def failing(_disk: Disk, _path: str) -> None:
+        raise error
+
     state = {"t": torch.ones(5)}
     die_before("_send_decided", 2)
     with laststep.Checkpointer(run_folder, state=state) as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
         with monkeypatch.context() as broken:
-            broken.setattr(Disk, "sync_folder", _failing)
+            broken.setattr(Disk, "sync_folder", failing)
             with pytest.raises(laststep.StorageFailed, match="not known whether step 2 is"):
                 checkpointer.save(2).wait(PATIENCE_S)
-
-
-def _failing(_disk: Disk, _path: str) -> None:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -2,10 +2,10 @@
 
 Whoever creates `manifest.json` first has decided, for good; the other learns what was decided.
 Nobody is told of a commit before its name is durable, whoever made it: each who finds one syncs the
-folder first. A commit that cannot be made durable is taken back by who made it, folder and all, so
-that it is one thing to everybody: not there. Somebody else may have found it meanwhile and made it
-durable: these two compete for another create-only name, the commit's fate. Knows nothing of
-lineage, retention or what is in the data files. Any process may call any of this.
+folder first. A commit that cannot be made durable is taken back by who made it. Somebody else may
+have found it meanwhile and made it durable: these two compete for another create-only name, the
+commit's fate, and everybody goes by that. Knows nothing of lineage, retention or what is in the
+data files. Any process may call any of this.
 """
 
 from __future__ import annotations
@@ -27,10 +27,28 @@ if TYPE_CHECKING:
 MANIFEST_LIMIT_BYTES = 256 << 20
 _STANDS = b"stands"
 _TAKEN_BACK = b"taken back"
+_FATE_LIMIT_BYTES = 4096
 
 
 def read(store: Store, folder: str) -> Commit | Abort | None:
     """What was decided, or None where nothing is yet; `Corrupt` where it cannot be read."""
+    decided = read_manifest(store, folder)
+    return as_fated(store, folder, decided) if isinstance(decided, Commit) else decided
+
+
+def as_fated(store: Store, folder: str, decided: Commit) -> Commit | Abort:
+    """What has become of a commit, which its maker may have taken back."""
+    try:
+        fate = store.read(f"{folder}/{FATE_NAME}", limit_bytes=_FATE_LIMIT_BYTES)
+    except NotFound:
+        return decided
+    if fate != _TAKEN_BACK:  # whatever else is there, nothing is lost by keeping a checkpoint
+        return decided
+    return Abort(reason="it could not be made durable, and was taken back", by="who made it")
+
+
+def read_manifest(store: Store, folder: str) -> Commit | Abort | None:
+    """What the manifest alone says; for who knows that there is no word on its fate."""
     name = f"{folder}/{MANIFEST_NAME}"
     try:
         data = store.read(name, limit_bytes=MANIFEST_LIMIT_BYTES)
@@ -82,7 +100,7 @@ def commit(store: Store, folder: str, decided: Commit) -> None:
             remedy="only one job at a time may save to a run",
         ) from error
     except (Exists, StorageFailed) as error:
-        _settle(store, folder, decided, error)
+        _settle(store, folder, data, error)
 
 
 def abort(store: Store, folder: str, reason: str) -> Commit | Abort:
@@ -94,8 +112,8 @@ def abort(store: Store, folder: str, reason: str) -> Commit | Abort:
     except NotFound:
         return mine  # The folder is gone: nobody can commit it any more.
     except Exists:
-        found = read(store, folder) or mine
-        if isinstance(found, Abort) or _found_to_stand(store, folder):
+        found = read_manifest(store, folder)
+        if isinstance(found, Abort) or (found is not None and _stands(store, folder)):
             return found
     return mine
 
@@ -109,17 +127,13 @@ def standing(store: Store, folder: str) -> Commit | None:
     return found
 
 
-def _found_to_stand(store: Store, folder: str) -> bool:
-    """Whether a commit of somebody else's stands from now on, durably. If it is being taken back,
-    it is gone after this."""
+def _stands(store: Store, folder: str) -> bool:
+    """Whether a commit of somebody else's stands from now on, durably."""
     try:
         store.sync_folder(folder)
-        stands = _fate(store, folder, _STANDS) == _STANDS
+        return _fate(store, folder, _STANDS) != _TAKEN_BACK
     except NotFound:
-        return False
-    if not stands:
-        store.delete_folder(folder)
-    return stands
+        return False  # it has been taken back, folder and all
 
 
 def _fate(store: Store, folder: str, wanted: bytes) -> bytes:
@@ -128,16 +142,16 @@ def _fate(store: Store, folder: str, wanted: bytes) -> bytes:
     try:
         store.create(name, wanted)
     except Exists:
-        return store.read(name, limit_bytes=len(_TAKEN_BACK))
+        return store.read(name, limit_bytes=_FATE_LIMIT_BYTES)
     except StorageFailed as error:  # its name may be there: then it is what others go by
         try:
-            return store.read(name, limit_bytes=len(_TAKEN_BACK))
+            return store.read(name, limit_bytes=_FATE_LIMIT_BYTES)
         except NotFound:
             raise error from None
     return wanted
 
 
-def _settle(store: Store, folder: str, decided: Commit, error: Exists | StorageFailed) -> None:
+def _settle(store: Store, folder: str, data: bytes, error: Exists | StorageFailed) -> None:
     """Find out what stands after a commit that was not plainly made, and make it durable."""
     found = read(store, folder)
     where = f"{store.url}/{folder}"
@@ -145,7 +159,8 @@ def _settle(store: Store, folder: str, decided: Commit, error: Exists | StorageF
         raise Aborted("the save was given up", where=where, found=f"{found.reason} (by {found.by})")
     if found is None:
         raise error
-    if found != decided:
+    # Bytes, not values: NaN is not equal to itself.
+    if store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=MANIFEST_LIMIT_BYTES) != data:
         raise Exists("another commit is in this attempt's place", where=where)
     try:
         # A second sync does not lie about names, as it may about the bytes of a file: they are in
@@ -156,13 +171,13 @@ def _settle(store: Store, folder: str, decided: Commit, error: Exists | StorageF
 
 
 def _take_back(store: Store, folder: str, error: StorageFailed) -> None:
-    """What a power cut might undo is not committed: nobody may find it there. Its folder goes with
-    its manifest, in one step, so it never looks undecided. Unless somebody else has made it durable
-    meanwhile, and told so."""
+    """What a power cut might undo is not committed, to anybody, unless somebody else has made it
+    durable meanwhile, and told so. Its folder goes with its manifest, in one step, so it never
+    looks undecided."""
     where = f"{store.url}/{folder}"
     try:
-        with contextlib.suppress(NotFound):  # whoever found it being taken back has finished that
-            if _fate(store, folder, _TAKEN_BACK) == _STANDS:
+        with contextlib.suppress(NotFound):  # who cleans up has come first
+            if _fate(store, folder, _TAKEN_BACK) != _TAKEN_BACK:
                 return
             store.delete_folder(folder)
     except StorageFailed as second:

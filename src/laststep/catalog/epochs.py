@@ -94,7 +94,7 @@ def this_writer() -> Writer:
         host=socket.gethostname(),
         pid=os.getpid(),
         boot=kernel.told("/proc/sys/kernel/random/boot_id").strip(),
-        process_started=_process_started(os.getpid()),
+        process_started=f"{_process_started(os.getpid())}@{_pid_namespace()}",
     )
 
 
@@ -112,10 +112,12 @@ def shares_pids(record: EpochRecord) -> bool:
 
 def trainer_is_gone(record: EpochRecord) -> bool:
     """Whether that process is known to be dead; of those elsewhere nothing is known."""
+    started, _, namespace = record.process_started.partition("@")
     return (
         shares_pids(record)
-        and record.process_started != ""
-        and _process_started(record.pid) != record.process_started
+        and "" not in (started, namespace)
+        and namespace == _pid_namespace()  # containers may share a host's name
+        and _process_started(record.pid) != started
     )
 
 
@@ -291,7 +293,7 @@ class Epochs:
         if record is None or record.orphan or self.is_of(epoch, writer):
             return False
         # A trainer may die just after its flusher has asked whether it lives. Both have to be gone:
-        # a flusher alone is replaced, and containers that share a host's name count for themselves.
+        # a flusher alone is replaced.
         return self.is_alive(epoch) or not trainer_is_gone(record)
 
     def _listed(self, kind: str) -> tuple[int, ...]:
@@ -343,6 +345,13 @@ def _corrupt(where: str, expected: str, found: str) -> Corrupt:
         remedy="bring the file back from a copy, or move the folder `epochs` away: "
         "then all checkpoints count, in the order of their steps",
     )
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (see `kernel`)
+    except OSError:
+        return ""
 
 
 def _process_started(pid: int) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import decision, lineage
-from laststep.catalog.names import PIN_NAME, AttemptName, parse_folder
+from laststep.catalog.names import FATE_NAME, PIN_NAME, AttemptName, parse_folder
 from laststep.errors import Corrupt, LaststepError, StorageFailed
 from laststep.format.group import GROUPS_FOLDER
 from laststep.format.manifest import DAMAGE_REMEDY, Abort, Commit
@@ -221,6 +221,8 @@ class Scanner:
         entries = self._store.list(folder.name)
         manifest = next((entry for entry in entries if entry.name == MANIFEST_NAME), None)
         decided = None if manifest is None else self._decided(name, manifest)
+        if isinstance(decided, Commit) and any(entry.name == FATE_NAME for entry in entries):
+            decided = decision.as_fated(self._store, folder.name, decided)
         fully = fully or (isinstance(decided, Commit) and not _is_deep(decided))
         passed_over = []
         for inner in [entry.name for entry in entries if entry.is_folder and not entry.is_link]:
@@ -260,7 +262,7 @@ class Scanner:
                 remedy=DAMAGE_REMEDY,
             )
         try:
-            decided = decision.read(self._store, folder)
+            decided = decision.read_manifest(self._store, folder)
         except StorageFailed:
             raise  # The store cannot be reached: that says nothing about the checkpoint.
         except LaststepError as error:

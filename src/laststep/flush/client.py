@@ -436,8 +436,8 @@ class Client:
                             folder=place.folder, seconds=link.handle.since_began_s())
                 )  # fmt: skip
                 return
-        except LaststepError as second:
-            doubt = str(second)
+        except Exception as second:  # noqa: BLE001 (nobody else would end the save)
+            doubt = str(second) or repr(second)
         if doubt is not None:
             error = StorageFailed(
                 f"it is not known whether step {link.handle.step} is committed",

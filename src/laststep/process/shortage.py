@@ -6,6 +6,7 @@ Knows torch's errors by their looks only, since most of the library does without
 from __future__ import annotations
 
 import contextlib
+import errno
 from typing import TYPE_CHECKING
 
 from laststep.errors import StorageFailed
@@ -13,15 +14,18 @@ from laststep.errors import StorageFailed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_OF_A_DEVICE = "OutOfMemoryError"
-_OF_THE_HOST = "can't allocate memory"
+_OF_A_DEVICE = ("torch", "OutOfMemoryError")
+_OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
 """In the text of the plain `RuntimeError` that torch raises then."""
 
 
 def is_one(error: BaseException) -> bool:
     """Whether that came of too little memory."""
-    if isinstance(error, MemoryError) or type(error).__name__ == _OF_A_DEVICE:
+    kind = type(error)
+    if isinstance(error, MemoryError) or (kind.__module__, kind.__name__) == _OF_A_DEVICE:
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and _OF_THE_HOST in str(error)
 
 
