@@ -60,12 +60,6 @@ def test_a_record_of_another_epoch_or_that_continues_from_the_future_is_corrupt(
         epochs.decode(epochs.encode(future), epoch=7, where="x")
 
 
-def test_a_record_of_a_later_format_asks_for_an_upgrade() -> None:
-    data = _sealed(b'{"format":2,"what":"ever"}')
-    with pytest.raises(Usage, match="upgrade"):
-        epochs.decode(data, epoch=7, where="x")
-
-
 def claimed_by(folder: Path, writer: Writer, *, seen: int, orphan: bool = False) -> int:
     """The epoch that a start takes which saw that one."""
     return Epochs(DirectoryStore(folder)).claim(None, seen=seen, writer=writer, orphan=orphan)

@@ -59,12 +59,6 @@ def test_nonsense_in_the_record_of_a_run_is_corrupt(tmp_path: Path, content: byt
         Run.open(DirectoryStore(tmp_path))
 
 
-def test_a_run_of_a_later_format_asks_for_an_upgrade(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_bytes(b'{"format": 2, "shape": "other"}')
-    with pytest.raises(Usage, match="upgrade"):
-        Run.open(DirectoryStore(tmp_path))
-
-
 def test_folders_copied_by_hand_open_by_step_and_can_be_continued(
     save: Save, saved: Saved, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import math
 import shutil
 from typing import TYPE_CHECKING
 
+from laststep.format.envelope import seal
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -98,6 +99,15 @@ def test_ls_shows_a_checkpoint_whose_manifest_is_damaged(maker, laststep: Callab
     assert "damaged" in ended.out
     [checkpoint] = laststep("ls", maker.path, "--json").json()["checkpoints"]
     assert "cannot read a manifest" in checkpoint["error"]
+
+
+def test_ls_does_not_call_a_checkpoint_of_a_later_format_damaged(maker, laststep: Callable) -> None:
+    content = b'{"format": 2, "decision": "commit", "laststep": "7.1.0"}'
+    (maker.save(100) / MANIFEST_NAME).write_bytes(seal(content, member="manifest"))
+    ended = laststep("ls", maker.path)
+    assert ended.status == 0
+    assert "damaged" not in ended.out
+    assert "step 100 is of a later format: cannot read a manifest" in ended.out
 
 
 def test_a_folder_without_a_run_is_one_message_and_status_1(tmp_path, laststep: Callable) -> None:

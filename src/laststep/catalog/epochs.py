@@ -30,6 +30,7 @@ from laststep.catalog import names
 from laststep.catalog.lineage import Chain, Link, Point
 from laststep.codecs.digests import digest_text
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
+from laststep.format.versions import Versioned, refuse_later
 from laststep.process import kernel
 from laststep.terms import FORMAT_VERSION
 
@@ -66,10 +67,6 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     digest: str
     epoch: msgspec.Raw
-
-
-class _Versioned(msgspec.Struct, frozen=True):
-    format: int
 
 
 class Writer(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,9 +131,8 @@ def decode(data: bytes, *, epoch: int, where: str) -> EpochRecord:
         content = bytes(sealed.epoch)
         if digest_text(content) != sealed.digest:
             raise _corrupt(where, sealed.digest, digest_text(content))
-        version = msgspec.json.decode(content, type=_Versioned).format
-        if version > FORMAT_VERSION:
-            raise later_format(where, version)
+        said = msgspec.json.decode(content, type=Versioned)
+        refuse_later(said.format, what="record of an epoch", where=where, writer=said.laststep)
         record = msgspec.json.decode(content, type=EpochRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _corrupt(where, "an epoch's record", str(error)) from error
@@ -233,6 +229,8 @@ class Epochs:
         """
         self._make_folder()
         newest = max((seen, *self.numbers()))
+        with contextlib.suppress(Corrupt):
+            self.read(newest)  # `Usage` for one of a later format: not a run to go on with
         while True:
             for number in range(seen + 1, newest + 1):
                 if self._is_in_the_way(number, writer):
@@ -308,17 +306,6 @@ class Epochs:
         # folder of the first attempt sees to that.
         with contextlib.suppress(Exists):
             self._store.make_folder(names.EPOCHS_FOLDER)
-
-
-def later_format(where: str, version: int) -> Usage:
-    """The refusal of what a later laststep has written."""
-    return Usage(
-        "cannot read a run of a later format",
-        where=where,
-        expected=f"format {FORMAT_VERSION}",
-        found=f"format {version}",
-        remedy="upgrade laststep",
-    )
 
 
 def _record(number: int, continues: Point | None, writer: Writer, *, orphan: bool) -> EpochRecord:

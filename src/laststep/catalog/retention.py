@@ -2,11 +2,12 @@
 
 Pure: from what is listed and a policy to one verdict each. Whatever the policy says, these stay:
 the newest good one of the lineage, the one that was resumed from, pinned ones, linked ones, and all
-that a kept manifest refers to. Rules count only good checkpoints on the lineage: those whose
-manifest can be read and whose files are all there in full length. What is off it, or not good, is
-evidence and stays until it is asked for (`keep_abandoned=False`); only a checkpoint whose step was
-committed again goes by itself. A metric that no checkpoint has, perhaps a misspelt one, deletes
-nothing.
+that a kept manifest refers to; and everything in a run in which a later laststep has written, whose
+manifests may refer to others in a way that is not known here. Rules count only good checkpoints on
+the lineage: those whose manifest can be read and whose files are all there in full length. What is
+off it, or not good, is evidence and stays until it is asked for (`keep_abandoned=False`); only a
+checkpoint whose step was committed again goes by itself. A metric that no checkpoint has, perhaps a
+misspelt one, deletes nothing.
 """
 
 from __future__ import annotations
@@ -128,6 +129,9 @@ def _always(
             reasons[item.folder].append("pinned")
         if item.is_link:
             reasons[item.folder].append("a link: what it points to is not the run's to delete")
+    later = [item.folder for item in listed if isinstance(item.error, Usage)]
+    if later:
+        _add(reasons, listed, f"{later[-1]} is of a later format, and may need it")
 
 
 def _by_rule(reasons: dict[str, list[str]], good: Sequence[Listed], policy: Policy) -> None:

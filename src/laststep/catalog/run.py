@@ -20,7 +20,6 @@ from laststep.catalog.epochs import (
     RECORD_LIMIT_BYTES,
     EpochRecord,
     Epochs,
-    later_format,
     shares_pids,
     this_writer,
 )
@@ -35,6 +34,7 @@ from laststep.catalog.names import (
 )
 from laststep.errors import Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
 from laststep.format.manifest import Abort, Commit
+from laststep.format.versions import Versioned, refuse_later
 from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:
@@ -57,10 +57,6 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     format: int
     run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
     created_s: float
-
-
-class _Versioned(msgspec.Struct, frozen=True):
-    format: int
 
 
 class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
@@ -413,9 +409,8 @@ def _read_record(store: Store) -> RunRecord | None:
     except NotFound:
         return None
     try:
-        version = msgspec.json.decode(data, type=_Versioned).format
-        if version > FORMAT_VERSION:
-            raise later_format(where, version)
+        said = msgspec.json.decode(data, type=Versioned)
+        refuse_later(said.format, what="run", where=where, writer=said.laststep)
         record = msgspec.json.decode(data, type=RunRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         found = "other content, which laststep did not write" if data else "an empty file"

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from laststep.cli import output, places
+from laststep.errors import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,11 +108,16 @@ def _row(item: Listed) -> tuple[str, ...]:
         str(item.step),
         output.time_text(item.created_s),
         output.size_text(item.size_bytes),
-        "damaged" if item.commit is None else output.metrics_text(item.commit.metrics),
+        _unreadable(item) if item.commit is None else output.metrics_text(item.commit.metrics),
         lineage,
         "pinned" if item.pinned else "",
         item.folder,
     )
+
+
+def _unreadable(item: Listed) -> str:
+    """Why its manifest cannot be read, in a word or two."""
+    return "of a later format" if isinstance(item.error, Usage) else "damaged"
 
 
 def _print_table(console: Console, checkpoints: Sequence[Listed]) -> None:
@@ -132,7 +138,7 @@ def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[Attempt])
         _print_table(console, checkpoints)
     for item in checkpoints:
         if item.error is not None:
-            console.print(f"step {item.step} is damaged: {item.error}")
+            console.print(f"step {item.step} is {_unreadable(item)}: {item.error}")
         elif item.incomplete is not None:
             console.print(f"step {item.step} is incomplete: {item.incomplete}")
     for attempt in attempts:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 
 from laststep.codecs.digests import DIGEST_NAME, digest_text
-from laststep.errors import Corrupt, Usage
-from laststep.terms import FORMAT_VERSION
+from laststep.errors import Corrupt
 
 DAMAGE_REMEDY = (
     "`laststep verify` lists all damage; restore() without a step takes the newest good checkpoint"
@@ -38,18 +37,6 @@ def unseal(data: bytes, *, member: str, where: str, what: str) -> bytes:
 def is_digest(text: str) -> bool:
     """Whether this is the digest of something, as manifests write it."""
     return _DIGEST.fullmatch(text) is not None
-
-
-def check_format(number: object, *, where: str, what: str) -> None:
-    """`Usage` for a later format than this version knows."""
-    if type(number) is int and number > FORMAT_VERSION:
-        raise Usage(
-            f"cannot read a {what} of a later format",
-            where=where,
-            expected=f"format {FORMAT_VERSION}",
-            found=f"format {number}",
-            remedy="upgrade laststep",
-        )
 
 
 def corrupt(where: str, expected: str, found: str, *, what: str, why: str = "") -> Corrupt:

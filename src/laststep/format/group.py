@@ -15,8 +15,9 @@ import msgspec
 from laststep.codecs import strict
 from laststep.codecs.digests import digest_text
 from laststep.errors import Corrupt, Usage
-from laststep.format.envelope import check_format, corrupt, seal, unseal
+from laststep.format.envelope import corrupt, seal, unseal
 from laststep.format.manifest import MAX_RANKS, Count, FileRecord, GroupRecord, files_problem
+from laststep.format.versions import refuse_later
 
 GROUPS_FOLDER = "groups"
 _WHAT = "group manifest"
@@ -58,7 +59,7 @@ def decode(data: bytes, record: GroupRecord, *, where: str) -> GroupManifest:
     plain = strict.parse(content, where=where)
     if not isinstance(plain, dict):
         raise _corrupt(where, "a JSON object", f"a {type(plain).__name__}")
-    check_format(plain.get("format"), where=where, what=_WHAT)
+    refuse_later(plain.get("format"), what=_WHAT, where=where, writer=plain.get("laststep"))
     try:
         group = msgspec.json.decode(content, type=GroupManifest)
     except msgspec.ValidationError as error:

@@ -18,11 +18,11 @@ import msgspec
 from laststep.codecs import strict
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import Corrupt, Usage
+from laststep.format.versions import refuse_later
 from laststep.terms import (
     ALIGN_BYTES,
     BLOCK_BYTES,
     DTYPES,
-    FORMAT_VERSION,
     MAX_HEADER_BYTES,
     DType,
     align_up,
@@ -381,15 +381,9 @@ def _document(metadata: object, where: str) -> _Laststep:
     except msgspec.ValidationError as error:
         raise _corrupt(where, f"metadata not of laststep: {error}") from None
     document = strict.parse(text.encode(), where=where)
-    version = document.get("version") if isinstance(document, dict) else None
-    if type(version) is int and version > FORMAT_VERSION:
-        raise Usage(
-            "cannot read a data file of a later format",
-            where=where,
-            expected=f"format version {FORMAT_VERSION}",
-            found=f"format version {version}",
-            remedy="upgrade laststep",
-        )
+    if isinstance(document, dict):
+        writer = document.get("laststep")
+        refuse_later(document.get("version"), what="data file", where=where, writer=writer)
     try:
         return msgspec.convert(document, _Laststep)
     except msgspec.ValidationError as error:

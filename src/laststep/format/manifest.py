@@ -20,8 +20,9 @@ from laststep.codecs import objects, strict
 from laststep.codecs.digests import DIGEST_NAME
 from laststep.errors import Corrupt, Usage
 from laststep.format import envelope
-from laststep.format.envelope import check_format, corrupt, is_digest, seal, unseal
+from laststep.format.envelope import corrupt, is_digest, seal, unseal
 from laststep.format.spans import RanksOf, Span, cover_once
+from laststep.format.versions import refuse_later
 from laststep.terms import ALIGN_BYTES, FORMAT_VERSION
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
     plain = strict.parse(content, where=where)
     if not isinstance(plain, dict):
         raise _corrupt(where, "a JSON object", f"a {type(plain).__name__}")
-    check_format(plain.get("format"), where=where, what="manifest")
+    refuse_later(plain.get("format"), what="manifest", where=where, writer=plain.get("laststep"))
     try:
         if plain.get("decision") == "abort":
             return _abort_of(_decode_abort(content))

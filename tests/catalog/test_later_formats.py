@@ -1,0 +1,92 @@
+"""A run in which a later laststep has written: refused by name, and nothing of it is harmed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+import laststep
+from laststep.catalog import epochs
+from laststep.catalog.retention import Policy
+from laststep.catalog.run import Run, plan_prune
+from laststep.codecs.digests import digest_text
+from laststep.errors import Usage
+from laststep.format.envelope import seal
+from laststep.storage.directory import DirectoryStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Saved = Callable[..., list[str]]
+
+LATER = {"format": 2, "laststep": "7.1.0", "new": [1]}
+REFUSAL = r"found format 2, written by laststep 7\.1\.0; upgrade laststep .* version 7\.1\.0"
+
+
+def sealed_epoch(content: dict[str, object]) -> bytes:
+    text = json.dumps(content).encode()
+    return b'{"digest":"%s","epoch":%s}' % (digest_text(text).encode(), text)
+
+
+def write_later_manifest(folder: Path) -> None:
+    content = json.dumps({**LATER, "decision": "commit"}).encode()
+    (folder / "manifest.json").write_bytes(seal(content, member="manifest"))
+
+
+def test_a_run_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(LATER))
+    for refused in (Run.open, Run.open_or_create):
+        with pytest.raises(Usage, match=REFUSAL):
+            refused(DirectoryStore(tmp_path))
+
+
+def test_a_run_of_a_later_format_that_names_nobody_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(b'{"format": 2, "shape": "other"}')
+    with pytest.raises(Usage, match=r"found format 2; upgrade laststep .* that writes format 2"):
+        Run.open(DirectoryStore(tmp_path))
+
+
+def test_the_record_of_an_epoch_of_a_later_format_is_refused() -> None:
+    with pytest.raises(Usage, match=f"cannot read a record of an epoch .*{REFUSAL}"):
+        epochs.decode(sealed_epoch(dict(LATER)), epoch=7, where="x")
+
+
+def test_nobody_claims_an_epoch_above_one_of_a_later_format(
+    run: Run, saved: Saved, tmp_path: Path
+) -> None:
+    saved(1)
+    (tmp_path / "run" / "epochs" / "00000002.json").write_bytes(sealed_epoch(dict(LATER)))
+    for continues in (None, (1, 1)):
+        with pytest.raises(Usage, match=REFUSAL):
+            run.claim_epoch(continues)
+    assert not (tmp_path / "run" / "epochs" / "00000003.json").exists()
+
+
+def test_nothing_is_deleted_beside_a_checkpoint_of_a_later_format(
+    run: Run, saved: Saved, tmp_path: Path
+) -> None:
+    """It may need the files of others, in a way that this version does not know."""
+    folders = saved(1, 2, 3, 4)
+    policy = Policy(keep_last=1, keep_abandoned=False)
+    assert [one.folder for one in plan_prune(run, policy).verdicts if not one.keep] == folders[:3]
+    write_later_manifest(tmp_path / "run" / folders[1])
+    verdicts = plan_prune(Run.open(run.store), policy).verdicts
+    assert [one.folder for one in verdicts if one.keep] == folders
+    assert f"{folders[1]} is of a later format, and may need it" in verdicts[0].reasons
+
+
+def test_a_restore_does_not_pass_over_a_checkpoint_of_a_later_format(tmp_path: Path) -> None:
+    state = {"value": 1}
+    with laststep.Checkpointer(tmp_path / "run", state=state, flush="thread") as ckpt:
+        ckpt.restore()
+        for step in (1, 2):
+            ckpt.save(step).wait()
+        write_later_manifest(tmp_path / "run" / "step-00000002.1-2")
+        with pytest.raises(Usage, match=REFUSAL):
+            ckpt.restore()
+        assert ckpt.restore(1).step == 1
+    with pytest.raises(Usage, match=REFUSAL):
+        laststep.open(tmp_path / "run").latest()
