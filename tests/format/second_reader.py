@@ -1,0 +1,213 @@
+"""A reader of runs that was written from docs/format.md and shares no code with laststep.
+
+It takes the long way: all headers, no tables. What is not as the page says is an `AssertionError`.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Json = dict[str, Any]
+BLOCK = 1 << 20
+FOLDER = re.compile(r"step-(\d{8,20})\.(\d{1,20})-(\d{1,20})")
+DTYPES = {
+    "BOOL": ("bool", 1), "U8": ("uint8", 1), "I8": ("int8", 1), "U16": ("uint16", 2),
+    "I16": ("int16", 2), "U32": ("uint32", 4), "I32": ("int32", 4), "U64": ("uint64", 8),
+    "I64": ("int64", 8), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "F32": ("float32", 4),
+    "F64": ("float64", 8), "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1), "C64": ("complex64", 8),
+}  # fmt: skip
+MORE = {"float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float4_e2m1fn_x2": 1, "complex32": 4,
+        "complex128": 16}  # fmt: skip
+SIZES = {**dict(DTYPES.values()), **MORE}
+
+
+class Tensor(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Part(NamedTuple):
+    """A box of a tensor, as an entry holds it."""
+
+    tensor: str
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    held: Tensor
+
+
+class DataFile(NamedTuple):
+    rank: int
+    item: str | None
+    parts: list[Part]
+    objects: dict[str, bytes]
+
+
+def digest(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def unsealed(path: Path, member: str, space: str) -> Json:
+    """The content of a document that carries its digest."""
+    data = path.read_bytes()
+    head = len(f'{{"digest":{space}"xxh3-128:{"0" * 32}",{space}"{member}":{space}')
+    content = data[head:-1]
+    front = f'{{"digest":{space}"xxh3-128:{digest(content)}",{space}"{member}":{space}'
+    assert data == front.encode() + content + b"}", path
+    found: Json = json.loads(content)
+    assert found["format"] == 1, path
+    return found
+
+
+def newest(run: Path) -> Path:
+    """The folder of the newest checkpoint of the lineage."""
+    assert json.loads((run / "run.json").read_bytes())["format"] == 1
+    commits = {}
+    for folder in run.iterdir():
+        match = FOLDER.fullmatch(folder.name)
+        if match and (folder / "manifest.json").exists():
+            content = unsealed(folder / "manifest.json", "manifest", " ")
+            if content["decision"] == "commit":
+                assert [content["step"], content["epoch"], content["attempt"]] == [
+                    int(number) for number in match.groups()
+                ]
+                commits[content["epoch"], content["attempt"]] = folder
+    records = {}
+    for path in (run / "epochs").glob("*.json"):
+        record = unsealed(path, "epoch", "")
+        records[record["epoch"]] = record["continues"]
+    epoch, last = max(records), math.inf
+    while True:
+        found = [point for point in commits if point[0] == epoch and point[1] <= last]
+        if found:
+            return commits[max(found)]
+        epoch, last = records[epoch]
+
+
+def files_of(folder: Path, manifest: Json) -> list[Json]:
+    files: list[Json] = manifest.get("files", [])
+    for record in manifest.get("groups", []):
+        group = unsealed(folder / record["name"], "group", " ")
+        same = ("first", "ranks")
+        assert [group[key] for key in same] == [record[key] for key in same]
+        assert [group[k] for k in ("step", "epoch", "attempt")] == [
+            manifest[k] for k in ("step", "epoch", "attempt")
+        ]
+        assert len(group["files"]) == record["files"]
+        assert sum(file["size_bytes"] for file in group["files"]) == record["size_bytes"]
+        files = files + group["files"]
+    return files
+
+
+def opened(folder: Path, record: Json) -> DataFile:
+    """A data file, of which every byte is verified."""
+    data = (folder / record["name"]).read_bytes()
+    assert len(data) == record["size_bytes"]
+    region, data = data[: record["header_bytes"]], data[record["header_bytes"] :]
+    assert record["header_digest"] == f"xxh3-128:{digest(region)}"
+    assert int.from_bytes(region[:8], "little") == len(region) - 8
+    header = json.loads(region[8:])
+    metadata = header.pop("__metadata__")
+    said = json.loads(metadata["laststep"])
+    assert (said["version"], said["block_bytes"], said["codec"]) == (1, BLOCK, "raw")
+    blocks = base64.b64decode(said["blocks"])
+    for number, at in enumerate(range(0, said["tensor_bytes"], BLOCK)):
+        block = data[at : min(at + BLOCK, said["tensor_bytes"])]
+        assert digest(block) == blocks[16 * number : 16 * number + 16].hex()
+    parts, objects, at = [], {}, 0
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        assert start == at
+        at = stop
+        if name in said["objects"]:
+            assert digest(data[start:stop]) == said["objects"][name]
+            objects[name] = data[start:stop]
+            continue
+        dtype, shape = said["dtypes"].get(name, (DTYPES[entry["dtype"]][0], entry["shape"]))
+        held = Tensor(dtype, tuple(shape), data[start:stop])
+        assert math.prod(shape) * SIZES[dtype] == stop - start
+        tensor, whole, first = said.get("parts", {}).get(name, (name, shape, [0] * len(shape)))
+        if name in said.get("parts", {}) and said["item"] is None:
+            tensor = f"{name.partition('/')[0]}/{tensor}"
+        parts.append(Part(tensor, tuple(whole), tuple(first), held))
+    assert at == len(data)
+    return DataFile(record.get("rank", 0), said["item"], parts, objects)
+
+
+def joined(parts: list[Part]) -> Tensor:
+    """A tensor, of its parts: every element once."""
+    whole, size = parts[0].whole, SIZES[parts[0].held.dtype]
+    data, seen = bytearray(math.prod(whole) * size), 0
+    for part in parts:
+        assert part.whole == whole
+        shape = part.held.shape
+        row = shape[-1] * size if shape else size
+        seen += math.prod(shape)
+        for number, index in enumerate(itertools.product(*map(range, shape[:-1]))):
+            at = 0
+            for one, start, side in zip((*index, 0), part.start, whole, strict=False):
+                at = at * side + one + start
+            data[at * size : at * size + row] = part.held.data[number * row : (number + 1) * row]
+    assert seen == math.prod(whole)
+    return Tensor(parts[0].held.dtype, whole, bytes(data))
+
+
+def leaves(node: object) -> list[str]:
+    """The names of the tensors in a tree, as typed JSON."""
+    if isinstance(node, list):
+        return [name for one in node for name in leaves(one)]
+    if not isinstance(node, dict):
+        return []
+    if node.get("$") == "tensor":
+        return [node["name"]]
+    return [name for one in node.values() for name in leaves(one)]
+
+
+def viewed(base: Tensor, entry: Json) -> Tensor:
+    """A window into a base."""
+    _, dtype, shape, stride, offset = entry["items"]
+    shape, stride, size = shape["items"], stride["items"], SIZES[dtype]
+    places = [
+        offset + size * sum(i * step for i, step in zip(index, stride, strict=True))
+        for index in itertools.product(*map(range, shape))
+    ]
+    return Tensor(dtype, tuple(shape), b"".join(base.data[at : at + size] for at in places))
+
+
+def read(run: Path, rank: int = 0) -> dict[str, dict[str, Tensor]]:
+    """All tensors of the newest checkpoint, by item and name; of items that each rank has for
+    itself, those of one rank."""
+    folder = newest(run)
+    manifest = unsealed(folder / "manifest.json", "manifest", " ")
+    files = [opened(folder, record) for record in files_of(folder, manifest)]
+    found = {}
+    for item in manifest["items"]:
+        name = item["name"]
+        mine = [file for file in files if file.rank == rank or not item.get("per_rank")]
+        parts: dict[str, list[Part]] = {}
+        for file in mine:
+            for part in file.parts:
+                owner, _, tensor = part.tensor.partition("/")
+                if file.item == name or (file.item is None and owner == name):
+                    parts.setdefault(tensor if file.item is None else part.tensor, []).append(part)
+        trees = [json.loads(f.objects[t]) for f in mine if (t := f"{name}/~6tree") in f.objects]
+        stored = {tensor: joined(some) for tensor, some in parts.items()}
+        found[name] = tensors = {}
+        for tree in trees:
+            for leaf in leaves(tree["tree"]):
+                first = tree["ties"].get(leaf, leaf)
+                view = tree["views"].get(first)
+                base = stored[view["items"][0] if view else first]
+                tensors[leaf] = viewed(base, view) if view else base
+    return found
