@@ -28,6 +28,11 @@ PAGES = [
     *sorted(ROOT.glob("docs/guides/*.md")),
 ]
 
+GUIDE = ROOT / "CONTRIBUTING.md"
+HOUSE = ROOT / "docs" / "architecture.md"
+TERMS = ROOT / "docs" / "terms.md"
+PACKAGE = ROOT / "src" / "laststep"
+
 PYTHON = frozenset({"python", "py"})
 SHELL = frozenset({"sh", "bash", "shell", "console"})
 
@@ -178,12 +183,81 @@ def test_every_block_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_make_command_of_the_page_is_a_target(page: Path) -> None:
+def targets() -> set[str]:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
-    named = re.findall(r"(?:^(?:\$ )?|`)make ([a-z]+)", page.read_text("utf-8"), flags=re.MULTILINE)
-    assert set(named) <= targets
+    return set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", [*PAGES, GUIDE], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_make_command_of_the_page_is_a_target(page: Path) -> None:
+    lines = re.findall(r"(?:^(?:\$ )?|`)make ([a-z -]+)", page.read_text("utf-8"), re.MULTILINE)
+    assert {target for line in lines for target in line.split()} <= targets()
+
+
+@pytest.mark.parametrize("page", [GUIDE, HOUSE], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_that_the_page_names_exists(page: Path) -> None:
+    paths = named_paths(page.read_text(encoding="utf-8"))
+    assert len(paths) > 20
+    assert [path for path in paths if not is_there(path)] == []
+
+
+def test_every_module_of_the_table_of_folders_exists() -> None:
+    rows = re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|$", HOUSE.read_text("utf-8"), re.MULTILINE)
+    folders = [(where, text) for where, text in rows if where.count("`") == 2 and "/`" in where]
+    assert len(folders) > 10
+    for where, text in folders:
+        folder = PACKAGE / where.strip("`/")
+        named = re.findall(r"`([a-z_]+)/?`", text)
+        missing = [one for one in named if not is_there(f"{folder.relative_to(ROOT)}/{one}")]
+        assert missing == [], where
+
+
+def test_the_hooks_before_a_commit_are_the_checks_of_make_test() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert recipe is not None
+    checks = re.findall(r"--no-print-directory (\S+)", recipe[1])
+    assert checks[-1] == "tests"
+    assert re.findall(r"entry: make --no-print-directory (\S+)", hooks) == checks[:-1]
+    assert re.findall(r"repo: (\S+)", hooks) == ["local"]
+
+
+def test_what_the_terms_name_is_in_the_code() -> None:
+    """A class that is renamed takes its term along."""
+    classes = {
+        name
+        for path in PACKAGE.rglob("*.py")
+        for name in re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    rows = re.findall(
+        r"^\| (?!term|---)([^|]+) \| ([^|]+) \| ([^|]+) \|$", TERMS.read_text("utf-8"), re.MULTILINE
+    )
+    assert len(rows) > 100
+    terms = [term for term, _, _ in rows]
+    assert sorted(set(terms)) == sorted(terms)
+    named = [one for _, _, where in rows for one in re.findall(r"`([^`]+)`", where)]
+    assert [one for one in named if one not in classes and not is_there(one)] == []
+    assert all(meaning.endswith(".") for _, meaning, _ in rows)
+
+
+def named_paths(text: str) -> list[str]:
+    """The paths in a page's code: what has a slash or an ending, but for names within a run."""
+    words = re.findall(r"`([\w.*/-]+)`", text)
+    words += re.findall(r"(?<=\s)((?:tests|src|docs|bench|examples)/[\w./-]+)", text)
+    return [
+        word for word in dict.fromkeys(words)
+        if ("/" in word or re.search(r"\.(py|md|toml|yaml|txt|cu)$", word))
+        and not re.search(r"\.(json|safetensors)$|^torch|^\.", word)
+    ]  # fmt: skip
+
+
+def is_there(path: str) -> bool:
+    """Whether that is a file, a folder or a module, from the root or from the package."""
+    ways = (path.rstrip("/"), f"{path}.py")
+    return any(
+        (base / way).exists() for base in (ROOT, PACKAGE, PACKAGE / "adapters") for way in ways
+    )
 
 
 def test_blocks_share_a_namespace_and_a_folder(tmp_path: Path) -> None:
