@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import second_arithmetic
 
 from laststep.errors import Usage
 from laststep.plan import shares
@@ -263,3 +269,27 @@ def test_a_tie_that_a_rank_without_a_part_cannot_see_is_a_tie() -> None:
     assert agreement.keys == (("model", "embed"),)
     written = [share.box for rank in range(4) for _, share in agreement.shares(rank)]
     assert sum(box.volume for box in written) == 15
+
+
+@given(
+    st.integers(1, 32), st.sampled_from((1, 64, 512, 8 << 20)), st.sampled_from(Replicas), st.data()
+)
+def test_who_writes_what_follows_from_what_the_format_says_of_it(
+    ranks: int, least: int, replicas: Replicas, data: st.DataObject
+) -> None:
+    """A second arithmetic, written from docs/format.md, gives the same."""
+    all_tables = tables(ranks, data.draw(described(ranks)), replicas)
+    told: dict[bytes, list[int]] = {}
+    for rank, one in enumerate(all_tables):
+        told.setdefault(encode_table(one), []).append(rank)
+    agreement = agreement_of(all_tables)
+    wanted: dict[tuple[str, str], list[object]] = {key: [] for key in agreement.keys}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "MIN_SHARE_BYTES", least)
+        for rank in range(ranks):
+            for key, share in agreement.shares(rank):
+                wanted[key].append((rank, tuple(zip(*share.box, strict=True))))
+    found = second_arithmetic.written(list(told.items()), least)
+    assert {key: sorted(boxes) for key, boxes in found.items()} == {
+        key: sorted(boxes) for key, boxes in wanted.items()
+    }

@@ -6,8 +6,15 @@ here may change within a version of the format: checkpoints that were written by
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import second_arithmetic
 
 from laststep.plan.files import folder_of
 from laststep.plan.groups import cut
@@ -151,6 +158,21 @@ CASES: list[tuple[str, list[Table], dict[str, str]]] = [
 @pytest.mark.parametrize(("tables", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_who_writes_what(tables: list[Table], expected: dict[str, str]) -> None:
     assert written(*tables) == expected
+
+
+@pytest.mark.parametrize("tables", [c[1] for c in CASES], ids=[c[0] for c in CASES])
+def test_who_writes_what_follows_from_the_page(tables: list[Table]) -> None:
+    told: dict[bytes, list[int]] = {}
+    for rank, one in enumerate(tables):
+        told.setdefault(encode_table(one), []).append(rank)
+    data = {digest_of(one): decode_table(one) for one in told}
+    agreement = agree([digest_of(encode_table(one)) for one in tables], data)
+    found = second_arithmetic.written(list(told.items()))
+    wanted: dict[tuple[str, str], list[object]] = {key: [] for key in agreement.keys}
+    for rank in range(len(tables)):
+        for key, share in agreement.shares(rank):
+            wanted[key].append((rank, tuple(zip(*share.box, strict=True))))
+    assert {key: sorted(boxes) for key, boxes in found.items()} == wanted
 
 
 def test_a_table_is_these_bytes() -> None:
