@@ -13,6 +13,7 @@ from laststep.version import VERSION as __version__  # noqa: N811 (every package
 
 if TYPE_CHECKING:
     from laststep.browse import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
+    from laststep.catalog.retention import Keep
     from laststep.checkpointer import Checkpointer
     from laststep.errors import (
         Aborted,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         Usage,
     )
     from laststep.flush.handle import SaveHandle, SaveReport
-    from laststep.keep import Keep
     from laststep.oneoff import load, save
     from laststep.restoring.restore import Restored, Skipped
     from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "laststep.checkpointer": ("Checkpointer",),
-    "laststep.keep": ("Keep",),
+    "laststep.catalog.retention": ("Keep",),
     "laststep.oneoff": ("load", "save"),
     "laststep.browse": ("Catalog", "Checkpoint", "StoredTensor", "open"),
     "laststep.restoring.restore": ("Restored", "Skipped"),

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
+from laststep.catalog.retention import Keep
 from laststep.errors import Usage
-from laststep.keep import Keep
 from laststep.state.tensors import is_tensor
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _SETTINGS = (
     "items", "keep", "capture", "flush", "on_busy", "host_memory_bytes", "device_margin_bytes",
     "allow_pickle", "writers", "progress", "subscribers",
 )  # fmt: skip
-_RETENTION = ("last", "every", "best", "metric", "mode")
+_RETENTION = Keep.__struct_fields__
 """The rules of Keep, which are asked for as settings: `keep_last=3`."""
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.capture.job import Job
-    from laststep.keep import Keep
+    from laststep.catalog.retention import Keep
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
 

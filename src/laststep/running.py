@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from laststep.capture.capture import Capturer
     from laststep.catalog.epochs import Writer
     from laststep.catalog.listing import Listed
+    from laststep.catalog.retention import Keep
     from laststep.commit.thread import Team
     from laststep.events import Bus
     from laststep.flush.client import Helper, Launch
     from laststep.flush.handle import SaveHandle
-    from laststep.keep import Keep
     from laststep.memory.pool import Pool
     from laststep.restoring.choose import Chosen
     from laststep.settings import Settings
@@ -48,17 +48,16 @@ def launcher(
     run: str, pool: Pool, settings: Settings, keep: Keep | None, trainer: Writer
 ) -> Launch:
     """How to start a flusher for that run."""
-    rules = None if keep is None else keep.policy()
 
     def launch(end: socket.socket) -> Helper:
         writers = settings.writers
         if settings.flush is FlushIn.THREAD:
             return starting.start_thread(
-                end, pool.memory(), run=run, trainer=trainer, writers=writers, keep=rules
+                end, pool.memory(), run=run, trainer=trainer, writers=writers, keep=keep
             )
         return starting.start_process(
             end, run=run, trainer=trainer, pool_fd=pool.fd, pool_bytes=pool.cap_bytes,
-            writers=writers, keep=rules,
+            writers=writers, keep=keep,
         )  # fmt: skip
 
     return launch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.format.manifest import Abort
@@ -124,7 +124,7 @@ def test_beside_a_pruner_nothing_is_ever_shown_as_damaged(
 
     thread = threading.Thread(target=look)
     thread.start()
-    plan_prune(run, Policy(keep_last=1)).execute()
+    plan_prune(run, Keep(last=1)).execute()
     stop.set()
     thread.join()
     assert wrong == []

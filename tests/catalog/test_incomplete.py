@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from laststep.catalog.listing import nearest_steps
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import MANIFEST_NAME
@@ -68,14 +68,14 @@ def test_what_is_incomplete_counts_for_no_rule_and_the_newest_whole_one_stays(
 ) -> None:
     for number in (3, 4):
         spoil(tmp_path / "run" / five[number], "short")
-    plan = plan_prune(run, Policy(keep_last=1))
+    plan = plan_prune(run, Keep(last=1))
     assert plan.deletions == (five[1], five[0])
     reasons = {verdict.folder: verdict.reasons for verdict in plan.verdicts}
     assert reasons[five[2]] == ("the newest", "one of the last 1")
     assert reasons[five[4]] == (
         "incomplete (m.safetensors has 4999 bytes instead of 5000): kept as evidence",
     )
-    best = plan_prune(run, Policy(keep_best=1, best_metric="loss", keep_abandoned=False))
+    best = plan_prune(run, Keep(best=1, metric="loss", abandoned=False))
     kept = [verdict.folder for verdict in best.verdicts if verdict.keep]
     assert kept == [five[2]]
     reasons = {verdict.folder: verdict.reasons for verdict in best.verdicts}
@@ -85,7 +85,7 @@ def test_what_is_incomplete_counts_for_no_rule_and_the_newest_whole_one_stays(
 def test_what_would_be_freed_is_what_is_there(run: Run, five: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run" / five[0]
     spoil(folder, "missing")
-    plan = plan_prune(run, Policy(keep_last=4, keep_abandoned=False))
+    plan = plan_prune(run, Keep(last=4, abandoned=False))
     assert plan.deletions == (five[0],)
     assert plan.freed_bytes == (folder / MANIFEST_NAME).stat().st_size
     assert run.checkpoints()[0].size_bytes == 5000
@@ -96,10 +96,10 @@ def test_one_that_is_incomplete_supersedes_nothing(run: Run, save: Save, tmp_pat
     old, new = save(run, 7, epoch, 1), save(run, 7, epoch, 2)
     spoil(tmp_path / "run" / new, "short")
     assert [item.folder for item in run.lineage()] == [old, new]
-    plan = plan_prune(run, Policy(keep_last=1))
+    plan = plan_prune(run, Keep(last=1))
     assert plan.deletions == ()
     (tmp_path / "run" / new / "m.safetensors").write_bytes(bytes(5000))
-    assert plan_prune(run, Policy(keep_last=1)).deletions == (old,)
+    assert plan_prune(run, Keep(last=1)).deletions == (old,)
 
 
 def test_a_retention_looks_once_into_each_folder(
@@ -117,7 +117,7 @@ def test_a_retention_looks_once_into_each_folder(
     monkeypatch.setattr(
         DirectoryStore, "open_reader", lambda self, name, **_: pytest.fail(f"{name} was opened")
     )
-    plan_prune(run, Policy(keep_last=2))
+    plan_prune(run, Keep(last=2))
     assert sorted(looked) == ["", *five]
 
 

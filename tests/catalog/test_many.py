@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from laststep.catalog.names import AttemptName
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.format import manifest
 from laststep.storage.directory import DirectoryStore
@@ -73,7 +73,7 @@ def test_a_second_look_reads_nothing_again(many: DirectoryStore, calls: Counter[
     run = Run.open(many)
     run.lineage()
     calls.clear()
-    plan = plan_prune(run, Policy(keep_last=3))
+    plan = plan_prune(run, Keep(last=3))
     assert len(plan.deletions) == MANY - 3
     assert calls["read"] == 0
     assert calls["list"] == MANY + 1

@@ -13,7 +13,7 @@ import pytest
 
 from laststep.catalog import listing
 from laststep.catalog.cleaning import QUIET_S, Why
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import LaststepError
 from laststep.format.manifest import Commit, FileRecord
@@ -158,7 +158,7 @@ def test_retention_keeps_the_last_whole_one_where_a_newer_one_has_lost_files(
 ) -> None:
     folders = [write(step, deep=True)[0] for step in (1, 2, 3)]
     (tmp_path / "run" / folders[2] / "r00004" / "m-r00006.safetensors").unlink()
-    plan = plan_prune(run, Policy(keep_last=1))
+    plan = plan_prune(run, Keep(last=1))
     assert plan.deletions == (folders[0],)
     assert plan.freed_bytes == bytes_in(tmp_path / "run" / folders[0])
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_goes_while_its_names_are_counted_is_not_listed(
 def test_pruning_takes_folders_with_it(deep: bool, write: Write, run: Run, tmp_path: Path) -> None:
     folder, _ = write(1, deep=deep)
     write(2, deep=deep)
-    assert plan_prune(run, Policy(keep_last=1)).execute() == (folder,)
+    assert plan_prune(run, Keep(last=1)).execute() == (folder,)
     assert not (tmp_path / "run" / folder).exists()
     assert not list((tmp_path / "run").rglob("*.tmp-*"))
 
@@ -197,7 +197,7 @@ def test_the_manifest_goes_first_then_the_name_and_only_then_what_is_in_folders(
     folder, _ = write(1, deep=True)
     write(2, deep=True)
     disk = RecordingDisk()
-    plan_prune(Run.open(DirectoryStore(tmp_path / "run", disk=disk)), Policy(keep_last=1)).execute()
+    plan_prune(Run.open(DirectoryStore(tmp_path / "run", disk=disk)), Keep(last=1)).execute()
     first, synced, renamed, durable, *rest = disk.changes
     assert (first.kind, first.path) == (
         Kind.UNLINK,
@@ -221,11 +221,11 @@ def test_a_deletion_that_stops_anywhere_leaves_it_whole_or_gone_and_is_finished_
     newest, _ = write(2, deep=True)
     store = DirectoryStore(tmp_path / "run", disk=FailingDisk(at, errno.EIO, lasting=True))
     with pytest.raises(LaststepError):
-        plan_prune(Run.open(store), Policy(keep_last=1)).execute()
+        plan_prune(Run.open(store), Keep(last=1)).execute()
     after, _ = run.look()
     assert all(one.is_whole for one in after)
     assert [one.folder for one in after] == ([victim, newest] if at == 1 else [newest])
-    plan_prune(run, Policy(keep_last=1)).execute()
+    plan_prune(run, Keep(last=1)).execute()
     run.clean(now_s=(tmp_path / "run").stat().st_mtime + 2 * QUIET_S)
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == [newest]
 
@@ -290,7 +290,7 @@ def test_strange_folders_and_files_are_neither_in_the_way_nor_left_behind(
         (inner / f"{name}~").write_bytes(b"1")
     assert all(one.is_whole for one in run.look()[0])
     assert run.clean(now_s=place.stat().st_mtime + 2 * QUIET_S) == ()
-    assert plan_prune(run, Policy(keep_last=1)).execute() == (folder,)
+    assert plan_prune(run, Keep(last=1)).execute() == (folder,)
     assert not place.exists()
 
 
@@ -320,7 +320,7 @@ def test_a_linked_folder_is_not_looked_into_and_only_the_link_is_deleted(
     assert run.look()[0][0].stored_bytes == size
     now_s = outside.stat().st_mtime + 2 * QUIET_S
     assert f"{folder}/y.tmp-2" in [one.name for one in run.clean(now_s=now_s)]
-    assert plan_prune(run, Policy(keep_last=1)).execute() == (folder,)
+    assert plan_prune(run, Keep(last=1)).execute() == (folder,)
     assert not place.exists()
     assert len(list(outside.iterdir())) == 3
 
@@ -347,7 +347,7 @@ def test_a_checkpoint_that_is_a_link_stays_and_does_not_keep_others_from_going(
         (tmp_path / "run" / name).symlink_to(tmp_path / name)
     debris = tmp_path / folders[1] / "x.tmp-1"
     debris.write_bytes(b"")
-    plan = plan_prune(run, Policy(keep_last=1))
+    plan = plan_prune(run, Keep(last=1))
     assert plan.execute() == (folders[0],)
     kept = {verdict.folder: verdict.reasons for verdict in plan.verdicts if verdict.keep}
     assert kept[folders[1]] == ("a link: what it points to is not the run's to delete",)

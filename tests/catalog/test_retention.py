@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from laststep.catalog.listing import Listed
 from laststep.catalog.names import format_folder
-from laststep.catalog.retention import Policy, decide
+from laststep.catalog.retention import Keep, decide
 from laststep.errors import Corrupt, Usage
 from laststep.format.manifest import Commit, Metric
 
@@ -54,8 +54,8 @@ def _listed(
     )
 
 
-def _kept(listed: list[Listed], policy: Policy, **more: object) -> list[int]:
-    verdicts = decide(listed, policy, **more)  # type: ignore[arg-type]
+def _kept(listed: list[Listed], keep: Keep, **more: object) -> list[int]:
+    verdicts = decide(listed, keep, **more)  # type: ignore[arg-type]
     return [verdict.step for verdict in verdicts if verdict.keep]
 
 
@@ -86,13 +86,13 @@ def _runs(draw: st.DrawFn) -> list[Listed]:
 
 _small = st.none() | st.integers(1, 5)
 _policies = st.builds(
-    lambda last, every, best, mode, abandoned: Policy(
-        keep_last=last,
-        keep_every=every,
-        keep_best=best,
-        best_metric=None if best is None else "loss",
-        best_mode=mode,
-        keep_abandoned=abandoned,
+    lambda last, every, best, mode, abandoned: Keep(
+        last=last,
+        every=every,
+        best=best,
+        metric=None if best is None else "loss",
+        mode=mode,
+        abandoned=abandoned,
     ),
     _small, _small, _small, st.sampled_from(["min", "max"]), st.booleans(),
 )  # fmt: skip
@@ -100,12 +100,12 @@ _policies = st.builds(
 
 @given(_runs(), _policies, st.data())
 def test_retention_never_drops_what_is_needed(
-    listed: list[Listed], policy: Policy, data: st.DataObject
+    listed: list[Listed], keep: Keep, data: st.DataObject
 ) -> None:
     folders = [item.folder for item in listed]
     resumed_from = data.draw(st.none() | st.sampled_from(folders))
     pinned = frozenset(data.draw(st.lists(st.sampled_from(folders), max_size=2)))
-    verdicts = decide(listed, policy, resumed_from=resumed_from, pinned=pinned)
+    verdicts = decide(listed, keep, resumed_from=resumed_from, pinned=pinned)
     kept = {verdict.folder for verdict in verdicts if verdict.keep}
     assert [verdict.folder for verdict in verdicts] == folders
     assert all(verdict.reasons for verdict in verdicts)
@@ -117,17 +117,15 @@ def test_retention_never_drops_what_is_needed(
     good = [item for item in listed if item.on_lineage and item.is_whole]
     if good:
         assert good[-1].folder in kept
-    if policy.keep_last is not None:
-        assert {item.folder for item in good[-policy.keep_last :]} <= kept
+    if keep.last is not None:
+        assert {item.folder for item in good[-keep.last :]} <= kept
     values = [item.commit.metrics.get("loss", math.nan) for item in good if item.commit is not None]
-    if policy.keep_best is not None and all(math.isnan(value) for value in values):  # type: ignore[arg-type]
+    if keep.best is not None and all(math.isnan(value) for value in values):  # type: ignore[arg-type]
         assert {item.folder for item in good} <= kept
 
 
 @given(_runs(), _policies)
-def test_what_is_not_whole_changes_nothing_about_what_is(
-    listed: list[Listed], policy: Policy
-) -> None:
+def test_what_is_not_whole_changes_nothing_about_what_is(listed: list[Listed], keep: Keep) -> None:
     """Retention decides about whole checkpoints as if the others on the lineage were not there."""
     # What they refer to stays as long as they do: here nothing refers to anything.
     alone = [
@@ -135,21 +133,21 @@ def test_what_is_not_whole_changes_nothing_about_what_is(
         for item in listed
     ]
     whole = [item for item in alone if item.is_whole or not item.on_lineage]
-    verdicts = {v.folder: v for v in decide(alone, policy)}
-    for verdict in decide(whole, policy):
+    verdicts = {v.folder: v for v in decide(alone, keep)}
+    for verdict in decide(whole, keep):
         assert verdicts[verdict.folder] == verdict
 
 
 @given(_runs(), _policies)
 def test_deciding_again_about_what_was_kept_keeps_the_last_and_the_best(
-    listed: list[Listed], policy: Policy
+    listed: list[Listed], keep: Keep
 ) -> None:
-    kept = {verdict.folder for verdict in decide(listed, policy) if verdict.keep}
+    kept = {verdict.folder for verdict in decide(listed, keep) if verdict.keep}
     left = [item for item in listed if item.folder in kept]
-    again = {verdict.folder for verdict in decide(left, policy) if verdict.keep}
+    again = {verdict.folder for verdict in decide(left, keep) if verdict.keep}
     rules = {
         verdict.folder
-        for verdict in decide(listed, policy)
+        for verdict in decide(listed, keep)
         if any(reason.startswith(("one of", "every", "the newest")) for reason in verdict.reasons)
     }
     assert rules <= again
@@ -159,45 +157,45 @@ def test_the_last_k_are_counted_on_the_lineage_only() -> None:
     listed = [_listed(step) for step in range(5)]
     listed[3] = _listed(3, on_lineage=False)
     listed[4] = _listed(4, bad=True)
-    assert _kept(listed, Policy(keep_last=2)) == [1, 2, 3, 4]
-    assert _kept(listed, Policy(keep_last=2, keep_abandoned=False)) == [1, 2]
+    assert _kept(listed, Keep(last=2)) == [1, 2, 3, 4]
+    assert _kept(listed, Keep(last=2, abandoned=False)) == [1, 2]
 
 
 def test_without_any_rule_everything_stays_but_what_was_saved_again() -> None:
     listed = [_listed(1, attempt=1, on_lineage=False, superseded_by="x"), _listed(1, attempt=2)]
-    verdicts = decide(listed, Policy())
+    verdicts = decide(listed, Keep())
     assert [verdict.keep for verdict in verdicts] == [False, True]
     assert "saved again in x" in verdicts[0].reasons[0]
 
 
 def test_every_n_steps_stay_beside_the_newest() -> None:
-    assert _kept([_listed(step) for step in range(1, 8)], Policy(keep_every=3)) == [3, 6, 7]
+    assert _kept([_listed(step) for step in range(1, 8)], Keep(every=3)) == [3, 6, 7]
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", [1, 4]), ("max", [3, 4])])
 def test_the_best_stay_and_nan_is_never_best(mode: str, expected: list[int]) -> None:
     values: list[Metric] = [math.nan, 0.1, 0.2, 0.9, "text"]
     listed = [_listed(step, metrics={"loss": value}) for step, value in enumerate(values)]
-    policy = Policy(keep_best=1, best_metric="loss", best_mode=mode)  # type: ignore[arg-type]
-    assert _kept(listed, policy) == expected
+    keep = Keep(best=1, metric="loss", mode=mode)  # type: ignore[arg-type]
+    assert _kept(listed, keep) == expected
 
 
 @pytest.mark.parametrize("value", [None, "0.3", True, math.nan])
 def test_a_metric_that_nobody_has_as_a_number_deletes_nothing(value: Metric | None) -> None:
     more: dict[str, Metric] = {} if value is None else {"nope": value}
     listed = [_listed(step, metrics={"loss": 1.0, "acc": 2, **more}) for step in range(5)]
-    policy = Policy(keep_best=1, best_metric="nope")
-    assert _kept(listed, policy) == [0, 1, 2, 3, 4]
+    keep = Keep(best=1, metric="nope")
+    assert _kept(listed, keep) == [0, 1, 2, 3, 4]
     how = "" if value is None else " as a number"
     told = f"no checkpoint has the metric 'nope'{how}; there are: loss, acc"
-    assert all(told in verdict.reasons for verdict in decide(listed, policy))
+    assert all(told in verdict.reasons for verdict in decide(listed, keep))
     listed.append(_listed(5, metrics={"nope": 0.5}))
-    assert _kept(listed, policy) == [5]
+    assert _kept(listed, keep) == [5]
 
 
 def test_of_equally_good_ones_the_later_stays() -> None:
     listed = [_listed(step, metrics={"loss": 1.0}) for step in range(3)] + [_listed(9)]
-    assert _kept(listed, Policy(keep_best=1, best_metric="loss")) == [2, 9]
+    assert _kept(listed, Keep(best=1, metric="loss")) == [2, 9]
 
 
 def test_what_a_kept_one_needs_stays_through_a_chain_of_references() -> None:
@@ -205,19 +203,23 @@ def test_what_a_kept_one_needs_stays_through_a_chain_of_references() -> None:
     second = _listed(1, references=(first.folder,))
     third = _listed(2, references=(second.folder,))
     listed = [first, second, _listed(5, attempt=6), third]
-    assert _kept(listed, Policy(keep_last=1)) == [0, 1, 2]
+    assert _kept(listed, Keep(last=1)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: Policy(keep_last=0),
-        lambda: Policy(keep_every=-1),
-        lambda: Policy(keep_best=1),
-        lambda: Policy(best_metric="loss"),
-        lambda: Policy(keep_best=1, best_metric="x", best_mode="avg"),  # type: ignore[arg-type]
+        lambda: Keep(last=0),
+        lambda: Keep(last=True),
+        lambda: Keep(every=1.5),  # type: ignore[arg-type]
+        lambda: Keep(best=1, metric=3),  # type: ignore[arg-type]
+        lambda: Keep(abandoned=None),  # type: ignore[arg-type]
+        lambda: Keep(every=-1),
+        lambda: Keep(best=1),
+        lambda: Keep(metric="loss"),
+        lambda: Keep(best=1, metric="x", mode="avg"),  # type: ignore[arg-type]
     ],
 )
-def test_a_policy_that_cannot_be_meant_is_refused(wrong: Callable[[], Policy]) -> None:
+def test_a_rule_that_cannot_be_meant_is_refused(wrong: Callable[[], Keep]) -> None:
     with pytest.raises(Usage):
         wrong()

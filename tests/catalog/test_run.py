@@ -15,7 +15,7 @@ import pytest
 
 from laststep.catalog import epochs
 from laststep.catalog.cleaning import Why
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
 from laststep.format.manifest import Abort, Commit
@@ -153,7 +153,7 @@ def test_a_step_that_was_saved_again_counts_once(run: Run, save: Save) -> None:
     old, new = save(run, 7, epoch, 1), save(run, 7, epoch, 2)
     assert [item.folder for item in run.lineage()] == [new]
     assert run.checkpoints()[0].superseded_by == new
-    assert plan_prune(run, Policy()).execute() == (old,)
+    assert plan_prune(run, Keep()).execute() == (old,)
 
 
 def test_an_unreadable_manifest_is_shown_as_an_error_and_blocks_nothing(
@@ -447,26 +447,26 @@ def test_a_writer_discards_its_own_attempt_only_after_giving_it_up(run: Run, sav
 
 def test_prune_deletes_what_the_policy_drops_later_ones_first(run: Run, saved: Saved) -> None:
     folders = saved(1, 2, 3, 4, 5)
-    plan = plan_prune(run, Policy(keep_last=2), resumed_from=folders[0])
+    plan = plan_prune(run, Keep(last=2), resumed_from=folders[0])
     assert plan.deletions == (folders[2], folders[1])
     assert plan.freed_bytes > 10_000
     assert _steps(run) == [1, 2, 3, 4, 5]
     assert plan.execute() == plan.deletions
     assert _steps(run) == [1, 4, 5]
-    assert plan_prune(run, Policy(keep_last=2), resumed_from=folders[0]).deletions == ()
+    assert plan_prune(run, Keep(last=2), resumed_from=folders[0]).deletions == ()
 
 
 def test_a_pinned_checkpoint_stays_even_if_pinned_after_the_plan(run: Run, saved: Saved) -> None:
     folders = saved(1, 2, 3, 4)
     run.pin(folders[0])
     run.pin(folders[0])
-    plan = plan_prune(run, Policy(keep_last=1), in_use=frozenset({folders[2]}))
+    plan = plan_prune(run, Keep(last=1), in_use=frozenset({folders[2]}))
     assert plan.deletions == (folders[1],)
     run.pin(folders[1])
     assert plan.execute() == ()
     run.unpin(folders[0])
     run.unpin(folders[0])
-    assert plan_prune(run, Policy(keep_last=1)).execute() == (folders[2], folders[0])
+    assert plan_prune(run, Keep(last=1)).execute() == (folders[2], folders[0])
 
 
 def test_only_a_checkpoint_can_be_pinned(run: Run) -> None:
@@ -491,7 +491,7 @@ def test_a_reader_beside_a_pruner_never_sees_a_part(run: Run, saved: Saved, tmp_
 
     thread = threading.Thread(target=look)
     thread.start()
-    plan_prune(run, Policy(keep_last=1)).execute()
+    plan_prune(run, Keep(last=1)).execute()
     stop.set()
     thread.join()
     assert wrong == []
@@ -507,10 +507,10 @@ def test_records_are_plain_json_for_people(run: Run, tmp_path: Path) -> None:
 
 def test_a_metric_that_nobody_has_is_told_and_deletes_nothing(run: Run, saved: Saved) -> None:
     saved(1, 2, 3, metrics={"loss": 1.0, "acc": 0.5})
-    plan = plan_prune(run, Policy(keep_best=1, best_metric="nope"))
+    plan = plan_prune(run, Keep(best=1, metric="nope"))
     assert plan.deletions == ()
     assert plan.lacking == "no checkpoint has the metric 'nope'; there are: loss, acc"
-    assert plan_prune(run, Policy(keep_best=1, best_metric="loss")).lacking is None
+    assert plan_prune(run, Keep(best=1, metric="loss")).lacking is None
 
 
 def test_a_link_that_looks_like_an_attempt_is_left_alone_with_all_behind_it(

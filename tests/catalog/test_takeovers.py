@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from laststep.catalog.epochs import Writer, new_start
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, StorageFailed
 from laststep.storage.directory import DirectoryStore
@@ -27,7 +27,7 @@ def test_who_missed_a_commit_of_the_epoch_it_saw_cannot_take_over(run: Run, save
     save(run, 1, epoch, 1)
     seen = run.newest_point()
     save(run, 2, epoch, 2)
-    plan_prune(run, Policy(keep_last=1)).execute()
+    plan_prune(run, Keep(last=1)).execute()
     stale = new_start()
     with pytest.raises(Aborted, match=r"step-00000002\.1-2 of epoch 1.*restore\(\)"):
         run.claim_epoch((epoch, 1), seen=seen, writer=stale)

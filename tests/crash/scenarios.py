@@ -20,7 +20,7 @@ import msgspec
 
 from laststep.catalog import groups
 from laststep.catalog.groups import files_of
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import LaststepError, NotFound
 from laststep.flush.protocol import FileBegin
@@ -167,7 +167,7 @@ def prune_one(keep_last: int) -> Stage:
     """Delete one checkpoint: each deletion is a stage of its own."""
 
     def stage(store: DirectoryStore) -> None:
-        plan = plan_prune(Run.open(store), Policy(keep_last=keep_last))
+        plan = plan_prune(Run.open(store), Keep(last=keep_last))
         assert len(plan.deletions) == 1
         plan.execute()
 
@@ -176,7 +176,7 @@ def prune_one(keep_last: int) -> Stage:
 
 def prune_oldest(store: DirectoryStore) -> None:
     """Delete at most one checkpoint, as a policy that keeps one would."""
-    plan = plan_prune(Run.open(store), Policy(keep_last=1, keep_abandoned=False))
+    plan = plan_prune(Run.open(store), Keep(last=1, abandoned=False))
     msgspec.structs.replace(plan, deletions=plan.deletions[:1]).execute()
 
 

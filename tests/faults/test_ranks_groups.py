@@ -16,7 +16,7 @@ from rank_jobs import LONG_S, check, folders
 
 import laststep
 from laststep.catalog.groups import files_of
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.storage.directory import DirectoryStore
 
@@ -180,7 +180,7 @@ def test_files_in_folders_are_committed_listed_verified_copied_given_up_and_prun
     ranks_3 = files_of(run.store, newest(run_folder).name, commit, ranks=[3])
     assert {file.rank for file in ranks_3} == {3}
     assert all(file.name.startswith("r00002/") for file in ranks_3)
-    deleted = plan_prune(run, Policy(keep_last=1)).execute()
+    deleted = plan_prune(run, Keep(last=1)).execute()
     assert deleted == ("step-00000001.1-1",)
     check(run_folder, [2], ranks=4)
 

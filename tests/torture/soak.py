@@ -22,7 +22,7 @@ from tally import Violation
 
 import laststep
 import state
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.cli.processes import children_of
 from laststep.errors import LaststepError
@@ -230,7 +230,7 @@ def _disturb(old: Child, run: Path, chance: random.Random, tally: Tally) -> None
 
 def _prune(run: Path) -> None:
     """As `laststep prune --last 5 --abandoned`; what another deletes at the same time is gone."""
-    plan_prune(Run.open(DirectoryStore(run)), Policy(keep_last=5, keep_abandoned=False)).execute()
+    plan_prune(Run.open(DirectoryStore(run)), Keep(last=5, abandoned=False)).execute()
 
 
 def _live_shortly(run: Path, chance: random.Random, tally: Tally) -> None:

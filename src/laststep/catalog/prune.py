@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog.names import PIN_NAME
-from laststep.catalog.retention import Policy, Verdict, decide, missing_metric
+from laststep.catalog.retention import Keep, Verdict, decide, missing_metric
 from laststep.storage.store import Store
 from laststep.terms import MANIFEST_NAME
 
@@ -69,15 +69,15 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
 def plan(
     store: Store,
     listed: tuple[Listed, ...],
-    policy: Policy,
+    keep: Keep,
     *,
     resumed_from: str | None = None,
     pinned: frozenset[str] = frozenset(),
 ) -> PrunePlan:
     """The plan for what is listed. Pure: `store` is only kept for the execution."""
-    verdicts = decide(listed, policy, resumed_from=resumed_from, pinned=pinned)
+    verdicts = decide(listed, keep, resumed_from=resumed_from, pinned=pinned)
     points = {item.folder: (item.epoch, item.attempt) for item in listed}
     doomed = [verdict.folder for verdict in verdicts if not verdict.keep]
     doomed.sort(key=lambda folder: points[folder], reverse=True)
-    lacking = missing_metric(listed, policy)
+    lacking = missing_metric(listed, keep)
     return PrunePlan(store=store, verdicts=verdicts, deletions=tuple(doomed), lacking=lacking)

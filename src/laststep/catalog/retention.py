@@ -1,11 +1,11 @@
-"""Which checkpoints to keep.
+"""Which checkpoints to keep: the one record of the rules, for users, the flusher and `prune`.
 
-Pure: from what is listed and a policy to one verdict each. Whatever the policy says, these stay:
-the newest good one of the lineage, the one that was resumed from, pinned ones, linked ones, and all
+Pure: from what is listed and a `Keep` to one verdict each. Whatever that says, these stay: the
+newest good one of the lineage, the one that was resumed from, pinned ones, linked ones, and all
 that a kept manifest refers to; and everything in a run in which a later laststep has written, whose
 manifests may refer to others in a way that is not known here. Rules count only good checkpoints on
 the lineage: those whose manifest can be read and whose files are all there in full length. What is
-off it, or not good, is evidence and stays until it is asked for (`keep_abandoned=False`); only a
+off it, or not good, is evidence and stays until it is asked for (`abandoned=False`); only a
 checkpoint whose step was committed again goes by itself. A metric that no checkpoint has, perhaps a
 misspelt one, deletes nothing.
 """
@@ -25,46 +25,45 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """What to keep: a checkpoint stays if any rule wants it; all stay where there is no rule."""
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
+    """Retention: a checkpoint stays if any rule wants it; pinned ones, the newest good one and the
+    one that the run was resumed from always do. Without any rule everything stays."""
 
-    keep_last: int | None = None
-    """The newest so many."""
-
-    keep_every: int | None = None
+    last: int | None = None
+    """The last so many."""
+    every: int | None = None
     """Those whose step is a multiple of this."""
-
-    keep_best: int | None = None
-    """The best so many by `best_metric`; of equals the later. All while none has it as a number."""
-
-    best_metric: str | None = None
-    best_mode: Literal["min", "max"] = "min"
-
-    keep_abandoned: bool = True
+    best: int | None = None
+    """The best so many by `metric`; of equals the later. All while none has it as a number."""
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+    """Whether the best metric is the smallest (`min`) or the largest (`max`)."""
+    abandoned: bool = True
     """Whether abandoned branches, unreadable manifests and incomplete checkpoints stay."""
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "keep_every", "keep_best"):
+        for name in ("last", "every", "best"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and (type(value) is not int or value < 1):
                 raise Usage(
-                    f"cannot use {name}", expected="a number from 1, or None", found=str(value)
+                    f"Keep({name}=…) is not a count", expected="1 or more", found=repr(value)
                 )
-        if (self.keep_best is None) != (self.best_metric is None):
+        if (self.best is None) != (self.metric is None):
+            raise Usage("Keep needs best and metric together", found=repr(self))
+        if not isinstance(self.metric, str | None):
+            raise Usage("Keep(metric=…) is no name", expected="a str", found=repr(self.metric))
+        if self.mode not in ("min", "max"):
+            raise Usage("Keep(mode=…) is unknown", expected="'min' or 'max'", found=repr(self.mode))
+        if type(self.abandoned) is not bool:
             raise Usage(
-                "cannot tell which checkpoints are best",
-                expected="keep_best together with best_metric",
-                found=f"keep_best={self.keep_best}, best_metric={self.best_metric!r}",
-            )
-        if self.best_mode not in ("min", "max"):
-            raise Usage(
-                "cannot use best_mode", expected="'min' or 'max'", found=repr(self.best_mode)
+                "Keep(abandoned=…) is unknown", expected="True or False", found=repr(self.abandoned)
             )
 
-    @property
-    def has_rule(self) -> bool:
-        """Whether anything is to go at all."""
-        return any(rule is not None for rule in (self.keep_last, self.keep_every, self.keep_best))
+    def bound(self) -> int | None:
+        """How many are kept at most; None where that grows with the run."""
+        if self.every is not None or (self.last is None and self.best is None):
+            return None
+        return (self.last or 0) + (self.best or 0) + 1
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +79,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def decide(
     listed: Sequence[Listed],
-    policy: Policy,
+    keep: Keep,
     *,
     resumed_from: str | None = None,
     pinned: frozenset[str] = frozenset(),
@@ -89,8 +88,8 @@ def decide(
     reasons: dict[str, list[str]] = {item.folder: [] for item in listed}
     good = [item for item in listed if item.on_lineage and item.is_whole]
     _always(reasons, listed, good, resumed_from, pinned)
-    _by_rule(reasons, good, policy)
-    if policy.keep_abandoned:
+    _by_rule(reasons, good, keep)
+    if keep.abandoned:
         for item in listed:
             if item.error is not None:
                 reasons[item.folder].append("its manifest cannot be read: kept as evidence")
@@ -134,26 +133,26 @@ def _always(
         _add(reasons, listed, f"{later[-1]} is of a later format, and may need it")
 
 
-def _by_rule(reasons: dict[str, list[str]], good: Sequence[Listed], policy: Policy) -> None:
-    if not policy.has_rule:
+def _by_rule(reasons: dict[str, list[str]], good: Sequence[Listed], keep: Keep) -> None:
+    if keep.last is None and keep.every is None and keep.best is None:
         _add(reasons, good, "no rule says which to drop")
-    if policy.keep_last is not None:
-        _add(reasons, good[-policy.keep_last :], f"one of the last {policy.keep_last}")
-    if policy.keep_every is not None:
-        chosen = [item for item in good if item.step % policy.keep_every == 0]
-        _add(reasons, chosen, f"every {policy.keep_every} steps")
-    if policy.keep_best is not None and policy.best_metric is not None:
-        lacking = missing_metric(good, policy)
-        best = _best(good, policy.best_metric, policy)[: policy.keep_best]
-        text = f"one of the best {policy.keep_best} by {policy.best_metric}"
+    if keep.last is not None:
+        _add(reasons, good[-keep.last :], f"one of the last {keep.last}")
+    if keep.every is not None:
+        chosen = [item for item in good if item.step % keep.every == 0]
+        _add(reasons, chosen, f"every {keep.every} steps")
+    if keep.best is not None and keep.metric is not None:
+        lacking = missing_metric(good, keep)
+        best = _best(good, keep.metric, keep)[: keep.best]
+        text = f"one of the best {keep.best} by {keep.metric}"
         _add(reasons, good if lacking else best, lacking or text)
 
 
-def missing_metric(listed: Sequence[Listed], policy: Policy) -> str | None:
+def missing_metric(listed: Sequence[Listed], keep: Keep) -> str | None:
     """What to say where no good checkpoint has the metric of a best-k rule as a number."""
-    metric = policy.best_metric
+    metric = keep.metric
     good = [item for item in listed if item.on_lineage and item.is_whole]
-    if metric is None or not good or _best(good, metric, policy):
+    if metric is None or not good or _best(good, metric, keep):
         return None
     metrics = [item.commit.metrics for item in good if item.commit is not None]
     there = dict.fromkeys(name for each in metrics for name in each if _is_number(each[name]))
@@ -162,9 +161,9 @@ def missing_metric(listed: Sequence[Listed], policy: Policy) -> str | None:
     return f"no checkpoint has the metric {metric!r}{how}; there are: {names}"
 
 
-def _best(good: Sequence[Listed], metric: str, policy: Policy) -> list[Listed]:
+def _best(good: Sequence[Listed], metric: str, keep: Keep) -> list[Listed]:
     """Best first; what has no number there, or nan, is not among them."""
-    sign = 1 if policy.best_mode == "min" else -1
+    sign = 1 if keep.mode == "min" else -1
     ranked = []
     for place, item in enumerate(good):
         value = None if item.commit is None else item.commit.metrics.get(metric)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from laststep.catalog.lineage import Chain, Link, Point
     from laststep.catalog.listing import Found
     from laststep.catalog.prune import PrunePlan
-    from laststep.catalog.retention import Policy
+    from laststep.catalog.retention import Keep
     from laststep.storage.store import Lock, Store
 
 _log = logging.getLogger(__name__)
@@ -355,7 +355,7 @@ class Run:
         return tuple(gone)
 
     def pin(self, folder: str) -> None:
-        """Keep that checkpoint whatever the policy says."""
+        """Keep that checkpoint whatever the rules say."""
         if not isinstance(self.decision(folder), Commit):
             raise NotFound(
                 "cannot pin, there is no such checkpoint", where=f"{self.store.url}/{folder}"
@@ -366,7 +366,7 @@ class Run:
             self.store.sync_folder(folder)  # who made it may have failed to
 
     def unpin(self, folder: str) -> None:
-        """Leave that checkpoint to the policy again."""
+        """Leave that checkpoint to the rules again."""
         _check_folder(folder)
         self.store.delete(f"{folder}/{PIN_NAME}")
 
@@ -392,14 +392,14 @@ def _is_committed(store: Store, name: AttemptName) -> bool:
 
 def plan_prune(
     run: Run,
-    policy: Policy,
+    keep: Keep,
     *,
     resumed_from: str | None = None,
     in_use: frozenset[str] = frozenset(),
 ) -> PrunePlan:
-    """What the policy would delete now; `in_use` are folders that a save under way refers to."""
+    """What the rules would delete now; `in_use` are folders that a save under way refers to."""
     listed, _ = run.look()
-    return prune.plan(run.store, listed, policy, resumed_from=resumed_from, pinned=in_use)
+    return prune.plan(run.store, listed, keep, resumed_from=resumed_from, pinned=in_use)
 
 
 def _read_record(store: Store) -> RunRecord | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import plan_prune
 from laststep.cli import output, places
 from laststep.errors import Corrupt, Usage
@@ -52,15 +52,10 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     if (best is None) != (metric is None):
         raise typer.BadParameter("--best and --metric belong together")
     opened = places.open_run(run)
-    policy = Policy(
-        keep_last=last,
-        keep_every=every,
-        keep_best=best,
-        best_metric=metric,
-        best_mode=mode,
-        keep_abandoned=not abandoned,
+    keep = Keep(
+        last=last, every=every, best=best, metric=metric, mode=mode, abandoned=not abandoned
     )
-    plan = plan_prune(opened, policy, resumed_from=_resumed_from(opened))
+    plan = plan_prune(opened, keep, resumed_from=_resumed_from(opened))
     if plan.lacking is not None:
         output.console(stderr=True).print(f"{plan.lacking}; until one has it, all are kept")
     if not as_json:

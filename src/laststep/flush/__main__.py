@@ -8,7 +8,7 @@ import socket
 import msgspec
 
 from laststep.catalog.epochs import Writer
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.flush.protocol import Connection
 from laststep.flush.server import Flusher
 from laststep.memory.shared import Mapping
@@ -27,7 +27,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     trainer: Writer
     trainer_pidfd: int
     writers: int
-    keep: Policy | None
+    keep: Keep | None
 
 
 def main(text: str) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import socket
 
     from laststep.catalog.epochs import Writer
-    from laststep.catalog.retention import Policy
+    from laststep.catalog.retention import Keep
     from laststep.flush.client import Helper
 
 _BARE = ("-S", "-P", "-c")
@@ -116,7 +116,7 @@ def start_process(
     pool_fd: int,
     pool_bytes: int,
     writers: int,
-    keep: Policy | None,
+    keep: Keep | None,
 ) -> Helper:
     """Start the helper process; it inherits the pool and its end of the connection only."""
     # Opened here, where the number surely is the trainer's: it may be gone, and its number
@@ -150,7 +150,7 @@ def start_thread(
     run: str,
     trainer: Writer,
     writers: int,
-    keep: Policy | None,
+    keep: Keep | None,
 ) -> Helper:
     """The same flusher on a thread of this process, where a helper cannot be had."""
     return HelperThread(

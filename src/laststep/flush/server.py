@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import groups, starts
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.codecs import objects
 from laststep.errors import Aborted, LaststepError, StorageFailed
@@ -80,7 +80,7 @@ class Flusher:
         run_path: str,
         trainer: Writer,
         writers: int,
-        keep: Policy | None,
+        keep: Keep | None,
     ) -> None:
         self._connection = connection
         self._pool = pool
@@ -381,8 +381,7 @@ class Flusher:
             return
         try:
             # Without any rule everything stays, except what was overwritten.
-            policy = self._keep or Policy()
-            plan = plan_prune(run, policy, resumed_from=self._resumed_from)
+            plan = plan_prune(run, self._keep or Keep(), resumed_from=self._resumed_from)
             if plan.lacking is not None:
                 self._send(NoMetric(reason=plan.lacking))
             steps = {verdict.folder: verdict.step for verdict in plan.verdicts}

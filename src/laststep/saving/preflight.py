@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from laststep.capture.job import Job
     from laststep.capture.layout import Way
+    from laststep.catalog.retention import Keep
     from laststep.flush.handle import SaveReport
-    from laststep.keep import Keep
     from laststep.ranks.rank import Rank
     from laststep.state.pieces import Piece
     from laststep.state.provider import StateProvider

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from laststep.catalog.epochs import Epochs
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, Exists, LaststepError, StorageFailed
 from laststep.format.manifest import Abort
@@ -78,7 +78,7 @@ class Attempt:
     def _drop_overwritten(self) -> None:
         """Without any rule everything stays, except what was overwritten."""
         try:
-            plan_prune(self.run, Policy()).execute()
+            plan_prune(self.run, Keep()).execute()
         except LaststepError as error:
             _log.warning("cannot delete what was overwritten: %s", error)
 
