@@ -13,6 +13,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from laststep.catalog.names import AttemptName
 from laststep.catalog.starts import Start
 from laststep.errors import LaststepError, StorageFailed
 from laststep.flush import launch as starting
@@ -26,14 +27,12 @@ if TYPE_CHECKING:
 
     from laststep.capture.capture import Capturer
     from laststep.catalog.epochs import Writer
-    from laststep.catalog.listing import Listed
     from laststep.catalog.retention import Keep
     from laststep.commit.thread import Team
     from laststep.events import Bus
     from laststep.flush.client import Helper, Launch
     from laststep.flush.handle import SaveHandle
     from laststep.memory.pool import Pool
-    from laststep.restoring.choose import Chosen
     from laststep.settings import Settings
     from laststep.storage.store import Store
 
@@ -71,13 +70,13 @@ def client_of(store: Store, pool: Pool, settings: Settings, keep: Keep | None, b
 
 
 def continuing(
-    found: Listed | Chosen | None, seen: tuple[int, int], *, resumed: bool = True
+    found: AttemptName | None, seen: tuple[int, int], *, resumed: bool = True
 ) -> Continue:
     """What saves continue from: what was found when that was the newest, or nothing."""
     if found is None:
         return Continue(seen=seen)
     return Continue(
-        epoch=found.epoch, attempt=found.attempt, folder=found.folder, seen=seen,
+        after=AttemptName(step=found.step, epoch=found.epoch, attempt=found.attempt), seen=seen,
         resumed_from=found.folder if resumed else None,
     )  # fmt: skip
 

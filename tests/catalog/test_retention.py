@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from laststep.catalog.listing import Listed
-from laststep.catalog.names import format_folder
 from laststep.catalog.retention import Keep, decide
 from laststep.errors import Corrupt, Usage
 from laststep.format.manifest import Commit, Metric
@@ -38,7 +37,6 @@ def _listed(
         files=(), metrics=metrics or {}, references=references,
     )  # fmt: skip
     return Listed(
-        folder=format_folder(step=step, epoch=1, attempt=attempt),
         step=step,
         epoch=1,
         attempt=attempt,

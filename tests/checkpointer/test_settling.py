@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from laststep.catalog.names import AttemptName
 from laststep.catalog.run import Run
-from laststep.commit.round import Desk, Place, Round
+from laststep.commit.round import Desk, Round
 from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.flush.handle import SaveHandle
 from laststep.format.manifest import Commit
@@ -53,7 +54,7 @@ def settled(
         deadline_s=5.0,
     )  # type: ignore[arg-type]  # fmt: skip
     one = Round(7, link, None, None)  # type: ignore[arg-type]
-    one.place = Place(epoch=1, attempt=1, folder="step-00000007.1-1")
+    one.place = AttemptName(step=7, epoch=1, attempt=1)
     found = desk.settle(one, error)
     assert link.handle.committed.over()
     return found, told
@@ -81,8 +82,8 @@ def test_what_is_committed_is_reported_so_whatever_else_went_wrong(
     found, told = settled(tmp_path, Link(lost), error)
     assert found is None
     (message,) = told
-    assert (message.save, message.epoch, message.attempt) == (3, 1, 1)
-    assert message.folder == "step-00000007.1-1"
+    assert (message.save, message.at.point) == (3, (1, 1))
+    assert message.at.folder == "step-00000007.1-1"
 
 
 @pytest.mark.parametrize(("lost", "error", "expected"), [

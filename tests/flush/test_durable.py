@@ -69,7 +69,7 @@ def test_the_first_of_several_ranks_does_not_tell_them_of_what_is_not_durable(
     flusher.start()
     thread = threading.Thread(target=flusher.serve)
     thread.start()
-    trainer.send(Continue(epoch=None, attempt=None, folder=None, seen=(0, 0)))
+    trainer.send(Continue(seen=(0, 0)))
     trainer.send(Begin(save=1, step=1, overwrite=False, files=(), role="first"))
     trainer.send(Seal(save=1, objects=(), items=(), metrics=b"{}", metadata=b"null"))
     trainer.send(Decide(save=1, ranks=2))

@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laststep.catalog.names import AttemptName
 from laststep.flush import protocol as wire
 from laststep.flush.protocol import (
     Begin,
+    Begun,
     Bye,
     Chunks,
     Connection,
@@ -32,6 +34,7 @@ from laststep.flush.protocol import (
     Freed,
     Gathered,
     Grouped,
+    Located,
     NoMetric,
     Progress,
     Ready,
@@ -51,6 +54,7 @@ FILE = FileRecord(
     name="r00000/m-r00003.safetensors", size_bytes=9, header_bytes=1, header_digest="", rank=3
 )
 GROUP = GroupRecord(name="groups/r00002.json", digest="", first=2, ranks=2, files=1, size_bytes=9)
+AT = AttemptName(step=7, epoch=2, attempt=3)
 TO_FLUSHER = [
     Begin(save=1, step=7, overwrite=True, files=(
         FileBegin(name="m.safetensors", item=None, region_bytes=4096, tensor_bytes=24,
@@ -65,7 +69,9 @@ TO_FLUSHER = [
         ClassRecord(table="0" * 32, spans=(Span(0, 2, 2), Span(1, 1))),
     )),
     Drop(save=1, reason="why"),
-    Continue(epoch=None, attempt=None, folder=None, seen=(3, 2)),
+    Continue(seen=(3, 2)),
+    Continue(after=AT, seen=(2, 3), resumed_from=AT.folder),
+    Located(save=1, at=AT),
     Witness(name="epochs/start.lock"),
     Bye(),
 ]  # fmt: skip
@@ -74,7 +80,8 @@ TO_TRAINER = [
     Progress(save=1, done_bytes=5),
     Flushed(save=1, size_bytes=5, opened_s=0.1, written_s=0.2, seconds=0.5),
     Grouped(save=1, group=GROUP),
-    Decided(save=1, epoch=2, attempt=3, folder="step-00000007.2-3", seconds=1.5),
+    Begun(save=1, at=AT),
+    Decided(save=1, at=AT, seconds=1.5),
     Failed(save=1, kind="Torn", fields={"what": "x", "where": None}),
     Removed(step=3, folder="f"),
     NoMetric(reason="why"),

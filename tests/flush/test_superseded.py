@@ -29,7 +29,7 @@ def test_no_epoch_is_claimed_for_a_dead_trainer_of_several_ranks(run_folder: Pat
         pidfd = os.pidfd_open(trainer.pid)
     ours, theirs = socket.socketpair()
     dead = Connection(ours)
-    dead.send(Continue(epoch=None, attempt=None, folder=None, seen=(0, 0)))
+    dead.send(Continue(seen=(0, 0)))
     dead.send(Begin(save=1, step=1, overwrite=False, files=(), role="first"))
     flusher = serving.Flusher(
         Connection(theirs, peer=pidfd), memoryview(b""), run_path=str(run_folder),

@@ -47,7 +47,7 @@ class Through(enum.Enum):
     ALL = enum.auto()
 
 
-class Listed(msgspec.Struct, frozen=True, kw_only=True):
+class Listed(AttemptName, frozen=True, kw_only=True, gc=True):
     """A committed checkpoint; where its manifest cannot be read, `commit` is None, `error` tells.
 
     `on_lineage` is False for an abandoned branch and for one whose step was committed again, which
@@ -55,10 +55,6 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     manifest says; bytes that have changed are for `verify` to find.
     """
 
-    folder: str
-    step: int
-    epoch: int
-    attempt: int
     commit: Commit | None
     error: LaststepError | None
     on_lineage: bool
@@ -82,14 +78,10 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
         return self.commit is not None and self.incomplete is None
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+class Attempt(AttemptName, frozen=True, kw_only=True):
     """An undecided attempt, and whether its writer is alive. Its bytes are those that were seen: in
     a job of many ranks most lie in folders, for a look that goes through them."""
 
-    folder: str
-    step: int
-    epoch: int
-    attempt: int
     alive: bool
     size_bytes: int
 
@@ -298,7 +290,6 @@ def attempts(found: tuple[Found, ...], epochs: Epochs) -> tuple[Attempt, ...]:
     alive = {epoch: epochs.is_alive(epoch) for epoch in {item.name.epoch for item in undecided}}
     return tuple(
         Attempt(
-            folder=item.name.folder,
             step=item.name.step,
             epoch=item.name.epoch,
             attempt=item.name.attempt,
@@ -317,7 +308,6 @@ def _listed(
     by = replaced.get(name)
     written = (entry.modified_s for entry in item.entries if entry.name == MANIFEST_NAME)
     return Listed(
-        folder=name.folder,
         step=name.step,
         epoch=name.epoch,
         attempt=name.attempt,

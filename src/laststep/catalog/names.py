@@ -24,7 +24,8 @@ _EPOCH = re.compile(r"([0-9]{8,20})\.(json|lock)")
 
 
 class AttemptName(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One attempt: the step it saves, the writer's epoch, and which attempt of that epoch."""
+    """One attempt: the step it saves, the writer's epoch, and which attempt of that epoch. Whatever
+    speaks of an attempt or a checkpoint says which one by this."""
 
     step: int
     epoch: int

@@ -76,7 +76,7 @@ def plan(
 ) -> PrunePlan:
     """The plan for what is listed. Pure: `store` is only kept for the execution."""
     verdicts = decide(listed, keep, resumed_from=resumed_from, pinned=pinned)
-    points = {item.folder: (item.epoch, item.attempt) for item in listed}
+    points = {item.folder: item.point for item in listed}
     doomed = [verdict.folder for verdict in verdicts if not verdict.keep]
     doomed.sort(key=lambda folder: points[folder], reverse=True)
     lacking = missing_metric(listed, keep)

@@ -80,7 +80,7 @@ def _resumed_from(run: Run) -> str | None:
     record = run.epoch(newest if writer is None else writer.epoch)
     if record is None or record.continues is None:
         return None
-    places_of = {(item.epoch, item.attempt): item.folder for item in listed}
+    places_of = {item.point: item.folder for item in listed}
     return places_of.get(record.continues)
 
 

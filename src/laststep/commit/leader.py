@@ -27,13 +27,14 @@ from laststep.commit.receipts import (
     summarise,
 )
 from laststep.commit.replicas import gone_apart, incomparable, seen_by, unequal
-from laststep.commit.round import COMMITTED, GATHERED, Decision, Now, Over, Past, Place
+from laststep.commit.round import COMMITTED, GATHERED, Decision, Now, Over, Past
 from laststep.errors import Aborted, LaststepError
 from laststep.flush.protocol import Decide
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from laststep.catalog.names import AttemptName
     from laststep.commit.replicas import Unequal
     from laststep.commit.round import Desk, Round
     from laststep.events import Bus
@@ -114,24 +115,21 @@ class Leading:
         if note is not None:
             raise Over(note.decode())
 
-    def _begun(self, one: Round) -> Place | None:
+    def _begun(self, one: Round) -> AttemptName | None:
         """Where this rank's flusher has begun; None where there is nothing to begin."""
         link = one.link
         if link is None:
             return None
 
         def look() -> bool | None:
-            return True if link.place is not None or link.handle.committed.over() else None
+            return True if link.at is not None or link.handle.committed.over() else None
 
         deadline_s = self._desk.deadline_s
         until_s = one.began_s + deadline_s + margin_s(deadline_s)
         if self._board.until(look, until_s, rest=link.rest) is None:
             raise Aborted(f"the flusher began nothing within {deadline_s:g} s", remedy=_STUCK)
         one.own_s = time.monotonic() - one.began_s
-        place = link.place
-        if place is None:
-            return None
-        return Place(epoch=place.epoch, attempt=place.attempt, folder=place.folder)
+        return link.at
 
     def _post(self, one: Round, *, problem: str = "") -> None:
         now = Now(

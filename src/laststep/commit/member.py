@@ -24,10 +24,11 @@ from laststep.flush.protocol import Decide, Located
 from laststep.plan.groups import Groups
 
 if TYPE_CHECKING:
+    from laststep.catalog.names import AttemptName
     from laststep.commit.differences import Differing
     from laststep.commit.receipts import Summary
     from laststep.commit.replicas import Unequal
-    from laststep.commit.round import Desk, Place, Round
+    from laststep.commit.round import Desk, Round
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +62,7 @@ class Following:
         if link is not None:
             self._listen(one)  # where it came late
             link.begin()  # the flusher must know of the save before it is told where it is
-            self._desk.client.send(
-                Located(save=link.number, epoch=place.epoch, attempt=place.attempt,
-                        folder=place.folder)
-            )  # fmt: skip
+            self._desk.client.send(Located(save=link.number, at=place))
         mine = self._desk.own_receipt(one, self._listen)
         me = self._desk.rank.number
         if mine.problem or link is None:
@@ -84,7 +82,7 @@ class Following:
         if one.number:
             self._board.put(one.key("failed"), self._desk.by_me(reason))
 
-    def _join(self, one: Round) -> Place:
+    def _join(self, one: Round) -> AttemptName:
         """Find the first rank's save of this step."""
 
         def look() -> Now | None:

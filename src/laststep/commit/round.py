@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import decision
+from laststep.catalog.names import AttemptName
 from laststep.codecs.digests import digest
 from laststep.commit.agreement import ABSENT, margin_s
 from laststep.commit.differences import Differing, values_of
@@ -55,14 +56,6 @@ class Over(Exception):
     do."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the first rank has begun a save."""
-
-    epoch: int
-    attempt: int
-    folder: str
-
-
 class Past(msgspec.Struct, frozen=True, kw_only=True):
     """A save that is over; without a reason, it is committed."""
 
@@ -76,7 +69,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     step: int
-    place: Place | None
+    place: AttemptName | None
     problem: str
     past: tuple[Past, ...]
     group_size: int
@@ -107,7 +100,7 @@ class Round:
     """Why this rank takes no part."""
     number: int = 0
     """The first rank's number of it, once it is known; with it the next two."""
-    place: Place | None = None
+    place: AttemptName | None = None
     groups: Groups | None = None
     began_s: float = 0.0
     """When this rank turned to it."""
@@ -294,11 +287,8 @@ class Desk:
         if failure is not None:
             failure = self._given_up(one, failure)
         if failure is None and one.place is not None:
-            place = one.place
-            self.client.decided(
-                Decided(save=link.number, epoch=place.epoch, attempt=place.attempt,
-                        folder=place.folder, seconds=link.handle.since_began_s())
-            )  # fmt: skip
+            seconds = link.handle.since_began_s()
+            self.client.decided(Decided(save=link.number, at=one.place, seconds=seconds))
         else:
             link.failed(failure or StorageFailed("a commit failed", found="no answer"))
         return link.handle.error

@@ -375,16 +375,15 @@ class Client:
         # Should this flusher die, the next one goes on from here.
         before = self._continues
         self._continues = Continue(
-            epoch=message.epoch, attempt=message.attempt, folder=message.folder,
-            seen=(message.epoch, message.attempt),
+            after=message.at, seen=message.at.point,
             resumed_from=None if before is None else before.resumed_from,
         )  # fmt: skip
         report = link.handle.report
-        report.committed_s, report.folder = link.handle.since_began_s(), message.folder
+        report.committed_s, report.folder = link.handle.since_began_s(), message.at.folder
         link.handle.committed.reach()
         link.note()
         self._bus.emit(
-            Committed(step=link.handle.step, folder=message.folder, size_bytes=report.size_bytes,
+            Committed(step=link.handle.step, folder=report.folder, size_bytes=report.size_bytes,
                       seconds=report.committed_s)
         )  # fmt: skip
 
@@ -426,22 +425,20 @@ class Client:
     def _find_out(self, link: SaveLink, error: StorageFailed, *, is_dead: bool) -> None:
         """Look in the run what became of a save that its flusher may have committed before it could
         say so. Once that is dead, what stands there is final."""
-        place = link.place
-        assert place is not None  # noqa: S101 (its flusher said so before it was durable)
+        at = link.at
+        assert at is not None  # noqa: S101 (its flusher said so before it was durable)
         doubt = None if is_dead else "it may still commit"
         try:
-            if is_dead and self._job.has_committed(place.folder):
-                self.decided(
-                    Decided(save=link.number, epoch=place.epoch, attempt=place.attempt,
-                            folder=place.folder, seconds=link.handle.since_began_s())
-                )  # fmt: skip
+            if is_dead and self._job.has_committed(at.folder):
+                seconds = link.handle.since_began_s()
+                self.decided(Decided(save=link.number, at=at, seconds=seconds))
                 return
         except Exception as second:  # noqa: BLE001 (nobody else would end the save)
             doubt = str(second) or repr(second)
         if doubt is not None:
             error = StorageFailed(
                 f"it is not known whether step {link.handle.step} is committed",
-                where=place.folder, found=f"{error.without_remedy()}; then {doubt}",
+                where=at.folder, found=f"{error.without_remedy()}; then {doubt}",
                 remedy="`laststep ls` shows it if it is",
             )  # fmt: skip
         with self._lock:

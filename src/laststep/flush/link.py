@@ -17,6 +17,7 @@ from laststep.format.manifest import FileRecord, GroupRecord, ItemRecord
 
 if TYPE_CHECKING:
     from laststep.capture.job import CaptureTiming
+    from laststep.catalog.names import AttemptName
     from laststep.flush.client import Client
     from laststep.flush.handle import SaveHandle
     from laststep.memory.filled import Filled
@@ -45,7 +46,7 @@ class SaveLink:
     ) -> None:
         self._client = client
         self.number = number
-        self.place: Begun | None = None
+        self.at: AttemptName | None = None
         """Where the flusher has begun it, unless this rank is told by the first one."""
         self.files: tuple[FileRecord, ...] = ()
         """What this rank has made durable of it."""
@@ -89,7 +90,7 @@ class SaveLink:
     def note(self, message: Begun | Grouped | None = None) -> None:
         """The flusher has said so; or, where that is nothing more, the save is over for it."""
         if isinstance(message, Begun):
-            self.place = message
+            self.at = message.at
         elif message is not None:
             self.group = message.group
         self._news.set()

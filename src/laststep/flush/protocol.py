@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from laststep.catalog.names import AttemptName
 from laststep.format.header import PartEntry, TensorEntry
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
 from laststep.memory.filled import Filled
@@ -56,9 +57,7 @@ class Located(_Message, frozen=True, kw_only=True):
     """Where the first rank has begun the save that this member takes part in."""
 
     save: int
-    epoch: int
-    attempt: int
-    folder: str
+    at: AttemptName
 
 
 class Chunks(_Message, frozen=True, kw_only=True):
@@ -109,11 +108,9 @@ class Drop(_Message, frozen=True, kw_only=True):
 
 
 class Continue(_Message, frozen=True, kw_only=True):
-    """From here on, saves continue this checkpoint (epoch, attempt) under a new epoch; or none."""
+    """From here on, saves continue this checkpoint under a new epoch; or none."""
 
-    epoch: int | None = None
-    attempt: int | None = None
-    folder: str | None = None
+    after: AttemptName | None = None
     seen: tuple[int, int]
     """The newest epoch when that was decided, and its last commit: if another start takes one or
     commits anything since, the run is its own."""
@@ -140,9 +137,7 @@ class Begun(_Message, frozen=True, kw_only=True):
     """The flusher of who commits has made the folder of a save."""
 
     save: int
-    epoch: int
-    attempt: int
-    folder: str
+    at: AttemptName
 
 
 class Progress(_Message, frozen=True, kw_only=True):
@@ -173,9 +168,7 @@ class Decided(_Message, frozen=True, kw_only=True):
     """A save is committed."""
 
     save: int
-    epoch: int
-    attempt: int
-    folder: str
+    at: AttemptName
     seconds: float
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import groups, starts
+from laststep.catalog.names import AttemptName
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.codecs import objects
@@ -195,9 +196,9 @@ class Flusher:
             run = self._open_epoch(begin)
             self._attempts += 1
             assert self._epoch is not None  # noqa: S101 (set by _open_epoch)
-            save.epoch, save.attempt = self._epoch, self._attempts
-            folder = run.begin(step=begin.step, epoch=save.epoch, attempt=save.attempt)
-            save.flush = SaveFlush(self._store, folder, begin.files)
+            at = AttemptName(step=begin.step, epoch=self._epoch, attempt=self._attempts)
+            folder = run.begin(step=at.step, epoch=at.epoch, attempt=at.attempt)
+            save.at, save.flush = at, SaveFlush(self._store, folder, begin.files)
             if not begin.overwrite:
                 # After `begin`: a writer that was taken over hears that, not that its step is
                 # taken.
@@ -210,19 +211,16 @@ class Flusher:
                 "cannot begin a save", where=self._store.url, found=str(error)
             )
         self._order.put(save)
-        if save.flush is not None and save.error is None:
-            self._send(
-                Begun(save=begin.save, epoch=save.epoch, attempt=save.attempt,
-                      folder=save.flush.folder)
-            )  # fmt: skip
+        if save.at is not None and save.error is None:
+            self._send(Begun(save=begin.save, at=save.at))
 
     def _locate(self, save: Save, place: Located) -> None:
         """A member learns where to write: what has come meanwhile can be written now."""
-        save.epoch, save.attempt = place.epoch, place.attempt
         try:
             if self._run is None:
                 self._run = Run.open(self._store)
-            save.flush = SaveFlush(self._store, place.folder, save.begin.files)
+            flush = SaveFlush(self._store, place.at.folder, save.begin.files)
+            save.at, save.flush = place.at, flush
             save.opened_s = time.monotonic() - save.began_s
         except LaststepError as error:
             save.error = error
@@ -246,9 +244,7 @@ class Flusher:
         asked, orphan = self._continues, self._connection.peer_is_dead()
         if orphan and begin.role != "alone":
             raise Aborted("the trainer died before the save began, which needs all ranks")
-        point = None
-        if asked.epoch is not None and asked.attempt is not None:
-            point = (asked.epoch, asked.attempt)
+        point = None if asked.after is None else asked.after.point
         if self._epoch_lock is not None:
             self._epoch_lock.close()
             self._epoch_lock = None
@@ -256,7 +252,7 @@ class Flusher:
         self._epoch_lock = self._run.lock_epoch(epoch)
         self._epoch = epoch  # only with its lock: without it the attempts would look dead
         self._attempts = 0
-        self._last_folder = asked.folder
+        self._last_folder = None if asked.after is None else asked.after.folder
         self._run.clean()
         return self._run
 
@@ -323,6 +319,7 @@ class Flusher:
         if save.error is not None:
             raise save.error
         assert save.flush is not None  # noqa: S101 (set by _begin where there is no error)
+        assert save.at is not None  # noqa: S101 (as above)
         assert save.seal is not None  # noqa: S101 (waited for)
         assert self._run is not None  # noqa: S101 (opened by _begin)
         written_s = time.monotonic() - save.began_s
@@ -342,7 +339,7 @@ class Flusher:
                     groups=decide.groups, classes=decide.classes,
                 )  # fmt: skip
             # It may have slept for long: a later start goes on from another checkpoint by now.
-            self._run.check_newest(save.epoch)
+            self._run.check_newest(save.at.epoch)
             self._run.commit(save.flush.folder, commit)
             self._last_folder = save.flush.folder
         else:
@@ -355,19 +352,22 @@ class Flusher:
         """Wait for what the ranks agree on, and write the manifest of a group meanwhile, if this
         rank speaks for one."""
         while isinstance(word := save.next_word(), Gathered):
-            assert save.flush is not None  # noqa: S101 (its files are durable)
+            at = save.at
+            assert at is not None  # noqa: S101 (its files are durable)
             group = GroupManifest(
-                step=save.begin.step, epoch=save.epoch, attempt=save.attempt, first=word.first,
+                step=at.step, epoch=at.epoch, attempt=at.attempt, first=word.first,
                 ranks=word.ranks, files=word.files,
             )  # fmt: skip
-            record = groups.write(self._store, save.flush.folder, group)
+            record = groups.write(self._store, at.folder, group)
             self._send(Grouped(save=save.begin.save, group=record))
         return word
 
     def _commit_record(self, save: Save, seal: Seal, files: tuple[FileRecord, ...]) -> Commit:
+        at = save.at
         assert self._run is not None  # noqa: S101 (it was opened when the save began)
+        assert at is not None  # noqa: S101 (as above)
         return Commit(
-            run=self._run.id, step=save.begin.step, epoch=save.epoch, attempt=save.attempt,
+            run=self._run.id, step=at.step, epoch=at.epoch, attempt=at.attempt,
             created_s=time.time(), laststep=VERSION, items=seal.items, files=files,
             metrics=objects.decode(seal.metrics, where="metrics"),  # type: ignore[arg-type]
             metadata=objects.decode(seal.metadata, where="metadata"),
@@ -376,8 +376,8 @@ class Flusher:
 
     def _retain(self, save: Save) -> None:
         """Retention failing costs disk space, never the checkpoint that was just committed."""
-        run = self._run
-        if run is None or (self._keep is None and not save.begin.overwrite):
+        run, at = self._run, save.at
+        if run is None or at is None or (self._keep is None and not save.begin.overwrite):
             return
         try:
             # Without any rule everything stays, except what was overwritten.
@@ -387,7 +387,7 @@ class Flusher:
             steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
             plan.execute(
                 # What a successor continues from is not this writer's to judge.
-                before=lambda: run.check_newest(save.epoch),
+                before=lambda: run.check_newest(at.epoch),
                 each=lambda gone: self._send(Removed(step=steps[gone], folder=gone)),
             )
         except (LaststepError, OSError) as error:
@@ -452,12 +452,10 @@ class Flusher:
         return False
 
     def _send_decided(self, save: Save) -> None:
-        assert save.flush is not None  # noqa: S101 (what was decided was begun)
+        assert save.at is not None  # noqa: S101 (what was decided was begun)
         self._clear(save)
-        self._send(
-            Decided(save=save.begin.save, epoch=save.epoch, attempt=save.attempt,
-                    folder=save.flush.folder, seconds=time.monotonic() - save.began_s)
-        )  # fmt: skip
+        seconds = time.monotonic() - save.began_s
+        self._send(Decided(save=save.begin.save, at=save.at, seconds=seconds))
 
     def _clear(self, save: Save) -> None:
         """Show that the save is over."""

@@ -9,6 +9,7 @@ import threading
 
 import msgspec
 
+from laststep.catalog.names import AttemptName
 from laststep.errors import Aborted, LaststepError
 from laststep.flush.protocol import Begin, Decide, Gathered, Seal
 from laststep.flush.writer import SaveFlush
@@ -23,8 +24,8 @@ class Save(msgspec.Struct):
     begin: Begin
     began_s: float
     flush: SaveFlush | None = None
-    epoch: int = 0
-    attempt: int = 0
+    at: AttemptName | None = None
+    """Which attempt it is; known as soon as `flush` is."""
     error: LaststepError | None = None
     pending: int = 0
     located: bool = True

@@ -17,6 +17,7 @@ import msgspec
 
 from laststep.catalog import decision
 from laststep.catalog.listing import nearest_steps
+from laststep.catalog.names import AttemptName
 from laststep.catalog.run import Run
 from laststep.errors import Corrupt, LaststepError, NotFound, StorageFailed, Usage
 from laststep.format import manifest
@@ -54,13 +55,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return text + ("" if self.strict else " with strict=False")
 
 
-class Chosen(msgspec.Struct, frozen=True, kw_only=True):
+class Chosen(AttemptName, frozen=True, kw_only=True):
     """A checkpoint, as the first rank has found it."""
 
-    folder: str
-    step: int
-    epoch: int
-    attempt: int
     manifest: bytes
     """As it is stored; nothing where the first rank cannot read it."""
     lineage_steps: tuple[int, ...]
@@ -160,7 +157,7 @@ class Choosing:
         steps = tuple(one.step for one in self._lineage[:until]) or (listed.step,)
         stored = b"" if listed.commit is None else manifest.encode(listed.commit)
         return Chosen(
-            folder=listed.folder, step=listed.step, epoch=listed.epoch, attempt=listed.attempt,
+            step=listed.step, epoch=listed.epoch, attempt=listed.attempt,
             manifest=stored, lineage_steps=steps,
         )  # fmt: skip
 

@@ -150,7 +150,7 @@ class Tenure:
         """Take the next epoch, which continues the newest checkpoint."""
         seen = run.newest_point()
         newest = run.newest()
-        point = None if newest is None else (newest.epoch, newest.attempt)
+        point = None if newest is None else newest.point
         epoch = run.claim_epoch(point, seen=seen, writer=self._trainer)
         self._lock = run.lock_epoch(epoch)
         self._epoch, self._attempts = epoch, 0

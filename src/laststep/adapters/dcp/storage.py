@@ -236,7 +236,7 @@ class Writer(StorageWriter):
                 if one.step == self._step]  # fmt: skip
         if not mine:
             raise Aborted("the save was given up by the coordinator", where=self._path)
-        return max(mine, key=lambda one: (one.epoch, one.attempt)).folder
+        return max(mine, key=lambda one: one.point).folder
 
     def _give_up(self, store: DirectoryStore, folder: str, reason: str) -> None:
         """Any rank may decide against an attempt. Others may still be writing: the files go when
