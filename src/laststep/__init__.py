@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from laststep.state.provider import ABSENT, State, StateProvider
     from laststep.state.tensors import Laid, register_tensor_type
     from laststep.state.values import RNG, PerRank
+    from laststep.storage.registry import register_store
 
 _WHERE = {
     "laststep.checkpointer": ("Checkpointer",),
@@ -52,6 +53,7 @@ _WHERE = {
     "laststep.state.layouts": ("Flat", "Mesh", "Replicate", "Shard", "Sharded"),
     "laststep.state.tensors": ("Laid", "register_tensor_type"),
     "laststep.state.values": ("RNG", "PerRank"),
+    "laststep.storage.registry": ("register_store",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _WHERE.items() for name in names}
 
@@ -93,6 +95,7 @@ __all__ = [
     "__version__",
     "load",
     "open",
+    "register_store",
     "register_tensor_type",
     "save",
 ]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import operator
-import os
 import weakref
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
+from laststep.catalog.decision import is_checkpoint
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.codecs.digests import DIGEST_BYTES, digest
@@ -24,10 +24,11 @@ from laststep.process.only_one import OnlyOne
 from laststep.read.content import Content, DataFile, Place
 from laststep.read.verify import VerifyReport, verify_checkpoint
 from laststep.state.boxes import Box, whole
-from laststep.storage.directory import DirectoryStore, absolute
+from laststep.storage.registry import open_parent, open_store
 from laststep.terms import BLOCK_BYTES, DTYPES, MANIFEST_NAME
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator
 
     import torch
@@ -43,12 +44,11 @@ _MANIFEST_LIMIT = 64 << 20
 
 def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users expect)
     """The catalog of a run; `NotFound` where there is none."""
-    store = DirectoryStore(path)
+    store = open_store(path)
     try:
         return Catalog(Run.open(store))
     except NotFound:
-        # Unlike Path.exists this is False, and no error, where one may not look.
-        if not os.path.exists(f"{store.url}/{MANIFEST_NAME}"):  # noqa: PTH110
+        if not is_checkpoint(store):
             raise
         raise NotFound(
             "this is one checkpoint, not a run", where=store.url,
@@ -412,9 +412,8 @@ def _wrong_block(buffer: bytearray, blocks: bytes, first: int) -> int | None:
 
 def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
     """A checkpoint's folder on its own, wherever it was copied to."""
-    full = absolute(path)
-    parent, folder = os.path.split(full)
-    store = DirectoryStore(parent)
+    store, folder = open_parent(path)
+    full = f"{store.url}/{folder}"
     try:
         data = store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=_MANIFEST_LIMIT)
     except NotFound:

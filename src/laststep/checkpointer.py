@@ -39,7 +39,7 @@ from laststep.saving.pausing import without_collection
 from laststep.saving.portion import Sharing
 from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy, Settings, seconds
 from laststep.state.items import providers_for
-from laststep.storage.directory import DirectoryStore
+from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES
 from laststep.watching import watch
 
@@ -107,7 +107,8 @@ class Checkpointer(single.OnlyOne):
         self._resumed = False
         self._closed = False
         self._pid = os.getpid()
-        self._store = DirectoryStore(run)
+        by_others = self._rank.ranks > 1 or self._settings.flush is FlushIn.PROCESS
+        self._store = open_store(run, shared=by_others)
         self.path = self._store.url
         self._providers = providers_for(arguments.all_items(items, more_items))
         if self._rank.ranks > 1:

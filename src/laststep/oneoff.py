@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laststep.browse import Catalog, Checkpoint, open_folder
+from laststep.catalog.decision import is_checkpoint
 from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
 from laststep.errors import Exists, NotFound, Usage
@@ -26,9 +27,10 @@ from laststep.saving.place import check_new_folder
 from laststep.settings import MIN_SLOTS
 from laststep.state.items import providers_for
 from laststep.state.tensors import allocate
-from laststep.storage.directory import DirectoryStore, absolute
 from laststep.storage.disk import failed
-from laststep.terms import CHUNK_BYTES, MANIFEST_NAME
+from laststep.storage.paths import absolute
+from laststep.storage.registry import local_path, open_store
+from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from laststep.read.content import Content
@@ -67,7 +69,7 @@ def write_folder(items: Mapping[str, object], full: str, *, allow_pickle: bool) 
     target = Path(full)
     check_new_folder(target)
     staging = target.parent / f".{target.name}.tmp-{os.getpid()}-{time.monotonic_ns()}"
-    beside = DirectoryStore(target.parent)
+    beside = open_store(target.parent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _Alone(
@@ -104,7 +106,7 @@ def load(
     if device != "cpu":
         _check_device(device)
     checkpoint, is_run = _find(path, step)
-    where = f"{absolute(path)}/{checkpoint.folder}" if is_run else absolute(path)
+    where = open_store(path).url + (f"/{checkpoint.folder}" if is_run else "")
     with interrupts.held(), shortage.told("load"):
         return _load(
             checkpoint, into, rank, where, device,
@@ -197,19 +199,17 @@ def _check_device(device: str) -> None:
 
 
 def _find(path: str | os.PathLike[str], step: int | None) -> tuple[Checkpoint, bool]:
-    """A folder's checkpoint, or that step (None: the newest) of a run, and whether it is of a run.
-
-    `os.path` and not `Path`: it says False, and raises nothing, where one may not look.
-    """
-    full = absolute(path)
-    if os.path.exists(f"{full}/{MANIFEST_NAME}"):  # noqa: PTH110
+    """A folder's checkpoint, or that step (None: the newest) of a run; and whether it is a run."""
+    store, local = open_store(path), local_path(path)
+    full = store.url
+    if is_checkpoint(store):
         if step is not None:
             raise Usage("one checkpoint has but one step", where=full, remedy="leave `step` out")
         return open_folder(full), False
-    if os.path.isfile(full):  # noqa: PTH113
-        raise _is_file(full)
+    if local is not None and os.path.isfile(local):  # noqa: PTH113 (False where one may not look)
+        raise _is_file(local)
     try:
-        run = Run.open(DirectoryStore(full))
+        run = Run.open(store)
     except NotFound:
         raise NotFound(
             "there is neither a checkpoint nor a run", where=full, remedy="check the path"
@@ -221,7 +221,7 @@ def _find(path: str | os.PathLike[str], step: int | None) -> tuple[Checkpoint, b
 def _is_file(full: str) -> NotFound:
     folder = str(Path(full).parent)
     remedy = f"`laststep import {full} RUN` makes a checkpoint of a torch.save or safetensors file"
-    if os.path.exists(f"{folder}/{MANIFEST_NAME}"):  # noqa: PTH110
+    if is_checkpoint(open_store(folder)):
         remedy = f"laststep.load({folder!r}) loads the checkpoint that it belongs to"
     elif full.endswith(".safetensors"):
         remedy = f"safetensors.torch.load_file reads it; {remedy}"

@@ -209,7 +209,7 @@ def with_disk(
         disks.append(make())
         return DirectoryStore(path, disk=disks[-1])
 
-    monkeypatch.setattr(serving, "DirectoryStore", store)
+    monkeypatch.setattr(serving, "open_store", store)
     return disks
 
 

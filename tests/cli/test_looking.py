@@ -299,5 +299,5 @@ def test_a_home_folder_is_found_and_a_url_refused(
         assert laststep(command, f"~/{maker.path.name}").status == 0
         refused = laststep(command, "s3://bucket/run")
         assert refused.status == 2
-        assert "this is a URL" in refused.err
+        assert "no store is registered for s3://" in refused.err
     assert "; check the path" in laststep("ls", "nope").err

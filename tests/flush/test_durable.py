@@ -63,7 +63,7 @@ def test_the_first_of_several_ranks_does_not_tell_them_of_what_is_not_durable(
     ours, theirs = socket.socketpair()
     trainer = Connection(ours)
     flusher = serving.Flusher(
-        Connection(theirs), memoryview(b""), run_path=str(run_folder), trainer=new_start(),
+        Connection(theirs), memoryview(b""), run=str(run_folder), trainer=new_start(),
         writers=1, keep=None,
     )  # fmt: skip
     flusher.start()

@@ -32,7 +32,7 @@ def test_no_epoch_is_claimed_for_a_dead_trainer_of_several_ranks(run_folder: Pat
     dead.send(Continue(seen=(0, 0)))
     dead.send(Begin(save=1, step=1, overwrite=False, files=(), role="first"))
     flusher = serving.Flusher(
-        Connection(theirs, peer=pidfd), memoryview(b""), run_path=str(run_folder),
+        Connection(theirs, peer=pidfd), memoryview(b""), run=str(run_folder),
         trainer=new_start(), writers=1, keep=None,
     )  # fmt: skip
     flusher.start()

@@ -14,7 +14,7 @@ from laststep.errors import Exists, NotFound, StorageFailed, Usage
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.disk import Disk
 from laststep.testing.faults import FailingDisk, Kind, RecordingDisk
-from laststep.testing.stores import StoreConformance, aligned, write_file, write_piece
+from laststep.testing.stores import SharedStoreConformance, aligned, write_file, write_piece
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 
-class TestDirectBytes(StoreConformance):
+class TestDirectBytes(SharedStoreConformance):
     def make_store(self, folder: Path) -> Store:
         return DirectoryStore(folder)
 
 
-class TestBufferedBytes(StoreConformance):
+class TestBufferedBytes(SharedStoreConformance):
     def make_store(self, folder: Path) -> Store:
         return DirectoryStore(folder, direct=False)
 
@@ -42,7 +42,7 @@ class _WithoutLinks(Disk):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
-class TestWithoutHardLinks(StoreConformance):
+class TestWithoutHardLinks(SharedStoreConformance):
     def make_store(self, folder: Path) -> Store:
         return DirectoryStore(folder, disk=_WithoutLinks())
 

@@ -92,7 +92,7 @@ def test_who_was_handed_the_descriptor_holds_it_after_the_first_holder_died(
     there.close()
     assert store.is_locked("x.lock")  # by the message alone, which nobody has read
     _, (fd,), _, _ = socket.recv_fds(here, 1, 1)
-    lock = store.adopt_lock("x.lock", fd)
+    lock = locks.adopt(fd, "x.lock")
     assert store.marked("x.lock") == ((3, 3),)
     lock.clear(3)
     assert store.marked("x.lock") == ()

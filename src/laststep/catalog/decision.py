@@ -16,7 +16,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from laststep.catalog.names import FATE_NAME, parse_folder
-from laststep.errors import Aborted, Corrupt, Exists, NotFound, StorageFailed, Usage
+from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
 from laststep.format import manifest
 from laststep.format.manifest import Abort, Commit
 from laststep.terms import MANIFEST_NAME
@@ -58,6 +58,15 @@ def read_manifest(store: Store, folder: str) -> Commit | Abort | None:
     if isinstance(decided, Commit):
         _check_place(decided, folder, where=f"{store.url}/{name}")
     return decided
+
+
+def is_checkpoint(store: Store) -> bool:
+    """Whether the store itself is the folder of one checkpoint; False where one may not look."""
+    try:
+        store.open_reader(MANIFEST_NAME, cached=True).close()
+    except LaststepError:
+        return False
+    return True
 
 
 def deleted(store: Store, folder: str) -> NotFound | None:

@@ -22,7 +22,7 @@ import typer
 from laststep.catalog.run import Run
 from laststep.cli import output
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, StorageFailed
-from laststep.storage.directory import DirectoryStore
+from laststep.storage.registry import open_store
 
 _SAFETENSORS = ".safetensors"
 _WHOLE = "model"
@@ -59,7 +59,7 @@ def import_(
 def _check_run(path: str, step: int, *, force: bool) -> None:
     """Refuse what would fail, or harm somebody, before the file is read."""
     try:
-        run = Run.open(DirectoryStore(path))
+        run = Run.open(open_store(path))
     except NotFound:
         return
     writer = None if force else run.live_writer()

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from laststep.catalog import decision
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.names import EPOCHS_FOLDER, RUN_NAME, parse_folder
 from laststep.catalog.run import Run
 from laststep.cli import output
 from laststep.errors import NotFound
-from laststep.storage.directory import DirectoryStore, absolute
+from laststep.storage.registry import local_path, open_parent, open_store
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 RunPath = Annotated[
-    str, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)
+    str, typer.Argument(metavar="RUN", help="The folder or URL of a run.", show_default=False)
 ]
 RunOrCheckpoint = Annotated[
     str,
     typer.Argument(
         metavar="RUN|FOLDER",
-        help="The folder of a run, or of one checkpoint.",
+        help="The folder or URL of a run, or of one checkpoint.",
         show_default=False,
     ),
 ]
@@ -47,7 +48,10 @@ class Place:
 
 def open_run(path: str) -> Run:
     """The run in that folder; `NotFound` where there is none."""
-    folder = Path(absolute(path))
+    local = local_path(path)
+    if local is None:
+        return Run.open(open_store(path))
+    folder = Path(local)
     if folder.exists() and not folder.is_dir():
         remedy = "name a folder"
         for above in folder.resolve().parents[:2]:
@@ -65,12 +69,12 @@ def open_run(path: str) -> Run:
             where = f"its run may be {above}" if is_of_run else f"`laststep show {path}` shows it"
             remedy = f"this is one checkpoint; {where}"
         raise NotFound("there is no run", where=path, found="a folder that is none", remedy=remedy)
-    return Run.open(DirectoryStore(path))
+    return Run.open(open_store(path))
 
 
 def is_checkpoint(path: str) -> bool:
     """Whether the path is the folder of one checkpoint, in a run or on its own."""
-    return (Path(absolute(path)) / MANIFEST_NAME).is_file()
+    return decision.is_checkpoint(open_store(path))
 
 
 def find(run: Run, step: int | None) -> Listed:
@@ -111,13 +115,13 @@ def resolve(path: str, step: int | None) -> Place:
         return Place(store=run.store, folder=listed.folder, listed=listed)
     if step is not None:
         raise typer.BadParameter("a checkpoint's folder has but one step", param_hint="--step")
-    folder = Path(absolute(path)).resolve()
-    if parse_folder(folder.name) is not None and _is_run(folder.parent):
-        run = Run.open(DirectoryStore(folder.parent))
-        for listed in run.checkpoints():
-            if listed.folder == folder.name:
-                return Place(store=run.store, folder=listed.folder, listed=listed)
-    return Place(store=DirectoryStore(folder.parent), folder=folder.name, listed=None)
+    local = local_path(path)
+    store, folder = open_parent(path if local is None else Path(local).resolve())
+    if parse_folder(folder) is not None:
+        for listed in Run.open(store).checkpoints():
+            if listed.folder == folder:
+                return Place(store=store, folder=folder, listed=listed)
+    return Place(store=store, folder=folder, listed=None)
 
 
 def _is_run(folder: Path) -> bool:

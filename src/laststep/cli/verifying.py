@@ -23,7 +23,7 @@ from laststep.cli import listing, output, places
 from laststep.cli.status import DAMAGED
 from laststep.errors import Corrupt, NotFound
 from laststep.read.verify import VerifyReport, verify_checkpoint
-from laststep.storage.directory import DirectoryStore
+from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +106,7 @@ def _all(path: str) -> _Found:
         run = places.open_run(path)
     except Corrupt as error:
         damage = error
-        run = Run(DirectoryStore(path), None)
+        run = Run(open_store(path), None)
     try:
         checkpoints, attempts = run.look()
     except Corrupt as error:  # the record of an epoch

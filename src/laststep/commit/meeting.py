@@ -20,7 +20,7 @@ from laststep.ranks.board import Board
 from laststep.ranks.group import Alone, Group
 from laststep.ranks.rank import ranks_per_node
 from laststep.settings import WAIT_FOR_OTHERS_S
-from laststep.storage.directory import DirectoryStore
+from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,7 +65,7 @@ def gather(rank: Rank, run: str, client: Client, settings: Settings, bus: Bus) -
     deadline_s = settings.deadline_s
     boards = [Board(prefix, ranks=rank.ranks, patience_s=deadline_s) for _ in range(2)]
     agreements = Agreements(rank, boards[0], deadline_s=deadline_s)
-    store = DirectoryStore(run)
+    store = open_store(run)
     desk = Desk(rank, boards[1], client, agreements, store, deadline_s=deadline_s)
     comparing = Comparing(settings.compare_replicas)
     return Team(desk, cut(rank.ranks, ranks_per_node()), comparing, bus)

@@ -12,6 +12,7 @@ from laststep.catalog.retention import Keep
 from laststep.flush.protocol import Connection
 from laststep.flush.server import Flusher
 from laststep.memory.shared import Mapping
+from laststep.storage.registry import register_store
 
 NOT_FOR_THE_HELPER = (signal.SIGINT, signal.SIGTERM)
 """A person's Ctrl-C is for the trainer; the helper ends with it, after its work is done."""
@@ -21,6 +22,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What the helper process is told on its command line."""
 
     run: str
+    opener: str | None
+    """What opens the run's store, where that is no folder."""
     pool_fd: int
     pool_bytes: int
     socket_fd: int
@@ -33,13 +36,15 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 def main(text: str) -> None:
     """Serve until the trainer is gone; `text` is a `Setup` as JSON. Signals are blocked."""
     setup = msgspec.json.decode(text, type=Setup)
+    if setup.opener is not None:
+        register_store(setup.run.partition(":")[0], setup.opener)
     for number in NOT_FOR_THE_HELPER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_HELPER)
     connection = Connection(socket.socket(fileno=setup.socket_fd), peer=setup.trainer_pidfd)
     mapping = Mapping(setup.pool_fd, setup.pool_bytes)
     flusher = Flusher(
-        connection, mapping.view, run_path=setup.run, trainer=setup.trainer,
+        connection, mapping.view, run=setup.run, trainer=setup.trainer,
         writers=setup.writers, keep=setup.keep,
     )  # fmt: skip
     flusher.start()

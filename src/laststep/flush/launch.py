@@ -22,6 +22,7 @@ from laststep.flush.__main__ import NOT_FOR_THE_HELPER, Setup
 from laststep.flush.protocol import Connection
 from laststep.flush.server import Flusher
 from laststep.process import threads
+from laststep.storage.registry import import_path
 
 if TYPE_CHECKING:
     import socket
@@ -35,10 +36,11 @@ _BARE = ("-S", "-P", "-c")
 _CODE = (
     "import sys; sys.path[:0], sys.path[len(sys.path):] = sys.argv[2:3], sys.argv[3:]; "
     "sys.modules['typing_extensions'] = None; "
-    "from laststep.flush.__main__ import main; main(sys.argv[1])"
+    "from laststep.flush.__main__ import main; "
+    "del sys.modules['typing_extensions']; main(sys.argv[1])"
 )
 """msgspec takes `typing_extensions` where it finds it, else `typing`, which is the same here; but
-the former brings `inspect` with it, and the two are a tenth of a start."""
+the former brings `inspect` with it, and the two are a tenth of a start. A store may need it."""
 
 
 class HelperProcess:
@@ -122,15 +124,17 @@ def start_process(
     # Opened here, where the number surely is the trainer's: it may be gone, and its number
     # another's, before the helper runs. What was handed over until then is finished all the same.
     pidfd = os.pidfd_open(os.getpid())
+    opener = import_path(run)
+    places = _places(foreign=opener is not None)
     setup = Setup(
-        run=run, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
+        run=run, opener=opener, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
         trainer=trainer, trainer_pidfd=pidfd, writers=writers, keep=keep,
     )  # fmt: skip
     # Blocked signals are inherited: the helper is deaf to them from its first instruction on.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_HELPER)
     try:
         process = subprocess.Popen(
-            [sys.executable, *_BARE, _CODE, msgspec.json.encode(setup).decode(), *_places()],
+            [sys.executable, *_BARE, _CODE, msgspec.json.encode(setup).decode(), *places],
             pass_fds=(pool_fd, end.fileno(), pidfd),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -154,12 +158,13 @@ def start_thread(
 ) -> Helper:
     """The same flusher on a thread of this process, where a helper cannot be had."""
     return HelperThread(
-        Flusher(Connection(end), pool, run_path=run, trainer=trainer, writers=writers, keep=keep)
+        Flusher(Connection(end), pool, run=run, trainer=trainer, writers=writers, keep=keep)
     )
 
 
-def _places() -> list[str]:
+def _places(*, foreign: bool) -> list[str]:
     """Where the helper finds this very package, and the others that it needs, however the trainer
-    found them."""
+    found them; with a store of somebody else's, whatever the trainer finds."""
     needed = [str(Path(module.__file__ or "").resolve().parents[1]) for module in (msgspec, xxhash)]
+    needed += [str(Path(place).resolve()) for place in sys.path] if foreign else []
     return [str(Path(__file__).resolve().parents[2]), *dict.fromkeys(needed)]

@@ -55,7 +55,8 @@ from laststep.flush.writer import SaveFlush
 from laststep.format.group import GroupManifest
 from laststep.format.manifest import Abort, Commit, FileRecord
 from laststep.process import threads
-from laststep.storage.directory import DirectoryStore
+from laststep.storage import locks
+from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES
 from laststep.version import VERSION
 
@@ -78,14 +79,14 @@ class Flusher:
         connection: Connection,
         pool: memoryview,
         *,
-        run_path: str,
+        run: str,
         trainer: Writer,
         writers: int,
         keep: Keep | None,
     ) -> None:
         self._connection = connection
         self._pool = pool
-        self._store = DirectoryStore(run_path)
+        self._store = open_store(run)
         self._trainer = trainer
         self._keep = keep
         self._run: Run | None = None
@@ -183,7 +184,7 @@ class Flusher:
     def _hold(self, message: Witness) -> None:
         descriptor = self._connection.take_descriptor()
         if descriptor is not None:
-            self._witness = message.name, self._store.adopt_lock(message.name, descriptor)
+            self._witness = message.name, locks.adopt(descriptor, message.name)
 
     def _begin(self, begin: Begin) -> None:
         save = Save(begin=begin, began_s=time.monotonic())

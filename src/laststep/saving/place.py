@@ -12,11 +12,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from laststep.catalog.decision import is_checkpoint
 from laststep.catalog.names import EPOCHS_FOLDER
 from laststep.catalog.run import Run
 from laststep.errors import LaststepError, NotFound, StorageFailed, Usage
-from laststep.storage.directory import TEMPORARY, DirectoryStore
-from laststep.terms import MANIFEST_NAME
+from laststep.storage.directory import TEMPORARY
+from laststep.storage.registry import local_path, open_parent
 
 if TYPE_CHECKING:
     from laststep.storage.store import Store
@@ -29,10 +30,11 @@ _ELSEWHERE = "choose another path for the run"
 def look_at(store: Store) -> None:
     """Say whether a run is new; `StorageFailed` where there is none and none can be made, `Usage`
     where there is a single checkpoint."""
-    path = Path(store.url)
-    there = _nearest(path)
+    local = local_path(store.url)
+    path = None if local is None else Path(local)
+    there = None if path is None else _nearest(path)
     if there == path:
-        _refuse_checkpoint(path)
+        _refuse_checkpoint(store)
         try:
             Run.open(store)
         except NotFound:
@@ -43,35 +45,37 @@ def look_at(store: Store) -> None:
             return  # something of a run is there; restore() says what is wrong with it
         else:
             return
-    _check_can_be_made(path, there)
+    if path is not None and there is not None:
+        _check_can_be_made(path, there)
     # Of a run whose first save is only announced there is this.
     strangers = [entry.name for entry in store.list("") if entry.name != EPOCHS_FOLDER]
     if strangers:
         shown = ", ".join(strangers[:3]) + (", …" if len(strangers) > 3 else "")
         log.warning(
             "%s is not empty and holds no run (found %s): a new run begins there; "
-            "check the path if you meant to resume one", path, shown,
+            "check the path if you meant to resume one", store.url, shown,
         )  # fmt: skip
-    elif TEMPORARY not in path.name:  # such as laststep.save makes, which is no run
-        log.info("new run at %s", path)
+    elif path is None or TEMPORARY not in path.name:  # as laststep.save makes, which is no run
+        log.info("new run at %s", store.url)
 
 
-def _refuse_checkpoint(path: Path) -> None:
+def _refuse_checkpoint(store: Store) -> None:
     """A run inside a checkpoint would go with it, when retention of the outer run removes it."""
-    if not os.path.exists(path / MANIFEST_NAME):  # noqa: PTH110 (False where one may not look)
+    if not is_checkpoint(store):
         return
     try:
-        Run.open(DirectoryStore(path.parent))
+        parent, name = open_parent(store.url)
+        Run.open(parent)
     except NotFound:
-        remedy = f"laststep.load({str(path)!r}) reads it; {_ELSEWHERE}"
+        remedy = f"laststep.load({store.url!r}) reads it; {_ELSEWHERE}"
     except LaststepError:
         remedy = _ELSEWHERE
     else:
-        step = path.name.removeprefix("step-").partition(".")[0]
+        step = name.removeprefix("step-").partition(".")[0]
         named = f"step={int(step)}" if step.isdecimal() else "step=…"
-        remedy = f"its run is {path.parent}: pass that, and restore({named})"
+        remedy = f"its run is {parent.url}: pass that, and restore({named})"
     raise Usage(
-        "this is not the folder of a run", where=str(path), expected="a run, or a place for one",
+        "this is not the folder of a run", where=store.url, expected="a run, or a place for one",
         found="one checkpoint", remedy=remedy,
     )  # fmt: skip
 

@@ -14,13 +14,13 @@ import contextlib
 import errno
 import logging
 import os
-import re
 from typing import TYPE_CHECKING
 
 from laststep.errors import Exists, StorageFailed, Usage
 from laststep.storage import files, locks
 from laststep.storage.disk import UNSUPPORTED, Disk, absent, failed, open_to_read
-from laststep.storage.store import Entry, check_name
+from laststep.storage.paths import absolute
+from laststep.storage.store import Entry, Store, check_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,40 +31,6 @@ TEMPORARY = ".tmp-"
 """What marks a name as debris, should its maker die."""
 
 _NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EMLINK}
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-
-
-def absolute(path: object) -> str:
-    """The path from the root on, without `~`, `.` and `..`, by its text alone: no link is followed.
-
-    `Usage` for what is no path on this machine, such as `s3://…`.
-    """
-    text: object = None
-    with contextlib.suppress(TypeError):  # of a path that is not what it says
-        text = os.fspath(path)  # type: ignore[call-overload]
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise Usage(
-            "this is not the path of a folder",
-            expected="a str or an os.PathLike",
-            found=repr(path),
-            remedy='pass a path, such as "runs/first"',
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        # Messages between processes, and the log, are text.
-        raise Usage(
-            "this path is no text", expected="a path that is valid UTF-8", found=ascii(text),
-            remedy="rename the folder, or make a link to it with another name",
-        ) from None  # fmt: skip
-    if _SCHEME.match(text):
-        raise Usage(
-            "this is a URL, not the path of a folder",
-            expected="a folder: there is no other storage yet",
-            found=repr(text),
-            remedy="mount the store and pass the path of a folder in it",
-        )
-    return os.path.abspath(os.path.expanduser(text))
 
 
 def _entry(item: os.DirEntry[str]) -> Entry | None:
@@ -92,7 +58,7 @@ def _is_folder(item: os.DirEntry[str]) -> bool:
     return os.path.isdir(item.path) if item.is_symlink() else item.is_dir()
 
 
-class DirectoryStore:
+class DirectoryStore(Store):
     """A `Store` in the folder `path`, which is made by the first change if it is absent."""
 
     def __init__(
@@ -302,10 +268,6 @@ class DirectoryStore:
         path = self._path_to_change(name)
         self._make_root()
         return locks.take(self._disk, path)
-
-    def adopt_lock(self, name: str, fd: int) -> locks.FileLock:
-        """Hold a lock by a descriptor that this process was handed."""
-        return locks.adopt(fd, self._path(name))
 
     def is_locked(self, name: str) -> bool:
         """Whether a live process holds that lock."""

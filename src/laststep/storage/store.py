@@ -1,13 +1,16 @@
 """What a place for files must be able to do, as a protocol that every store implements.
 
-Knows nothing of checkpoints. Names are relative, `/`-separated and checked by `check_name`. A call
-that fails raises `NotFound`, `Exists` or `StorageFailed`, never a bare `OSError`; one that would
-change what lies behind a symbolic link in the store, `Usage`. All methods are safe to call from
-several threads; a `Writer` or `Reader` is too, as long as ranges do not overlap.
+A store of one's own subclasses `Store` and writes what is abstract; the rest has an answer that is
+right where there is no disk. Knows nothing of checkpoints. Names are relative, `/`-separated and
+checked by `check_name`. A call that fails raises `NotFound`, `Exists` or `StorageFailed`, never a
+bare `OSError`; one that would change what lies behind a symbolic link in the store, `Usage`. All
+methods are safe to call from several threads; a `Writer` or `Reader` is too, as long as ranges do
+not overlap.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Protocol
 
 import msgspec
@@ -60,21 +63,30 @@ class Store(Protocol):
     """A folder-like place for files."""
 
     @property
+    @abstractmethod
     def url(self) -> str:
-        """How a person names this place."""
+        """How a person names this place, and what opens it again (`registry.open_store`).
 
+        With `/` and the name of a folder behind it, it opens that folder.
+        """
+
+    @abstractmethod
     def list(self, folder: str) -> list[Entry]:
         """The entries of one folder, by name; an absent folder is empty. "" is the root."""
 
     def file_names(self, folder: str) -> tuple[str, ...]:
-        """The names of the files in one folder, in any order, which costs much less than `list`."""
+        """The names of the files in one folder, in any order; may cost much less than `list`."""
+        return tuple(entry.name for entry in self.list(folder) if not entry.is_folder)
 
     def folder_names(self, folder: str) -> tuple[str, ...]:
         """The names of the folders in one folder, likewise."""
+        return tuple(entry.name for entry in self.list(folder) if entry.is_folder)
 
+    @abstractmethod
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """A whole small file. `StorageFailed` where it is larger than `limit_bytes`."""
 
+    @abstractmethod
     def create(self, name: str, data: bytes) -> None:
         """Make a small file, all or nothing and durable; `Exists` where the name is taken.
 
@@ -82,6 +94,7 @@ class Store(Protocol):
         `StorageFailed` the file is there whole or not at all; `read` tells.
         """
 
+    @abstractmethod
     def make_folder(self, name: str, *, parents: bool = True) -> None:
         """Make one folder, durably, and its parents; `Exists` where it is there already.
 
@@ -89,11 +102,15 @@ class Store(Protocol):
         """
 
     def sync_folder(self, name: str) -> None:
-        """Make the names in a folder durable."""
+        """Make the names in a folder durable, where they are not from the start. "" is the root."""
+        if name:
+            check_name(name)
 
+    @abstractmethod
     def delete(self, name: str) -> None:
         """Remove one file, durably; an absent one is fine."""
 
+    @abstractmethod
     def delete_folder(self, name: str, *, first: str | None = None) -> None:
         """Remove a folder and all below it, `first` (a name within it) durably before the rest.
 
@@ -102,48 +119,59 @@ class Store(Protocol):
         `name` that is or passes through one is refused with `Usage`. An absent folder is fine.
         """
 
+    @abstractmethod
     def open_writer(self, name: str, *, expected_bytes: int) -> Writer:
         """A new file; `Exists` where the name is taken, `NotFound` where its folder is absent.
 
         Room for it is asked for where possible (`StorageFailed` where there is not enough).
         """
 
+    @abstractmethod
     def open_reader(self, name: str, *, cached: bool = False) -> Reader:
         """`cached=False` reads past the page cache where it can: what is read is what is stored."""
 
+    @abstractmethod
     def lock(self, name: str) -> Lock:
-        """Take the lock file `name` for this process's life or until `close`; `Exists` if held.
+        """Take the lock `name` for this process's life or until `close`; `Exists` if held.
 
-        Also refused where this process holds it already. A forked child does not inherit it.
+        Also refused where this process holds it already. A forked child does not inherit it. It is
+        listed as a file.
         """
 
-    def adopt_lock(self, name: str, fd: int) -> Lock:
-        """Hold a lock, too, by a copy of its descriptor that another process has sent."""
-
+    @abstractmethod
     def is_locked(self, name: str) -> bool:
         """Whether a live process holds that lock (False where the file is absent)."""
 
     def marked(self, name: str) -> tuple[tuple[int, int], ...]:
         """The places of that lock that its holders have marked, as (first, last), in order."""
+        check_name(name)
+        return ()
 
     def free_bytes(self) -> int | None:
         """Room left, or None where the place has no such notion: never 0 for want of a count."""
+        return None
 
 
 class Lock(Protocol):
-    """A held lock; the operating system lets go of it when all who hold it are dead.
+    """A held lock; it is let go of when all who hold it are dead.
 
-    Beside the lock itself its holders may mark places of it, numbered from 1, for others to see.
-    `StorageFailed` where the place has no locks that can do so.
+    Beside the lock itself its holders may mark places of it, numbered from 1, for others to see: a
+    restore waits for saves that are marked as coming. `StorageFailed` where that fails. Without
+    marks a restore waits only for saves that have begun.
     """
 
     def mark(self, place: int) -> None: ...
 
     def clear(self, place: int) -> None: ...
 
-    def fileno(self) -> int: ...
+    def fileno(self) -> int | None:
+        """The descriptor of a lock of an open file (`F_OFD_SETLK`): a process that gets a copy of
+        it holds the lock too (`locks.adopt`). None where the lock is not of that kind."""
+        return None
 
-    def close(self) -> None: ...
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it."""
 
 
 def check_name(name: str) -> str:

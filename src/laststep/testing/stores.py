@@ -1,13 +1,14 @@
 """The suite that every store has to pass: subclass `StoreConformance` and say how to make a store.
 
-    class TestMyStore(StoreConformance):
+    class TestMyStore(SharedStoreConformance):
         def make_store(self, folder):
-            return MyStore(folder)
+            return MyStore(f"my://{folder}")
 
-Knows the protocol in `storage.store` and nothing of any one store. Needs no test framework but one
-that calls methods named `test_…` with an empty folder of their own as `tmp_path`, as pytest does.
-`make_store` is called again with the same folder for a second view of the same place, also in a
-forked child process.
+`SharedStoreConformance` has what a store needs besides that several processes open at once: those
+of a flusher, and of the ranks of a job. Knows the protocol in `storage.store` and nothing of any
+one store. Needs no test framework but one that calls methods named `test_…` with an empty folder of
+their own as `tmp_path`, as pytest does. `make_store` is called again with the same folder for a
+second view of the same place; for a store that is shared also in a forked child process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class StoreConformance:
     """One test per MUST of the protocol."""
 
     def make_store(self, folder: Path) -> Store:
-        """A store whose files lie in `folder` (or wherever that name leads)."""
+        """A store whose files lie in `folder`, or wherever that name leads."""
         raise NotImplementedError
 
     # Names
@@ -296,6 +297,23 @@ class StoreConformance:
         lock.close()
         check(not second.is_locked("x.lock"), "it looks held")
         second.lock("x.lock").close()
+
+    def test_what_is_marked_on_a_lock_is_seen_until_it_is_cleared(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        lock = store.lock("x.lock")
+        lock.mark(3)
+        lock.mark(4)
+        lock.mark(9)
+        seen = [place for low, high in store.marked("x.lock") for place in range(low, high + 1)]
+        check(seen in ([], [3, 4, 9]), f"marked are {seen}")  # a store may have no marks
+        for place in (3, 4, 9):
+            lock.clear(place)
+        check(store.marked("x.lock") == (), "a mark is left")
+        lock.close()
+
+
+class SharedStoreConformance(StoreConformance):
+    """As `StoreConformance`, of a store that several processes open."""
 
     def test_a_lock_is_seen_and_respected_by_another_process(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")

@@ -19,7 +19,7 @@ from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, Exists, LaststepError, StorageFailed
 from laststep.format.manifest import Abort
-from laststep.storage.directory import DirectoryStore
+from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
     from laststep.catalog.epochs import EpochRecord, Writer
@@ -92,7 +92,7 @@ class Tenure:
     """This process as a writer of one run."""
 
     def __init__(self, path: str, trainer: Writer) -> None:
-        self._store = DirectoryStore(path)
+        self._store = open_store(path)
         self._trainer = trainer
         self._mutex = threading.RLock()  # a collected Writer may give up within any call
         self._run: Run | None = None
@@ -163,7 +163,7 @@ class Tenure:
         epochs = Epochs(self._store)
         newest = max(epochs.numbers(), default=0)
         if newest < epoch:  # somebody has deleted the run
-            self._store = DirectoryStore(self._store.url)
+            self._store = open_store(self._store.url)
             self._run = self._epoch = None
         elif newest > epoch:
             record = epochs.read(newest)
@@ -211,7 +211,7 @@ os.register_at_fork(after_in_child=_tenures.reset)
 
 
 def tenure_of(path: str, trainer: Writer) -> Tenure:
-    """This process as a writer of the run at that absolute path."""
+    """This process as a writer of the run at that path or URL."""
     with _tenures.mutex:
         known = _tenures.known.get((path, trainer))
         if known is None:

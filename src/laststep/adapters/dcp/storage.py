@@ -37,7 +37,7 @@ from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
 from laststep.errors import Aborted, LaststepError, NotFound, Usage
 from laststep.format.manifest import Commit
-from laststep.storage.directory import DirectoryStore, absolute
+from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
     import os
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
     from laststep.adapters.dcp.attempts import Attempt
     from laststep.adapters.nesting import Path
+    from laststep.storage.store import Store
 
 __all__ = ["Reader", "Writer"]
 
@@ -95,7 +96,7 @@ class Writer(StorageWriter):
         overwrite: bool = False,
         allow_pickle: bool = False,
     ) -> None:
-        self._path = absolute(run)
+        self._path = open_store(run).url
         self._step = None if step is None else plain_step(step)
         self._overwrite = overwrite
         self._allow_pickle = allow_pickle
@@ -168,7 +169,7 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what this rank has to; when this returns, it is durable."""
         assigned: _Assignment = plan.storage_data
-        store = DirectoryStore(self._path)
+        store = open_store(self._path)
         folder = self._folder(assigned)
         assigned.spent = True
         try:
@@ -232,13 +233,13 @@ class Writer(StorageWriter):
             return assigned.folder
         # The plan is one that the planner has kept. The coordinator has made the new folder before
         # any rank got to know that the plan stays.
-        mine = [one for one in Run.open(DirectoryStore(self._path)).attempts()
+        mine = [one for one in Run.open(open_store(self._path)).attempts()
                 if one.step == self._step]  # fmt: skip
         if not mine:
             raise Aborted("the save was given up by the coordinator", where=self._path)
         return max(mine, key=lambda one: one.point).folder
 
-    def _give_up(self, store: DirectoryStore, folder: str, reason: str) -> None:
+    def _give_up(self, store: Store, folder: str, reason: str) -> None:
         """Any rank may decide against an attempt. Others may still be writing: the files go when
         the coordinator lets go of it, and at once where it is alone."""
         if self._attempt is not None and self._ranks == 1:
@@ -264,7 +265,7 @@ class Reader(StorageReader):
         *,
         allow_pickle: bool = False,
     ) -> None:
-        self._path = absolute(run)
+        self._path = open_store(run).url
         self._step = None if step is None else plain_step(step)
         self._allow_pickle = allow_pickle
         self._folder: str | None = None
@@ -290,7 +291,7 @@ class Reader(StorageReader):
     def read_metadata(self) -> Metadata:
         """Find the checkpoint and open it."""
         self._close()
-        catalog = Catalog(Run.open(DirectoryStore(self._path)))
+        catalog = Catalog(Run.open(open_store(self._path)))
         chosen = catalog.latest() if self._step is None else catalog[self._step]
         self._folder = chosen.folder
         content = self._opened()
@@ -355,7 +356,7 @@ class Reader(StorageReader):
         if self._content is None:
             if self._folder is None:
                 raise Usage("cannot read before the metadata", where=self._path)
-            store = DirectoryStore(self._path)
+            store = open_store(self._path)
             decided = decision.read(store, self._folder)
             if not isinstance(decided, Commit):
                 raise NotFound("there is no such checkpoint", where=f"{store.url}/{self._folder}")

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from laststep.errors import Exists
 from laststep.process import interrupts
-from laststep.storage.directory import TEMPORARY, absolute
+from laststep.storage.directory import TEMPORARY
 from laststep.storage.disk import UNSUPPORTED, Disk, failed
+from laststep.storage.paths import absolute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

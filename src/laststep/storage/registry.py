@@ -1,0 +1,117 @@
+"""The one place where stores are opened: by the path of a folder, or by a URL.
+
+A folder is a path or `file://…`. Every other scheme belongs to a store of somebody else's: whoever
+has one registers what opens it, or installs it under the entry point `laststep.stores`. What is
+named by an import path can be opened by every process, the flusher's too; a callable opens a store
+that is this process's own. Knows nothing of what is stored.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from laststep.errors import Usage
+from laststep.storage.directory import DirectoryStore
+from laststep.storage.paths import absolute, scheme_of
+from laststep.storage.store import Store
+
+if TYPE_CHECKING:
+    import os
+
+Opener = Callable[[str], Store]
+
+_ENTRY_POINTS = "laststep.stores"
+_openers: dict[str, Opener | str] = {}
+
+
+def register_store(scheme: str, opener: Opener | str) -> None:
+    """Open URLs of a scheme by this: called with the URL, it returns the `Store`.
+
+    `"package.module:function"` is imported by each process that needs it. A callable works in this
+    process alone: with `flush="thread"`, in a job of one rank.
+    """
+    if scheme_of(f"{scheme}://") in (None, "file"):
+        raise Usage(
+            "cannot register a store under this scheme", found=repr(scheme),
+            expected='letters, digits, "+", "-" and ".", and not "file"',
+        )  # fmt: skip
+    if not (opener.count(":") == 1 if isinstance(opener, str) else callable(opener)):
+        raise Usage(
+            f"cannot register a store for {scheme}://", found=repr(opener),
+            expected='what opens a URL, or its name as "package.module:function"',
+        )  # fmt: skip
+    _openers[scheme.lower()] = opener
+
+
+def open_store(place: str | os.PathLike[str], *, shared: bool = False) -> Store:
+    """The store at a path or URL. `Usage` for a scheme that nobody has registered, and for a store
+    of this process alone where it is to be `shared` with others."""
+    if local_path(place) is not None:
+        return DirectoryStore(place)
+    url = str(place).rstrip("/")
+    opener = _opener(url)
+    if not isinstance(opener, str):
+        if shared:
+            raise Usage(
+                "other processes cannot open this store", where=url,
+                expected="a store that the flusher, and every rank, can open by its URL",
+                found="what opens it is an object of this process",
+                remedy="pass flush='thread' in a job of one rank, or register it by its name, as "
+                '"package.module:function"',
+            )  # fmt: skip
+        return opener(url)
+    module, _, name = opener.partition(":")
+    try:
+        found: Opener = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise Usage(
+            "cannot import what opens this store", where=url, expected=opener, found=str(error),
+            remedy="install the package that has it, or register another",
+        ) from error  # fmt: skip
+    return found(url)
+
+
+def open_parent(place: str | os.PathLike[str]) -> tuple[Store, str]:
+    """The store that a folder lies in, and the folder's name there."""
+    full = local_path(place)
+    parent, _, name = (str(place).rstrip("/") if full is None else full).rpartition("/")
+    if full is None and parent.endswith(":/"):
+        raise Usage("this is a whole store, not a folder in one", where=str(place))
+    return open_store(parent or "/"), name
+
+
+def local_path(place: str | os.PathLike[str]) -> str | None:
+    """The absolute path of a folder on this machine; None for what is somewhere else."""
+    return absolute(place) if scheme_of(place) in (None, "file") else None
+
+
+def import_path(url: str) -> str | None:
+    """What another process has to import to open that, as it is registered; None for a folder."""
+    opener = None if local_path(url) is not None else _opener(url)
+    return opener if isinstance(opener, str) else None
+
+
+def _opener(url: str) -> Opener | str:
+    scheme = scheme_of(url) or ""
+    if scheme not in _openers:
+        installed = _installed()
+        if scheme not in installed:
+            known = ", ".join(f"{name}://" for name in sorted({"file", *_openers, *installed}))
+            raise Usage(
+                f"no store is registered for {scheme}://", where=url,
+                expected=f"the path of a folder, or a URL of {known}",
+                remedy="install the package that has such a store, or call "
+                f"laststep.register_store({scheme!r}, …); or mount it, and pass the path of a "
+                "folder in it",
+            )  # fmt: skip
+        _openers[scheme] = installed[scheme]
+    return _openers[scheme]
+
+
+def _installed() -> dict[str, str]:
+    """By scheme what installed packages say of themselves."""
+    from importlib.metadata import entry_points  # slow, and seldom needed
+
+    return {point.name.lower(): point.value for point in entry_points(group=_ENTRY_POINTS)}

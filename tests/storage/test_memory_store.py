@@ -1,0 +1,129 @@
+"""A store that is no folder passes the suite of every store, and holds a whole run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import laststep
+from laststep.catalog.retention import Keep
+from laststep.catalog.run import Run, plan_prune
+from laststep.cli import app
+from laststep.read.verify import verify_checkpoint
+from laststep.storage import registry
+from laststep.storage.registry import open_store, register_store
+from laststep.testing.stores import StoreConformance
+
+sys.path.insert(0, str(Path(__file__).parent))
+from memory_store import MemoryStore, files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from laststep.storage.store import Store
+
+SETTINGS = {"flush": "thread", "progress": False, "host_memory_bytes": 64 << 20}
+
+
+class TestMemory(StoreConformance):
+    def make_store(self, folder: Path) -> Store:
+        return MemoryStore(f"memory:/{folder}")
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(registry, "_openers", {})
+    register_store("memory", MemoryStore)
+    yield f"memory:/{tmp_path}/run"
+    files.clear()
+
+
+def state_at(step: int) -> dict[str, object]:
+    return {"w": torch.full((5 << 18,), float(step)), "n": step}
+
+
+def make_run(url: str, *steps: int, keep: Keep | None = None) -> None:
+    model = torch.nn.Linear(3, 4)
+    state = state_at(-1)
+    with laststep.Checkpointer(url, model=model, state=state, keep=keep, **SETTINGS) as ckpt:
+        ckpt.restore()
+        for step in steps:
+            state["w"].fill_(step)
+            state["n"] = step
+            torch.nn.init.constant_(model.weight, step)
+            ckpt.save(step, metrics={"loss": float(step)}).wait(60)
+
+
+def test_a_run_in_memory_is_saved_restored_and_retained(url: str) -> None:
+    make_run(url, 1, 2, 3, 4, keep=Keep(last=2))
+    assert laststep.open(url).steps() == [3, 4]
+    model, state = torch.nn.Linear(3, 4), state_at(-1)
+    with laststep.Checkpointer(url, model=model, state=state, **SETTINGS) as ckpt:
+        restored = ckpt.restore()
+        assert (restored.step, restored.next_step) == (4, 5)
+        assert state["n"] == 4
+        assert torch.equal(state["w"], torch.full_like(state["w"], 4))
+        assert torch.equal(model.weight, torch.full_like(model.weight, 4))
+        assert ckpt.restore(3).step == 3
+        assert state["n"] == 3
+        ckpt.save(4).wait(60)  # in place of the one that it was turned back from
+    assert laststep.open(url).steps() == [3, 4]
+    with laststep.Checkpointer(url, model=model, state=state, **SETTINGS) as ckpt:
+        assert ckpt.restore().step == 4
+        assert state["n"] == 3
+
+
+def test_a_run_in_memory_is_looked_into_verified_and_pruned(url: str) -> None:
+    make_run(url, 1, 2, 3)
+    catalog = laststep.open(url)
+    assert catalog.steps() == [1, 2, 3]
+    assert torch.equal(catalog[2].tensor("state/w")[7:9], torch.full((2,), 2.0))
+    assert laststep.load(url, step=1)["state"]["n"] == 1
+    store = open_store(url)
+    folders = [checkpoint.folder for checkpoint in catalog]
+    assert not [one for one in folders if verify_checkpoint(store, one).damage]
+    run = Run.open(store)
+    assert plan_prune(run, Keep(last=1)).execute() == (folders[1], folders[0])
+    assert laststep.open(url).steps() == [3]
+    assert not run.clean()
+
+
+def test_damage_in_memory_is_found_and_passed_over(url: str) -> None:
+    make_run(url, 1, 2)
+    store = open_store(url)
+    folder = laststep.open(url).latest().folder
+    name = next(name for name in store.file_names(folder) if name.startswith("state"))
+    files[f"{url}/{folder}/{name}"][0][1 << 20] ^= 1
+    assert verify_checkpoint(store, folder).damage
+    state = state_at(-1)
+    with laststep.Checkpointer(url, state=state, **SETTINGS) as ckpt:
+        assert ckpt.restore(strict=False).step == 1
+    assert state["n"] == 1
+
+
+def test_the_commands_take_the_url_of_a_store(url: str, tmp_path: Path) -> None:
+    make_run(url, 1, 2, 3)
+    folder = laststep.open(url).latest().folder
+
+    def said(*arguments: str) -> str:
+        ended = CliRunner().invoke(app, list(arguments))
+        assert ended.exit_code == 0, ended.output
+        return ended.output
+
+    listed = json.loads(said("ls", url, "--json"))
+    assert listed["run"] == url
+    assert [one["step"] for one in listed["checkpoints"]] == [1, 2, 3]
+    assert folder in said("show", f"{url}/{folder}")
+    assert "state" in said("show", url, "--step", "2")
+    said("verify", url)
+    said("pin", url, "1")
+    said("prune", url, "--last", "1", "--yes")
+    assert laststep.open(url).steps() == [1, 3]
+    said("export", url, str(tmp_path / "out"), "--format", "hf")
+    assert any((tmp_path / "out").iterdir())
