@@ -91,7 +91,15 @@ def test_an_unknown_scheme_says_what_is_known_and_how_to_register(
 
 @pytest.mark.parametrize(
     ("scheme", "opener"),
-    [("file", MemoryStore), ("", MemoryStore), ("a b", MemoryStore), ("x", "nowhere"), ("x", None)],
+    [
+        ("file", MemoryStore),
+        ("", MemoryStore),
+        ("a b", MemoryStore),
+        ("x", "nowhere"),
+        ("x", None),
+        ("x", "__main__:open_it"),
+        ("x", "module:"),
+    ],
 )
 def test_what_cannot_open_a_store_is_not_registered(scheme: str, opener: object) -> None:
     with pytest.raises(Usage, match="cannot register"):

@@ -15,7 +15,7 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from laststep.catalog.names import FATE_NAME, parse_folder
+from laststep.catalog.names import FATE_NAME, AttemptName, parse_folder
 from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
 from laststep.format import manifest
 from laststep.format.manifest import Abort, Commit
@@ -201,13 +201,10 @@ def _take_back(store: Store, folder: str, error: StorageFailed) -> None:
 
 
 def _check_place(decided: Commit, folder: str, *, where: str) -> None:
-    name = parse_folder(folder)
-    found = (decided.step, decided.epoch, decided.attempt)
-    if name is None or (name.step, name.epoch, name.attempt) != found:
+    found = AttemptName(step=decided.step, epoch=decided.epoch, attempt=decided.attempt)
+    if parse_folder(folder) != found:
         raise Corrupt(
-            "a manifest is not that of its folder",
-            where=where,
-            expected=folder,
-            found=f"step {found[0]}, epoch {found[1]}, attempt {found[2]}",
+            "a manifest is not that of its folder", where=where, expected=folder,
+            found=found.folder,
             remedy=f"give the folder its own name back; {manifest.DAMAGE_REMEDY}",
-        )
+        )  # fmt: skip

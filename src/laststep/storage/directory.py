@@ -82,7 +82,6 @@ class DirectoryStore(Store):
     # Looking
 
     def list(self, folder: str) -> list[Entry]:
-        """The entries of one folder, by name."""
         path = self._path(folder) if folder else self._root
         try:
             with os.scandir(path) as found:
@@ -94,12 +93,10 @@ class DirectoryStore(Store):
         return sorted(entries, key=lambda entry: entry.name)
 
     def file_names(self, folder: str) -> tuple[str, ...]:
-        """The names of the files in one folder: the filesystem tells them without being asked for
-        each."""
+        # The filesystem tells names without being asked for each.
         return self._names(folder, _is_file)
 
     def folder_names(self, folder: str) -> tuple[str, ...]:
-        """The names of the folders in one folder, likewise."""
         return self._names(folder, _is_folder)
 
     def _names(self, folder: str, wanted: Callable[[os.DirEntry[str]], bool]) -> tuple[str, ...]:
@@ -113,7 +110,6 @@ class DirectoryStore(Store):
             raise failed("list", path, error) from error
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """A whole small file."""
         path = self._path(name)
         try:
             return files.read_whole(path, limit_bytes)
@@ -164,7 +160,6 @@ class DirectoryStore(Store):
         self._discard(temporary)
 
     def make_folder(self, name: str, *, parents: bool = True) -> None:
-        """Make one folder, durably, and its parents."""
         path = self._path_to_change(name)
         self._make_root()
         try:
@@ -179,7 +174,6 @@ class DirectoryStore(Store):
             raise failed("make a folder", path, error) from error
 
     def sync_folder(self, name: str) -> None:
-        """Make the names in a folder durable."""
         path = self._path(name) if name else self._root
         try:
             self._disk.sync_folder(path)
@@ -189,7 +183,6 @@ class DirectoryStore(Store):
             raise failed("sync the folder", path, error) from error
 
     def delete(self, name: str) -> None:
-        """Remove one file, durably."""
         path = self._path_to_change(name)
         try:
             self._disk.unlink(path)
@@ -226,7 +219,6 @@ class DirectoryStore(Store):
     # Large files
 
     def open_writer(self, name: str, *, expected_bytes: int) -> files.FileWriter:
-        """A new file, with room for `expected_bytes`."""
         path = self._path_to_change(name)
         self._make_root()
         try:
@@ -248,7 +240,6 @@ class DirectoryStore(Store):
         return writer
 
     def open_reader(self, name: str, *, cached: bool = False) -> files.FileReader:
-        """An existing file."""
         path = self._path(name)
         try:
             fd = -1 if cached else self._open_direct(path)
@@ -264,17 +255,14 @@ class DirectoryStore(Store):
     # Locks
 
     def lock(self, name: str) -> locks.FileLock:
-        """Take the lock file `name`."""
         path = self._path_to_change(name)
         self._make_root()
         return locks.take(self._disk, path)
 
     def is_locked(self, name: str) -> bool:
-        """Whether a live process holds that lock."""
         return locks.is_held(self._path(name))
 
     def marked(self, name: str) -> tuple[tuple[int, int], ...]:
-        """The places of that lock that are marked."""
         return locks.marked(self._path(name))
 
     # Steps of the above; these raise OSError

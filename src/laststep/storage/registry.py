@@ -37,7 +37,9 @@ def register_store(scheme: str, opener: Opener | str) -> None:
             "cannot register a store under this scheme", found=repr(scheme),
             expected='letters, digits, "+", "-" and ".", and not "file"',
         )  # fmt: skip
-    if not (opener.count(":") == 1 if isinstance(opener, str) else callable(opener)):
+    module, _, name = opener.partition(":") if isinstance(opener, str) else ("", "", "")
+    # No other process has this one's `__main__`.
+    if not callable(opener) and not (module and module != "__main__" and name):
         raise Usage(
             f"cannot register a store for {scheme}://", found=repr(opener),
             expected='what opens a URL, or its name as "package.module:function"',
