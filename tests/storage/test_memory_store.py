@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
 import laststep
+from laststep.adapters.dcp import Reader, Writer
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.cli import app
@@ -127,3 +129,14 @@ def test_the_commands_take_the_url_of_a_store(url: str, tmp_path: Path) -> None:
     assert laststep.open(url).steps() == [1, 3]
     said("export", url, str(tmp_path / "out"), "--format", "hf")
     assert any((tmp_path / "out").iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.filterwarnings("ignore::FutureWarning:torch")
+def test_what_dcp_writes_to_a_store_is_read_from_it(url: str) -> None:
+    state = {"model": {"w": torch.arange(4.0)}}
+    dcp.save(state, storage_writer=Writer(url, step=5), no_dist=True)
+    assert laststep.open(url).steps() == [5]
+    target = {"model": {"w": torch.zeros(4)}}
+    dcp.load(target, storage_reader=Reader(url), no_dist=True)
+    assert torch.equal(target["model"]["w"], state["model"]["w"])
