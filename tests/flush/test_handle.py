@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import copy
+import logging
 import pickle
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -12,6 +16,7 @@ import torch
 
 import laststep
 from laststep.errors import Aborted, Usage
+from laststep.events import Committed
 from laststep.flush.handle import SaveHandle
 
 if TYPE_CHECKING:
@@ -80,3 +85,116 @@ def test_neither_a_handle_nor_a_stage_of_it_can_be_copied(
 ) -> None:
     with pytest.raises(Usage, match="cannot be copied or pickled"):
         act(part(SaveHandle(1)))
+
+
+def test_the_result_of_a_save_is_its_report(tmp_path: Path) -> None:
+    with laststep.Checkpointer(tmp_path / "run", s={"t": torch.zeros(100)}) as checkpointer:
+        handle = checkpointer.save(3)
+        report = handle.result(timeout=100)
+        assert report is handle.report
+        assert report.folder == "step-00000003.1-1"
+        assert handle.exception() is None
+        assert handle.done()
+        assert not handle.running()
+
+
+def test_a_result_that_takes_too_long_is_a_timeout_that_names_the_step() -> None:
+    handle = SaveHandle(7)
+    for ask in (handle.result, handle.exception):
+        with pytest.raises(TimeoutError, match="step 7 is not over"):
+            ask(timeout=0.01)
+    assert handle.running()
+    assert not handle.done()
+    assert not handle.cancel()
+    assert not handle.cancelled()
+
+
+def test_a_failure_that_was_asked_for_counts_as_told() -> None:
+    handle = SaveHandle(1)
+    handle.fail(Aborted("gone"))
+    error = handle.exception()
+    assert isinstance(error, Aborted)
+    assert handle.seen
+    with pytest.raises(Aborted, match="gone"):
+        handle.result()
+    assert handle.done()
+
+
+def test_the_result_of_a_skipped_save_says_why() -> None:
+    handle = SaveHandle(1)
+    handle.skip("an earlier save is still being captured")
+    assert handle.done()
+    assert handle.result().skipped == "an earlier save is still being captured"
+    assert handle.wait() is False
+
+
+@pytest.mark.parametrize("flush", ["thread", "process"])
+def test_callbacks_run_once_on_the_thread_that_ends_the_save(flush: str, tmp_path: Path) -> None:
+    called: list[tuple[str, str, SaveHandle]] = []
+
+    def note(handle: SaveHandle) -> None:
+        called.append((threading.current_thread().name, str(handle.result(0).folder), handle))
+
+    added = threading.Event()
+
+    def hold_up(event: object) -> None:
+        if isinstance(event, Committed):
+            added.wait(100)
+
+    with laststep.Checkpointer(
+        tmp_path / "run", s={"t": torch.zeros(100)}, flush=flush, subscribers=[hold_up]
+    ) as checkpointer:
+        handle = checkpointer.save(2)
+        handle.add_done_callback(note)
+        added.set()
+        concurrent.futures.wait([handle])
+        handle.add_done_callback(note)
+    here = threading.current_thread().name
+    folder = "step-00000002.1-1"
+    assert len(called) == 2
+    assert set(called) == {("laststep-receive", folder, handle), (here, folder, handle)}
+
+
+def test_a_callback_that_raises_is_logged_and_hurts_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    called: list[int] = []
+
+    def fall(handle: SaveHandle) -> None:
+        called.append(handle.step)
+        raise ValueError("of the user's own")
+
+    with caplog.at_level(logging.ERROR, logger="laststep"):  # noqa: SIM117
+        with laststep.Checkpointer(tmp_path / "run", s={"t": torch.zeros(100)}) as checkpointer:
+            for step in range(3):
+                handle = checkpointer.save(step)
+                for callback in (fall, lambda _: sys.exit(3), fall):
+                    handle.add_done_callback(callback)
+    assert called == [0, 0, 1, 1, 2, 2]
+    assert caplog.text.count("ValueError: of the user's own") == 6
+    assert "the save of step 2 failed" in caplog.text
+
+
+def test_callbacks_of_a_failed_save_are_called(tmp_path: Path) -> None:
+    heard: list[object] = []
+    with laststep.Checkpointer(tmp_path / "run", s={"t": torch.zeros(100)}) as checkpointer:
+        checkpointer.save(1)
+    with laststep.Checkpointer(tmp_path / "run", s={"t": torch.zeros(100)}) as checkpointer:
+        checkpointer.continue_newest()
+        handle = checkpointer.save(1)  # which the flusher finds
+        handle.add_done_callback(lambda one: heard.append(one.exception()))
+        assert isinstance(handle.exception(), laststep.Exists)
+        concurrent.futures.wait([handle])
+    assert heard == [handle.exception()]
+
+
+def test_the_tools_of_futures_take_handles(tmp_path: Path) -> None:
+    async def wait_for(handle: SaveHandle) -> object:
+        return await asyncio.wrap_future(handle)
+
+    with laststep.Checkpointer(tmp_path / "run", s={"t": torch.zeros(100)}) as checkpointer:
+        handles = [checkpointer.save(step) for step in range(3)]
+        over = list(concurrent.futures.as_completed(handles, timeout=100))
+        assert {handle.step for handle in over} == {0, 1, 2}
+        last = checkpointer.save(3)
+        assert asyncio.run(wait_for(last)) is last.report

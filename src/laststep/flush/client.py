@@ -386,12 +386,14 @@ class Client:
             Committed(step=link.handle.step, folder=report.folder, size_bytes=report.size_bytes,
                       seconds=report.committed_s)
         )  # fmt: skip
+        link.handle.end()
 
     def _fail(self, link: SaveLink, error: LaststepError) -> None:
         self._job.over(link.number)
         link.handle.fail(error)
         link.note()
         self._bus.emit(SaveFailed(step=link.handle.step, reason=str(error)))
+        link.handle.end()
 
     def _mourn(self, why: str | None = None) -> None:
         """The flusher is gone, or is ended for that reason: whatever it had not committed has

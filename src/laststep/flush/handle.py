@@ -1,15 +1,19 @@
 """How far a save is: what `save()` returns, and what the engine marks as it goes.
 
 Thread-safe. A stage is reached, or the save has failed and every stage that was not reached carries
-the error. Nothing is ever reported as reached after the first error.
+the error. Nothing is ever reported as reached after the first error. Callbacks run on the thread
+that ends the save, when everybody else has been told.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from laststep.process import interrupts
 from laststep.process.only_one import OnlyOne
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from laststep.errors import LaststepError
+
+log = logging.getLogger(__name__)
 
 
 class Stage(OnlyOne):
@@ -102,10 +108,17 @@ class SaveReport:
         return self.stall_s + self.device_copy_s + self.fence_s
 
 
-class SaveHandle(OnlyOne):
-    """A save on its way. `captured`, `durable` and `committed` are reached in that order."""
+class SaveHandle(OnlyOne, Future["SaveReport"]):
+    """A save on its way. `captured`, `durable` and `committed` are reached in that order.
+
+    It is a `concurrent.futures.Future` of the report, so that `concurrent.futures.wait` and
+    `asyncio.wrap_future` take it. What a user calls on the training thread takes no lock of that
+    class outside of `held`: one that an interrupt leaves locked would block the flusher's thread.
+    """
 
     def __init__(self, step: int) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()  # nobody can cancel what the flusher has heard of
         self.step = step
         self.captured = Stage()
         self.durable = Stage()
@@ -128,8 +141,47 @@ class SaveHandle(OnlyOne):
         return any(stage.seen for stage in (self.captured, self.durable, self.committed))
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save is committed; False when the time is up. Raises what failed."""
+        """Wait until the save is committed; False when the time is up, or the save was skipped.
+        Raises what failed."""
         return self.committed.wait(timeout_s)
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the save is over, and return its report; `skipped` there says why nothing was
+        saved. Raises what failed, and `TimeoutError` when the time is up."""
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return self.report
+
+    def exception(self, timeout: float | None = None) -> LaststepError | None:
+        """Wait until the save is over, and return what made it fail, if anything did: no later call
+        raises that. `TimeoutError` when the time is up."""
+        if not self.committed.over_within(timeout):
+            raise TimeoutError(f"the save of step {self.step} is not over after {timeout} s")
+        self.committed.seen = True
+        return self.error
+
+    def done(self) -> bool:
+        """Whether the save is over: committed, failed or skipped."""
+        return self.committed.over()
+
+    def running(self) -> bool:
+        """Whether the save is under way."""
+        return not self.committed.over()
+
+    def cancel(self) -> Literal[False]:
+        """A save cannot be called back."""
+        return False
+
+    def cancelled(self) -> Literal[False]:
+        """A save that was skipped is no cancelled one: it has a result, which says so."""
+        return False
+
+    def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
+        """Call `fn(handle)` when the save is over: on the thread that ends it, or now if it is. The
+        function must return quickly, and call no Checkpointer; one that raises is logged."""
+        with interrupts.held():
+            super().add_done_callback(functools.partial(_call, fn))
 
     def since_began_s(self) -> float:
         return time.perf_counter() - self._began_s
@@ -145,6 +197,14 @@ class SaveHandle(OnlyOne):
         self._report.skipped = reason
         for stage in (self.captured, self.durable, self.committed):
             stage.skip()
+        self.end()
+
+    def end(self) -> None:
+        """The save is over and has been told: whoever asked for it is called. MUST come once."""
+        if self.error is None:
+            self.set_result(self._report)
+        else:
+            self.set_exception(self.error)
 
     def refresh_with(self, refresh: Callable[[SaveReport], None]) -> None:
         """Have figures that come late (timers on the device) read when the report is asked for."""
@@ -156,3 +216,10 @@ class SaveHandle(OnlyOne):
             if getattr(self, name).done() and not self._report.skipped:
                 state = name
         return f"<SaveHandle step={self.step} {state}>"
+
+
+def _call(function: Callable[[SaveHandle], object], handle: SaveHandle) -> None:
+    try:
+        function(handle)
+    except (Exception, SystemExit):  # which would end the thread that hears of all other saves
+        log.exception("a callback for the end of the save of step %d failed", handle.step)
