@@ -426,7 +426,7 @@ class Checkpointer(single.OnlyOne):
         self._work.handles = [h for h in self._work.handles if not h.committed.over()]
         failed = [h for h in over if h.error is not None]
         self._taken -= {h.step for h in failed}
-        queueing.raise_first([(h.step, h.error) for h in failed if h.error and not h.seen])
+        queueing.raise_first([h.error for h in failed if h.error and not h.seen])
 
     def _ready(self) -> None:
         """All saves are over: raise what failed, or see to it that more can be made."""

@@ -7,6 +7,8 @@ as `(kind, fields)` through `to_wire` and `from_wire`; they never travel as pick
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Self
 
 import msgspec
@@ -21,6 +23,8 @@ class LaststepError(Exception):
     """What helps where nothing better is known."""
     missing: str | None = None
     """The file that is not there, by its name within its store, where that is what was found."""
+    step: int | None = None
+    """The step of the save that failed of it, where that is what failed."""
 
     def __init__(
         self,
@@ -39,8 +43,18 @@ class LaststepError(Exception):
         super().__init__(self._message())
 
     def without_remedy(self) -> str:
-        """The message for where the remedy is of no use, such as where it is being done."""
+        """The message for where the remedy is of no use, such as where it is being done; whose
+        save failed of it is known there too."""
         return self._message(with_remedy=False)
+
+    def of_save(self, step: int) -> Self:
+        """The same error as that save's own, which names its step: others may have failed of it."""
+        mine = copy.copy(self)
+        mine.__cause__, mine.step = self.__cause__, step
+        text = str(self.args[0])
+        named = re.search(rf"\bstep {step}\b", text)
+        mine.args = (text if named else f"the save of step {step} failed: {text}",)
+        return mine
 
     def lacking(self, name: str) -> Self:
         """The same error, which says what file is not there."""

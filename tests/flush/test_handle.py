@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.errors import Aborted, Usage
+from laststep.errors import Aborted, StorageFailed, Usage
 from laststep.events import Committed
 from laststep.flush.handle import SaveHandle
 
@@ -198,3 +198,25 @@ def test_the_tools_of_futures_take_handles(tmp_path: Path) -> None:
         assert {handle.step for handle in over} == {0, 1, 2}
         last = checkpointer.save(3)
         assert asyncio.run(wait_for(last)) is last.report
+
+
+def test_each_of_several_saves_that_fail_of_one_error_names_its_own_step() -> None:
+    error = StorageFailed("the flusher ended", remedy="look at the disk")
+    error.transient = True
+    error.__cause__ = cause = OSError("no room")
+    first, second = SaveHandle(3), SaveHandle(4)
+    for handle in (first, second):
+        handle.fail(error)
+    told = [handle.exception() for handle in (first, second)]
+    assert [one.step for one in told] == [3, 4]
+    assert str(told[0]) == "the save of step 3 failed: the flusher ended; look at the disk"
+    assert str(told[1]) == "the save of step 4 failed: the flusher ended; look at the disk"
+    assert all(one.transient and one.__cause__ is cause for one in told)
+    assert all(one.what == "the flusher ended" for one in told)
+    assert error.step is None
+
+
+def test_an_error_that_names_the_step_already_does_so_once() -> None:
+    handle = SaveHandle(3)
+    handle.fail(Aborted("step 3 is in the run already"))
+    assert str(handle.error) == "step 3 is in the run already; the next save tries again"

@@ -89,13 +89,10 @@ def test_a_failed_save_makes_room_too(run_folder: Path, monkeypatch: pytest.Monk
 
 
 def test_failed_saves_are_told_with_their_steps_and_the_same_reason_once() -> None:
-    same = [laststep.Aborted("rank 1 is gone"), laststep.Aborted("rank 1 is gone")]
-    failed = [(4, same[0]), (9, laststep.StorageFailed("no room")), (14, same[1])]
-    with pytest.raises(laststep.Aborted) as raised:
+    gone, no_room = laststep.Aborted("rank 1 is gone"), laststep.StorageFailed("no room")
+    failed = [gone.of_save(4), no_room.of_save(9), gone.of_save(14)]
+    with pytest.raises(laststep.Aborted, match="step 4 failed: rank 1 is gone") as raised:
         queueing.raise_first(failed)
-    assert raised.value is same[0]
-    assert raised.value.__notes__ == [
-        "so failed the save of steps 4, 14",
-        f"step 9 failed too: {failed[1][1]}",
-    ]
+    assert raised.value is failed[0]
+    assert raised.value.__notes__ == ["step 9 failed too: no room", "step 14 failed of the same"]
     queueing.raise_first([])

@@ -187,10 +187,10 @@ class SaveHandle(OnlyOne, Future["SaveReport"]):
         return time.perf_counter() - self._began_s
 
     def fail(self, error: LaststepError) -> None:
-        """Every stage that was not reached carries the error."""
-        self.error = error
+        """Every stage that was not reached carries the error, which names the step."""
+        self.error = error.of_save(self.step)
         for stage in (self.captured, self.durable, self.committed):
-            stage.fail(error)
+            stage.fail(self.error)
 
     def skip(self, reason: str) -> None:
         """Nothing is saved, and that is no error."""

@@ -69,18 +69,17 @@ def obstacle(
     return None
 
 
-def raise_first(failed: Sequence[tuple[int, LaststepError]]) -> None:
-    """Raise why the first of these saves has failed, which speaks of the others; each with its
-    step."""
+def raise_first(failed: Sequence[LaststepError]) -> None:
+    """Raise why the first of some saves has failed, which speaks of the others."""
     steps: dict[str, list[str]] = {}
-    for step, error in failed:
-        steps.setdefault(str(error), []).append(str(step))
-    for number, (text, some) in enumerate(steps.items()):
-        saves = f"step{'s' if some[1:] else ''} {', '.join(some)}"
-        note = f"so failed the save of {saves}" if number == 0 else f"{saves} failed too: {text}"
-        failed[0][1].add_note(note)
+    for error in failed[1:]:
+        steps.setdefault(error.without_remedy(), []).append(str(error.step))
+    for reason, some in steps.items():
+        same = reason == failed[0].without_remedy()
+        why = "of the same" if same else f"too: {reason}"
+        failed[0].add_note(f"step{'s' if some[1:] else ''} {', '.join(some)} failed {why}")
     if failed:
-        raise failed[0][1]
+        raise failed[0]
 
 
 def wait_for_turn(uncommitted: Sequence[SaveHandle], capturing: Sequence[Job]) -> float:
