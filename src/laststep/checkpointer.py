@@ -81,6 +81,7 @@ class Checkpointer(single.OnlyOne):
         progress: bool | None = None,
         deadline_s: float = 300.0,
         compare_replicas: CompareReplicas | str = CompareReplicas.FIRST,
+        new_lineage: bool = False,
         subscribers: Sequence[Subscriber] = (),
         **more_items: object,
     ) -> None:
@@ -91,6 +92,7 @@ class Checkpointer(single.OnlyOne):
             device_margin_bytes=device_margin_bytes, allow_pickle=allow_pickle, writers=writers,
             progress=progress, deadline_s=deadline_s,
             compare_replicas=compare_replicas,  # type: ignore[arg-type]
+            new_lineage=new_lineage,
         )  # fmt: skip
         keep = arguments.rules(keep)
         subscribers = arguments.callables(subscribers)
@@ -105,6 +107,8 @@ class Checkpointer(single.OnlyOne):
         self._mixed: str | None = None
         self._seen = (0, 0)
         self._resumed = False
+        self._knows_lineage = self._settings.new_lineage
+        """Whether it is decided what the first save continues."""
         self._closed = False
         self._pid = os.getpid()
         by_others = self._rank.ranks > 1 or self._settings.flush is FlushIn.PROCESS
@@ -151,8 +155,6 @@ class Checkpointer(single.OnlyOne):
         self._capturer.at_optimizer_step(1, self._work.start_early)
         if self._team is None and all(provider.cheap for provider in self._providers.values()):
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, lifetimes.weakly(self._rehearse))
-        newest = newest_of(self._store)
-        self._abandons = None if newest is None else newest.step
         self._dropped = self._work.outlive(self)
         neighbours.enter(self._work, self.path, Work.under_way)
 
@@ -210,7 +212,6 @@ class Checkpointer(single.OnlyOne):
                 raise
             earlier = error  # the ranks hear of it at different saves, and must make the same ones
         self._revive()
-        self._warn_of_branch()
         self._check_step(step, overwrite=overwrite)
         handle = SaveHandle(step)
         waited = self._make_room(handle)
@@ -242,6 +243,7 @@ class Checkpointer(single.OnlyOne):
         if all(provider.passive for provider in self._providers.values()):
             early = self._capturer.start_early()
         try:
+            self._check_lineage()
             taken = take_state(
                 self._providers, self._memory, metrics, metadata,
                 allow_pickle=self._settings.allow_pickle,
@@ -373,6 +375,7 @@ class Checkpointer(single.OnlyOne):
                 touched=functools.partial(setattr, self, "_mixed"),
                 saw=functools.partial(setattr, self, "_seen"),
             )  # fmt: skip
+        self._knows_lineage = True
         if outcome is None:
             self._taken, self._ahead = set(), set()
             self._client.continue_from(continuing(None, self._seen))
@@ -398,9 +401,8 @@ class Checkpointer(single.OnlyOne):
         """Let saves continue the newest checkpoint without restoring it, as an import does."""
         seen = self._client.newest_point()
         newest = newest_of(self._store)
-        if newest is not None:
-            self._abandons = None
-            self._client.continue_from(continuing(newest, seen, resumed=False))
+        self._client.continue_from(continuing(newest, seen, resumed=False))
+        self._knows_lineage = True
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -441,14 +443,13 @@ class Checkpointer(single.OnlyOne):
             self._capturer.settle()
             self._client.restart()
 
-    def _warn_of_branch(self) -> None:
-        """Say once that saving without restoring leaves what is there behind."""
-        if self._abandons is not None and not self._resumed:
-            log.warning(
-                "%s holds step %d, which was not restored: this save begins a new line beside it; "
-                "call restore() first to continue instead", self.path, self._abandons,
-            )  # fmt: skip
-        self._abandons = None
+    def _check_lineage(self) -> None:
+        """Before the first save without a restore(): it may leave nothing behind."""
+        if not self._knows_lineage:
+            seen = self._client.newest_point()
+            places.refuse_to_leave(newest_of(self._store), self.path)
+            self._client.continue_from(continuing(None, seen))
+            self._knows_lineage = True
 
     def _check_step(self, step: int, *, overwrite: bool) -> None:
         if step in self._taken and not overwrite:

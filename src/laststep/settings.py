@@ -85,6 +85,8 @@ class Settings:
     """In a job of several ranks: how long a rank may lag behind the first before a save fails."""
     compare_replicas: CompareReplicas = CompareReplicas.FIRST
     """In a job of several ranks: when plain tensors that they hold alike are compared."""
+    new_lineage: bool = False
+    """Whether saves may leave the checkpoints of a run behind that were not restored."""
 
     def readers(self, ranks_here: int = 1) -> int:
         """Threads that read on restore; ranks of one machine share them."""
@@ -106,7 +108,7 @@ class Settings:
                 ) from None
         for name in ("writers", "device_margin_bytes", "host_memory_bytes"):
             self._check_number(name)
-        for name in ("allow_pickle", "progress"):
+        for name in ("allow_pickle", "new_lineage", "progress"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "progress" and value is None):
                 raise Usage(

@@ -200,14 +200,43 @@ def test_a_closed_checkpointer_says_what_to_do(run_folder: Path) -> None:
             call()
 
 
-def test_a_save_that_branches_off_says_how_to_continue(
-    saved: Callable[..., Path], opened: object, fresh: object, caplog: pytest.LogCaptureFixture
+def test_a_save_that_would_leave_checkpoints_behind_says_what_to_write(
+    saved: Callable[..., Path], opened: object, fresh: object
 ) -> None:
-    saved(3)
+    run = saved(3)
     with opened(fresh) as checkpointer:
-        checkpointer.save(4)
-    assert "holds step 3, which was not restored" in caplog.text
-    assert "call restore() first to continue instead" in caplog.text
+        for _ in range(2):
+            with pytest.raises(laststep.Usage, match="step 3, which was not restored") as refused:
+                checkpointer.save(4)
+        assert "restore()" in str(refused.value)
+        assert "new_lineage=True" in str(refused.value)
+        assert checkpointer.restore().step == 3
+        checkpointer.save(4).result()
+    assert laststep.open(run).steps() == [3, 4]
+
+
+def test_what_another_commits_before_the_first_save_is_not_left_behind(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    with opened(fresh) as checkpointer:
+        run = saved(3)
+        with pytest.raises(laststep.Usage, match="step 3, which was not restored"):
+            checkpointer.save(4)
+    assert laststep.open(run).steps() == [3]
+
+
+def test_a_new_lineage_begins_where_it_is_asked_for(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    run = saved(3)
+    with opened(fresh, new_lineage=True) as checkpointer:
+        checkpointer.save(0)
+        checkpointer.save(1)
+    assert laststep.open(run).steps() == [0, 1]
+    with opened(fresh, new_lineage=True) as checkpointer:
+        assert checkpointer.restore().step == 1
+        checkpointer.save(2)
+    assert laststep.open(run).steps() == [0, 1, 2]
 
 
 def preflight(**fields: object) -> events.Preflight:

@@ -20,6 +20,7 @@ from laststep.storage.directory import TEMPORARY
 from laststep.storage.registry import local_path, open_parent
 
 if TYPE_CHECKING:
+    from laststep.catalog.listing import Listed
     from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,18 @@ def _refuse_checkpoint(store: Store) -> None:
         "this is not the folder of a run", where=store.url, expected="a run, or a place for one",
         found="one checkpoint", remedy=remedy,
     )  # fmt: skip
+
+
+def refuse_to_leave(newest: Listed | None, run: str) -> None:
+    """`Usage` where saves would begin beside a checkpoint that nobody has restored."""
+    if newest is not None:
+        raise Usage(
+            "this save would leave the checkpoints of the run behind", where=run,
+            expected="restore() before the first save",
+            found=f"step {newest.step}, which was not restored",
+            remedy="call restore() to continue it; Checkpointer(…, new_lineage=True) begins a new "
+            "lineage beside it; or choose another path",
+        )  # fmt: skip
 
 
 def check_new_folder(path: Path) -> None:
