@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from laststep.catalog.retention import Keep
 from laststep.errors import Usage
+from laststep.settings import Settings
 from laststep.state.tensors import is_tensor
 
 if TYPE_CHECKING:
@@ -23,10 +25,7 @@ if TYPE_CHECKING:
     from laststep.events import Subscriber
 
 MAX_STEP = (1 << 62) - 1
-_SETTINGS = (
-    "items", "keep", "capture", "flush", "on_busy", "host_memory_bytes", "device_margin_bytes",
-    "allow_pickle", "writers", "progress", "subscribers",
-)  # fmt: skip
+SETTINGS = ("items", "keep", *(field.name for field in fields(Settings)), "subscribers")
 _RETENTION = Keep.__struct_fields__
 """The rules of Keep, which are asked for as settings: `keep_last=3`."""
 
@@ -73,24 +72,26 @@ def all_items(items: object, more_items: Mapping[str, object]) -> dict[str, obje
 def _refuse_misspelt(name: str, value: object) -> None:
     """A setting that is not spelt as one would be taken for an item."""
     # Whatever can be an item is one, whatever it is called.
-    plain = value is None or isinstance(
-        value, str | int | float | FunctionType | BuiltinFunctionType
-    )
-    meant = next(iter(difflib.get_close_matches(name, _SETTINGS, n=1, cutoff=0.75)), None)
+    if value is None or not isinstance(
+        value, str | int | float | FunctionType | BuiltinFunctionType | Keep
+    ):
+        return
+    meant = next(iter(difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.75)), None)
     rule = name.removeprefix("keep_")
     if isinstance(value, Keep):
-        remedy = "pass keep=laststep.Keep(…)"
-    elif plain and rule in _RETENTION and name != rule:
-        remedy = f"pass keep=laststep.Keep({rule}={value!r})"
-    elif plain and meant == "subscribers":
-        remedy = f"pass subscribers=[{name}]"
-    elif plain and meant is not None:
-        remedy = f"pass {meant}={value!r}"
+        remedy = "did you mean keep=laststep.Keep(…)?"
+    elif rule in _RETENTION and name != rule:
+        remedy = f"did you mean keep=laststep.Keep({rule}={value!r})?"
+    elif meant == "subscribers":
+        remedy = f"did you mean subscribers=[{name}]?"
+    elif meant is not None:
+        remedy = f"did you mean {meant}={value!r}?"
     else:
-        return
+        remedy = f"pass a dict if it is an item, {name}={{'value': …}}; else leave it out"
     raise Usage(
-        f"{name} is no setting", expected=f"an item, or one of {', '.join(_SETTINGS)}",
-        found=f"{name}={value!r}: keywords that are no settings are items of the state",
+        f"{name} is no setting", expected=f"an item, or one of {', '.join(SETTINGS)}",
+        found=f"{name}={value!r}: keywords that are no settings are items of the state, and a "
+        f"{type(value).__name__} cannot be restored in place",
         remedy=remedy,
     )  # fmt: skip
 

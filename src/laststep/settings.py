@@ -101,7 +101,7 @@ class Settings:
             except ValueError:
                 choices = ", ".join(repr(choice.value) for choice in kind)
                 raise Usage(
-                    f"unknown setting {name}",
+                    f"{name} has no such value",
                     expected=f"one of {choices}",
                     found=repr(value),
                     remedy="choose one of these, or leave it out",

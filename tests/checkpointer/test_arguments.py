@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -223,6 +224,9 @@ def test_an_item_that_is_named_twice_is_refused(tmp_path: Path) -> None:
         ({"alow_pickle": True}, "allow_pickle=True"),
         ({"captur": "lazy"}, "capture='lazy'"),
         ({"subscriber": print}, "subscribers=[subscriber]"),
+        ({"deadline": 60}, "did you mean deadline_s=60?"),
+        ({"compare_replica": "never"}, "did you mean compare_replicas='never'?"),
+        ({"new_linage": True}, "did you mean new_lineage=True?"),
     ],
     ids=str,
 )
@@ -233,6 +237,43 @@ def test_a_misspelt_setting_is_not_taken_for_an_item(
         laststep.Checkpointer(tmp_path / "run", s={"a": 1}, **given)
     assert_tells_all(caught.value)
     assert meant in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [3, 0.5, "text", True, len])
+def test_a_keyword_that_can_be_neither_a_setting_nor_an_item_is_told_as_such(
+    value: object, tmp_path: Path
+) -> None:
+    with pytest.raises(laststep.Usage, match="retries is no setting") as caught:
+        laststep.Checkpointer(tmp_path / "run", s={"a": 1}, retries=value)
+    assert_tells_all(caught.value)
+    assert "did you mean" not in str(caught.value)
+    assert "deadline_s" in str(caught.value)
+
+
+def test_every_setting_is_known_by_its_name() -> None:
+    keywords = inspect.signature(laststep.Checkpointer).parameters.values()
+    settings = {one.name for one in keywords if one.kind is one.KEYWORD_ONLY}
+    assert set(arguments.SETTINGS) == settings
+
+
+@pytest.mark.parametrize("name", ["capture", "flush", "on_busy", "compare_replicas"])
+def test_a_wrong_value_of_a_setting_is_not_called_an_unknown_setting(
+    name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        laststep.Usage, match=f"{name} has no such value: expected one of"
+    ) as caught:
+        laststep.Checkpointer(tmp_path / "run", s={"a": 1}, **{name: "gpu"})
+    assert_tells_all(caught.value)
+
+
+def test_what_only_random_numbers_can_do_is_said_of_derive() -> None:
+    with pytest.raises(laststep.Usage, match=r"RNG.* without PerRank") as caught:
+        laststep.PerRank([1], when_ranks_change="derive")
+    assert_tells_all(caught.value)
+    with pytest.raises(laststep.Usage, match="when_ranks_change has no such value") as caught:
+        laststep.PerRank([1], when_ranks_change="kep")
+    assert "RNG" not in str(caught.value)
 
 
 def test_an_item_may_be_called_much_like_a_setting(tmp_path: Path) -> None:

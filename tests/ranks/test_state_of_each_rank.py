@@ -57,6 +57,7 @@ def test_the_provider_says_what_becomes_of_it_with_other_ranks(
         if policy == "refuse":
             assert "place" in error
             assert "it was saved by 3" in error
+            assert "when_ranks_change='keep', 'drop' or a function" in error
             assert place == seen(50)
         else:
             assert error == ""

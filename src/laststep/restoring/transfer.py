@@ -246,7 +246,7 @@ def _takes_over(
     if policy == "refuse":
         found.mismatched.append(
             f"{name}: {what}; wrap it to say what becomes of it: laststep.PerRank({name}, "
-            "when_ranks_change='keep', 'derive', 'drop' or a function)"
+            "when_ranks_change='keep', 'drop' or a function)"
         )
     elif policy == "drop":
         log.warning("%s: %s: it is dropped", name, what)

@@ -299,10 +299,13 @@ class PerRank(StateProvider):
     def __init__(self, item: object, *, when_ranks_change: WhenRanksChange = "refuse") -> None:
         known = ("keep", "drop", "refuse")
         if when_ranks_change not in known and not callable(when_ranks_change):
+            remedy = "choose one of these, or leave it out"
+            if when_ranks_change == "derive":
+                remedy = "only RNG() can, and does by itself, without PerRank; else pass a function"
             raise Usage(
-                "unknown setting when_ranks_change", expected=f"one of {', '.join(known)}, or "
+                "when_ranks_change has no such value", expected=f"one of {', '.join(known)}, or "
                 "a function of all ranks' states, a rank and the number of ranks",
-                found=repr(when_ranks_change), remedy="choose one of these, or leave it out",
+                found=repr(when_ranks_change), remedy=remedy,
             )  # fmt: skip
         self.item = item
         self.when_ranks_change = when_ranks_change
