@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
-from laststep.catalog.decision import is_checkpoint
+from laststep.catalog.decision import MANIFEST_LIMIT_BYTES, is_checkpoint
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.codecs.digests import DIGEST_BYTES, digest
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)
-
-_MANIFEST_LIMIT = 64 << 20
 
 
 def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users expect)
@@ -415,12 +413,12 @@ def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
     store, folder = open_parent(path)
     full = f"{store.url}/{folder}"
     try:
-        data = store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=_MANIFEST_LIMIT)
+        data = store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=MANIFEST_LIMIT_BYTES)
     except NotFound:
         raise NotFound(
             "there is no checkpoint", where=full, expected=MANIFEST_NAME, remedy="check the path"
         ) from None
-    decision = decode(data, where=f"{full}/{MANIFEST_NAME}")
-    if not isinstance(decision, Commit):
-        raise NotFound("this checkpoint was given up", where=full, found=decision.reason)
-    return Checkpoint(store, folder, decision)
+    decided = decode(data, where=f"{full}/{MANIFEST_NAME}")
+    if not isinstance(decided, Commit):
+        raise NotFound("this checkpoint was given up", where=full, found=decided.reason)
+    return Checkpoint(store, folder, decided)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import laststep
+from laststep.catalog import decision
 from laststep.flush import server as serving
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.faults import FailingDisk, Kind
@@ -460,3 +461,27 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         with pytest.raises(laststep.Usage):
             laststep.Checkpointer(tmp_path / "run", s={"a": 1}, **wrong)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_manifest_that_no_reader_would_take_is_not_committed(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision, "MANIFEST_LIMIT_BYTES", 20_000)
+    with laststep.Checkpointer(run_folder, s={"a": 1}, flush="thread") as checkpointer:
+        checkpointer.save(0).result()
+        with pytest.raises(laststep.Usage, match="save what is large as an item"):
+            checkpointer.save(1, metadata="x" * 30_000).result()
+        checkpointer.save(2).result()
+    assert laststep.open(run_folder).steps() == [0, 2]
+
+
+def test_a_folder_alone_may_have_as_large_a_manifest_as_one_in_a_run(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with laststep.Checkpointer(run_folder, s={"a": 1}, flush="thread") as checkpointer:
+        folder = checkpointer.save(0, metadata="x" * 30_000).result().folder
+    for path in (run_folder, run_folder / folder):
+        assert laststep.load(path) == {"s": {"a": 1}}
+        with monkeypatch.context() as patch, pytest.raises(laststep.LaststepError, match="20000"):
+            patch.setattr(decision, "MANIFEST_LIMIT_BYTES", 20_000)
+            laststep.load(path)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 MANIFEST_LIMIT_BYTES = 256 << 20
+"""What a reader takes, and so what a writer makes."""
 _STANDS = b"stands"
 _TAKEN_BACK = b"taken back"
 _FATE_LIMIT_BYTES = 4096
@@ -97,6 +98,12 @@ def commit(store: Store, folder: str, decided: Commit) -> None:
             error.what, where=error.where, expected=error.expected, found=error.found
         ) from None
     data = manifest.encode(decided)
+    if len(data) > MANIFEST_LIMIT_BYTES:
+        raise Usage(
+            "a manifest would be too large to be read", where=f"{store.url}/{folder}",
+            expected=f"at most {MANIFEST_LIMIT_BYTES} bytes", found=f"{len(data)} bytes",
+            remedy="metrics and metadata are in it: save what is large as an item",
+        )  # fmt: skip
     try:
         # The names of the data files have to be durable before anything refers to them.
         store.sync_folder(folder)
