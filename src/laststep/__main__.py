@@ -1,4 +1,4 @@
-"""`python -m laststep.cli`, for where the script `laststep` is not on the path."""
+"""`python -m laststep` is `laststep`, for where that script is not on the path."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ for command in {commands!r}:
 def test_a_reader_that_goes_away_is_no_traceback(maker) -> None:
     maker.save(1)
     with subprocess.Popen(
-        [sys.executable, "-m", "laststep.cli", "show", str(maker.path)],
+        [sys.executable, "-m", "laststep", "show", str(maker.path)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -67,16 +67,16 @@ def test_a_reader_that_goes_away_is_no_traceback(maker) -> None:
 
 
 def test_help_names_every_command_and_version_the_version() -> None:
-    done = start("-m", "laststep.cli", "--help")
+    done = start("-m", "laststep", "--help")
     assert done.returncode == 0
     for command in ("ls", "show", "verify", "prune", "pin", "unpin", "import", "demo", "bench"):
         assert command in done.stdout
-    assert start("-m", "laststep.cli", "--version").stdout.startswith("laststep 0.")
+    assert start("-m", "laststep", "--version").stdout.startswith("laststep 0.")
 
 
 @pytest.mark.slow
 def test_the_demo_ends_with_identical_losses(tmp_path: Path) -> None:
-    done = start("-m", "laststep.cli", "demo", "--json", cwd=tmp_path)
+    done = start("-m", "laststep", "demo", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["identical"] is True
@@ -84,7 +84,7 @@ def test_the_demo_ends_with_identical_losses(tmp_path: Path) -> None:
     assert [kill["whom"] for kill in document["kills"]] == ["trainer", "machine"]
     # The flusher of a dead trainer finishes what was captured; that of a dead machine cannot.
     assert [resume["step"] for resume in document["resumes"]] == [20, 30]
-    listed = start("-m", "laststep.cli", "ls", "demo-run", "--json", cwd=tmp_path)
+    listed = start("-m", "laststep", "ls", "demo-run", "--json", cwd=tmp_path)
     assert json.loads(listed.stdout)["checkpoints"][-1]["step"] == 59
     assert json.loads(listed.stdout)["attempts"] == []
 
@@ -93,7 +93,7 @@ def test_the_demo_deletes_nothing_but_its_own(tmp_path: Path) -> None:
     mine = tmp_path / "demo-run"
     mine.mkdir()
     (mine / "thesis.tex").write_text("years of work")
-    done = start("-m", "laststep.cli", "demo", cwd=tmp_path)
+    done = start("-m", "laststep", "demo", cwd=tmp_path)
     assert done.returncode == 2
     assert "refused to use a folder that is not of a demo" in done.stderr
     assert (mine / "thesis.tex").exists()
