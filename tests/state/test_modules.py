@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -283,6 +284,40 @@ def test_state_dict_hooks_are_obeyed_on_both_ways(carry: Callable[..., object]) 
     carry({"model": source}, {"model": target})
     assert torch.equal(source[2].weight, target[2].weight)
     assert torch.equal(source[0].weight, target[0].weight)
+
+
+def test_hooks_for_the_end_of_loading_run_once_with_what_was_restored(
+    carry: Callable[..., object],
+) -> None:
+    seen: list[tuple[str, float, int]] = []
+
+    class Cached(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            nn.init.constant_(self.inner.weight, value)
+            for name, module in (("outer", self), ("inner", self.inner)):
+                module.register_load_state_dict_post_hook(functools.partial(self.note, name))
+
+        def note(self, name: str, module: nn.Module, keys: Any) -> None:
+            seen.append((name, self.inner.weight[0, 0].item(), len(keys.missing_keys)))
+            keys.missing_keys.clear()  # as some do
+
+    carry({"model": Cached(3.0)}, {"model": Cached(1.0)})
+    assert seen == [("inner", 3.0, 0), ("outer", 3.0, 0)]
+
+
+def test_a_hook_for_the_end_of_loading_that_raises_is_a_mismatch(
+    carry: Callable[..., object],
+) -> None:
+    target = network(1)
+
+    def refuse(module: nn.Module, keys: object) -> None:
+        raise ValueError("not with me")
+
+    target.register_load_state_dict_post_hook(refuse)
+    with pytest.raises(laststep.Mismatch, match="not with me"):
+        carry({"model": network(0)}, {"model": target})
 
 
 def test_a_parameter_replaced_between_saves_is_followed_in_module_and_optimizer(

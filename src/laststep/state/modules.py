@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import sys
 from contextvars import ContextVar
 from itertools import accumulate, chain, compress, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -282,6 +283,17 @@ class ModuleProvider(StateProvider):
         if by_hook:
             with handing_over(f"load_state_dict of {type(self._module).__name__}"):
                 self._module.load_state_dict(by_hook, strict=False)
+        elif any(entry is not ABSENT for entry in value.values()):
+            _run_post_hooks([node for _own, _plain, node in nodes])
+
+
+def _run_post_hooks(nodes: list[torch.nn.Module]) -> None:
+    """As `load_state_dict` runs them at its end, each module's after those of its submodules: what
+    they make of the state, such as a cache, is made anew."""
+    for node in reversed(nodes):
+        for hook in list(node._load_state_dict_post_hooks.values()):
+            with handing_over(f"a hook for the end of load_state_dict of {type(node).__name__}"):
+                hook(node, sys.modules[_MODULE[0]]._IncompatibleKeys([], []))
 
 
 @functools.cache
