@@ -33,6 +33,8 @@ from laststep.storage.registry import local_path, open_store
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
+    import torch
+
     from laststep.read.content import Content
     from laststep.restoring.fit import Match
 
@@ -92,7 +94,8 @@ def load(
     *,
     step: int | None = None,
     rank: int | None = None,
-    device: str = "cpu",
+    map_location: str | torch.device | None = None,
+    device: str | torch.device | None = None,
     allow_pickle: bool = False,
     strict: bool = True,
 ) -> object:
@@ -101,15 +104,15 @@ def load(
     Of a run, `step` names another than the newest. Of what each rank has for itself, `rank` says
     whose: this process's own if None, or rank 0's where the checkpoint has no such rank. With
     `into`, the state is written into it in place and returned. Nothing else is loaded in the place
-    of what is damaged: that is `Corrupt`.
+    of what is damaged: that is `Corrupt`. Without `into` tensors go to `map_location`, which may
+    be called `device` too: the CPU, unless that says otherwise.
     """
-    if device != "cpu":
-        _check_device(device)
+    target = _device(map_location, device)
     checkpoint, is_run = _find(path, step)
     where = open_store(path).url + (f"/{checkpoint.folder}" if is_run else "")
     with interrupts.held(), shortage.told("load"):
         return _load(
-            checkpoint, into, rank, where, device,
+            checkpoint, into, rank, where, target,
             is_run=is_run, allow_pickle=allow_pickle, strict=strict,
         )  # fmt: skip
 
@@ -188,13 +191,29 @@ def _items_in(into: object, content: Content) -> Mapping[str, object]:
     return into
 
 
-def _check_device(device: str) -> None:
+def _device(map_location: object, device: object) -> str:
+    """Where tensors are to go, by the word of torch or by the shorter one."""
+    if map_location is not None and device is not None:
+        raise Usage(
+            "map_location and device are two words for one thing", expected="one of them",
+            found=f"map_location={map_location!r} and device={device!r}", remedy="leave one out",
+        )  # fmt: skip
+    wanted = device if map_location is None else map_location
+    if wanted is None or wanted == "cpu":
+        return "cpu"
+    if isinstance(wanted, Mapping) or callable(wanted):
+        raise Usage(
+            "map_location names no device", expected="one device for all tensors",
+            found=f"a {type(wanted).__name__}",
+            remedy='pass map_location="cpu" or "cuda", and move what is to lie elsewhere',
+        )  # fmt: skip
     try:
-        allocate("uint8", (0,), device)
+        return str(allocate("uint8", (0,), wanted).device)  # type: ignore[arg-type]
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch has no one type
         raise Usage(
             "cannot load to that device", expected="a device that this process has",
-            found=f"{device!r}: {str(error).partition(chr(10))[0]}", remedy='pass device="cpu"',
+            found=f"{wanted!r}: {str(error).partition(chr(10))[0]}",
+            remedy='pass map_location="cpu"',
         ) from error  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import laststep
+from laststep import oneoff
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -165,8 +166,9 @@ def test_arguments_that_cannot_work_are_usage(
             laststep.load(wrong)  # type: ignore[arg-type]
     with pytest.raises(laststep.Usage, match="swapped"):
         laststep.save("x", {"w": 1})  # type: ignore[arg-type]
-    with pytest.raises(laststep.Usage, match="cannot load to that device"):
-        laststep.load(run, device="nonsense")
+    for word in ("device", "map_location"):
+        with pytest.raises(laststep.Usage, match="cannot load to that device"):
+            laststep.load(run, **{word: "nonsense"})
     if not torch.cuda.is_available():
         with pytest.raises(laststep.Usage, match=r"cannot load to that device.*'cuda'"):
             laststep.load(run, device="cuda")
@@ -234,3 +236,31 @@ def test_a_step_may_be_any_kind_of_whole_number(run: Path, kind: Callable[[int],
         catalog[kind(77)]  # without a warning: warnings are errors here
     assert kind(77) not in catalog
     assert np.array([1, 2]) not in catalog
+
+
+@pytest.mark.parametrize("word", ["map_location", "device"])
+@pytest.mark.parametrize("where", ["cpu", torch.device("cpu"), "meta"])
+def test_a_device_goes_by_the_word_of_torch_too(
+    word: str, where: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    load_all = oneoff.load_all
+
+    def see(content: object, device: str) -> object:
+        asked.append(device)
+        return load_all(content, "cpu")
+
+    monkeypatch.setattr(oneoff, "load_all", see)
+    laststep.save({"w": torch.ones(3)}, tmp_path / "saved")
+    loaded = laststep.load(tmp_path / "saved", **{word: where})
+    assert asked == [str(where)]
+    assert torch.equal(loaded["w"], torch.ones(3))
+
+
+def test_what_only_torch_takes_as_a_location_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    laststep.save({"w": torch.ones(3)}, tmp_path / "saved")
+    for wrong in ({"cuda:0": "cpu"}, lambda storage, place: storage):
+        with pytest.raises(laststep.Usage, match="one device for all tensors"):
+            laststep.load(tmp_path / "saved", map_location=wrong)  # type: ignore[arg-type]
+    with pytest.raises(laststep.Usage, match="two words for one thing"):
+        laststep.load(tmp_path / "saved", map_location="cpu", device="cpu")
