@@ -116,7 +116,7 @@ class Checkpointer(single.OnlyOne):
         self.path = self._store.url
         self._providers = providers_for(arguments.all_items(items, more_items))
         if self._rank.ranks > 1:
-            teaming.refuse_mixed(self._providers)
+            teaming.check_own(self._providers)
         places.look_at(self._store)
         self._keep = keep
         self._bus = Bus()

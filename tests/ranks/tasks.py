@@ -27,7 +27,7 @@ from laststep.state.layouts import Mesh, Shard, Sharded
 from laststep.state.tensors import Laid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 PATIENCE_S = 30.0
@@ -200,6 +200,54 @@ def load_places(run: str, policy: str) -> tuple[str, tuple[int, list[int]], list
             error = str(raised)
     assert torch.equal(common["w"], torch.zeros(6) if error else torch.arange(6.0))
     return error, place.seen(), warnings
+
+
+class Reader:
+    """A loader with a state, as data loaders have it."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.at))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def save_readers(run: str) -> list[str]:
+    """Each rank is elsewhere in its data. Returns what is logged of it."""
+    reader = Reader(dist.get_rank())
+    with Heard(logging.INFO) as lines:
+        with opened(run, flush="process", reader=reader, common={"w": torch.zeros(6)}) as c:
+            c.restore()
+            c.save(1).result()
+        reader.at = 50
+        with opened(run, reader=reader, common={"w": torch.zeros(6)}) as c:
+            c.restore()
+    assert reader.at == dist.get_rank()
+    return lines
+
+
+def save_without_restore(run: str) -> tuple[str, str, list[int]]:
+    """What a save says that would leave step 1 behind, on all ranks, and on one of them; then the
+    steps once that was restored."""
+    with opened(run, common={"w": torch.zeros(6)}) as c:
+        c.save(1).result()
+    with opened(run, common={"w": torch.zeros(6)}) as c:
+        first = kinds(lambda: c.save(2))[1]
+        c.restore()
+        c.save(2).result()
+    first_rank = dist.get_rank() == 0
+    with laststep.Checkpointer(
+        run, common={"w": torch.zeros(6)}, progress=False, new_lineage=first_rank,
+        deadline_s=PATIENCE_S, flush="thread",
+    ) as c:  # fmt: skip
+        second = kinds(lambda: c.save(3).result())[1]
+    return first, second, laststep.open(run).steps()
 
 
 # -- ranks that disagree --------------------------------------------------------------------------

@@ -70,3 +70,25 @@ def test_what_ranks_share_is_not_taken_for_each_ones_own(crew: Crew, run_folder:
     for error in crew("tasks:save_parts_as_own", 2, run=str(run_folder)):
         assert "holds parts of tensors that ranks share at item 'mine': found w" in error
         assert "pass mine without laststep.PerRank" in error
+
+
+def test_what_reads_data_is_each_ranks_own_and_every_line_of_the_log_says_whose(
+    crew: Crew, run_folder: Path
+) -> None:
+    logged = crew("tasks:save_readers", 2, run=str(run_folder))
+    for rank, lines in enumerate(logged):
+        assert [line for line in lines if not line.startswith(f"rank {rank}: ")] == []
+        told = [line for line in lines if "reader is taken for each rank's own" in line]
+        assert len(told) == 2  # Checkpointers
+        assert any("committed as step-00000001" in line for line in lines)
+
+
+def test_a_save_that_would_leave_checkpoints_behind_fails_on_all_ranks(
+    crew: Crew, run_folder: Path
+) -> None:
+    found = crew("tasks:save_without_restore", 2, run=str(run_folder))
+    for first, second, steps in found:
+        assert "step 1, which was not restored" in first
+        assert "step 2, which was not restored" in second
+        assert steps == [1, 2]
+    assert "rank 1" in found[0][1]

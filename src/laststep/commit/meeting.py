@@ -6,6 +6,7 @@ of that run on the others.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from laststep.ranks.board import Board
 from laststep.ranks.group import Alone, Group
 from laststep.ranks.rank import ranks_per_node
 from laststep.settings import WAIT_FOR_OTHERS_S
+from laststep.state.values import PerRank
 from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
@@ -32,11 +34,14 @@ if TYPE_CHECKING:
     from laststep.settings import Settings
     from laststep.state.provider import StateProvider
 
+log = logging.getLogger(__name__)
+
 _made: Counter[str] = Counter()
 
 
-def refuse_mixed(providers: Mapping[str, StateProvider]) -> None:
-    """`Usage` for a group of which a part is each rank's own and a part is not."""
+def check_own(providers: Mapping[str, StateProvider]) -> None:
+    """`Usage` for a group of which a part is each rank's own and a part is not. Items that are so
+    because of what they can do, and not because somebody said so, are told."""
     for name, provider in providers.items():
         if getattr(provider, "mixed", False):
             raise Usage(
@@ -44,6 +49,12 @@ def refuse_mixed(providers: Mapping[str, StateProvider]) -> None:
                 where=f"item {name!r}",
                 remedy="pass random numbers and loaders as items of their own",
             )
+        if provider.per_rank and provider.parts() and not isinstance(provider, PerRank):
+            log.info(
+                "%s is taken for each rank's own: it reads data (it has __iter__ or a dataset); "
+                "laststep.PerRank(%s, …) says what becomes of it when the number of ranks changes",
+                name, name,
+            )  # fmt: skip
 
 
 def all_ranks(rank: Rank, settings: Settings, team: Team | None) -> Ranks:

@@ -12,6 +12,7 @@ from laststep.catalog.retention import Keep
 from laststep.flush.protocol import Connection
 from laststep.flush.server import Flusher
 from laststep.memory.shared import Mapping
+from laststep.process import logs
 from laststep.storage.registry import register_store
 
 NOT_FOR_THE_HELPER = (signal.SIGINT, signal.SIGTERM)
@@ -31,11 +32,14 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     trainer_pidfd: int
     writers: int
     keep: Keep | None
+    rank: int | None = None
+    """Which of several ranks the trainer is, for the log."""
 
 
 def main(text: str) -> None:
     """Serve until the trainer is gone; `text` is a `Setup` as JSON. Signals are blocked."""
     setup = msgspec.json.decode(text, type=Setup)
+    logs.speak_as(setup.rank)
     if setup.opener is not None:
         register_store(setup.run.partition(":")[0], setup.opener)
     for number in NOT_FOR_THE_HELPER:

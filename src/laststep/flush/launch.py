@@ -21,7 +21,7 @@ import xxhash
 from laststep.flush.__main__ import NOT_FOR_THE_HELPER, Setup
 from laststep.flush.protocol import Connection
 from laststep.flush.server import Flusher
-from laststep.process import threads
+from laststep.process import logs, threads
 from laststep.storage.registry import import_path
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def start_process(
     setup = Setup(
         run=run, opener=opener, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
         trainer=trainer, trainer_pidfd=pidfd, writers=writers, keep=keep,
+        rank=logs.speaks_as(),
     )  # fmt: skip
     # Blocked signals are inherited: the helper is deaf to them from its first instruction on.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_HELPER)
