@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from importlib import metadata
 from pathlib import Path
@@ -78,6 +79,61 @@ def test_every_public_name_is_documented() -> None:
 def test_every_command_is_documented() -> None:
     missing = [typed for typed in commands() if not is_documented(typed)]
     assert not missing, f"in neither README.md nor docs: {missing}"
+
+
+def guides() -> Iterator[tuple[str, str]]:
+    for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/guides/*.md"))):
+        yield page.name, page.read_text(encoding="utf-8")
+
+
+def submodules() -> dict[str, list[str]]:
+    """The public submodules, as api.md lists them, and their names."""
+    _, _, listed = dict(guides())["api.md"].partition("## Submodules")
+    found = re.findall(r"^\| `(laststep\.[\w.]+)` \|", listed, flags=re.MULTILINE)
+    return {name: importlib.import_module(name).__all__ for name in found}
+
+
+def named_in(code: str) -> Iterator[str]:
+    """Every name of laststep in some code, dotted: what is imported, and what is written out."""
+    for module, names in re.findall(r"^from (laststep[\w.]*) import ([\w ,]+)", code, re.MULTILINE):
+        for name in names.split(","):
+            yield f"{module}.{name.split()[0]}"
+    for name in re.findall(r"(?<![\w./-])laststep(?:\.[A-Za-z_]\w*)+", code):
+        yield name
+
+
+def is_public(name: str) -> bool:
+    modules = {"laststep": [*laststep.__all__, "__all__"], **submodules()}
+    if name in modules or any(module.startswith(f"{name}.") for module in modules):
+        return True
+    return any(
+        name.startswith(f"{module}.") and name.removeprefix(f"{module}.").split(".")[0] in names
+        for module, names in modules.items()
+    )
+
+
+def test_submodules_are_public_by_the_names_that_they_list() -> None:
+    modules = submodules()
+    assert "laststep.events" in modules
+    for module, names in modules.items():
+        assert [n for n in names if not hasattr(importlib.import_module(module), n)] == []
+        assert [n for n in names if not is_documented(n)] == [], module
+
+
+def test_everything_that_a_guide_names_is_public() -> None:
+    named = {
+        (page, name) for page, text in guides() for name in named_in("\n".join(CODE.findall(text)))
+    }
+    assert ("api.md", "laststep.Checkpointer") in named
+    assert [one for one in sorted(named) if not is_public(one[1])] == []
+
+
+def test_every_class_in_the_tables_of_the_api_is_public() -> None:
+    rows = re.findall(r"^\| ([^|]+) \|", dict(guides())["api.md"], flags=re.MULTILINE)
+    classes = {name for row in rows for name in re.findall(r"`([A-Z]\w+)[`(.]", row)}
+    public = {*laststep.__all__, *(name for names in submodules().values() for name in names)}
+    assert {"PerRank", "Committed", "Capture"} <= classes
+    assert sorted(classes - public) == []
 
 
 def test_the_version_is_the_one_that_is_installed() -> None:

@@ -11,6 +11,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+__all__ = [
+    "Captured", "Committed", "Durable", "Event", "MetricMissing", "PassedOver", "Preflight",
+    "Pruned", "ReplicasDiffer", "Restored", "SaveFailed", "SaveSkipped", "SaveStarted",
+    "Subscriber", "Written",
+]  # fmt: skip
+
 log = logging.getLogger(__name__)
 
 
