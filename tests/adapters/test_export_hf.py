@@ -350,7 +350,7 @@ def test_an_interrupt_leaves_nothing(number: int, run_folder: Path, tmp_path: Pa
     script = f"""
 import sys, time
 from laststep import cli
-from laststep.adapters import export_hf
+from laststep.adapters.export import hf as export_hf
 write = export_hf._write
 def slow(*arguments):
     write(*arguments)
