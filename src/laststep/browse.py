@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Self, SupportsIndex
 from laststep.catalog.decision import MANIFEST_LIMIT_BYTES, is_checkpoint
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
-from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.format.manifest import DAMAGE_REMEDY, Commit, decode
 from laststep.process.only_one import OnlyOne
-from laststep.read.content import Content, DataFile, Place
+from laststep.read.blocks import refuse
+from laststep.read.content import Content, Place
+from laststep.read.files import close_files
 from laststep.read.verify import VerifyReport, verify_checkpoint
 from laststep.state.boxes import Box, whole
 from laststep.storage.registry import open_parent, open_store
-from laststep.terms import BLOCK_BYTES, DTYPES, MANIFEST_NAME
+from laststep.terms import DTYPES, MANIFEST_NAME
 
 if TYPE_CHECKING:
     import os
@@ -230,7 +231,7 @@ class Checkpoint(OnlyOne):
         if self._content is None:
             self._content = Content(self._store, self.folder, self._commit, rank=self._rank or 0)
             # Tensors of it may outlive this object: its files stay open for as long as any does.
-            weakref.finalize(self._content, _close_files, self._content.files)
+            weakref.finalize(self._content, close_files, self._content.files)
         return self._content
 
     def __repr__(self) -> str:
@@ -338,32 +339,19 @@ class StoredTensor(OnlyOne):
         """Bytes of a part of the tensor, out of whole verified blocks."""
         if size == 0:
             return bytearray()
-        file = self._content.files[place.file]
         first_byte = place.start + start
-        first = first_byte // BLOCK_BYTES
-        last = -(-(first_byte + size) // BLOCK_BYTES)
-        base = first * BLOCK_BYTES
-        end = min(last * BLOCK_BYTES, file.header.tensor_bytes)
-        buffer = bytearray(end - base)
-        at = file.record.header_bytes + base
-        for _ in range(2):
-            got = file.reader.read_into(at, memoryview(buffer))
-            bad = _wrong_block(buffer, file.header.blocks, first)
-            if got == len(buffer) and bad is None:
-                return buffer[first_byte - base : first_byte - base + size]
-        if got < len(buffer):
+        file = self._content.files[place.file]
+        extent = file.blocks(first_byte, first_byte + size)
+        buffer = bytearray(extent.stop - extent.start)
+        try:
+            refuse(extent.read(memoryview(buffer)))
+        except Corrupt as error:
             raise Corrupt(
-                f"cannot read {self.name}: a data file is too short", where=file.where,
-                expected=f"at least {at + len(buffer)} bytes",
-                found=f"{at + got} bytes" if got else f"at most {at} bytes", remedy=DAMAGE_REMEDY,
-            )  # fmt: skip
-        start = at + (bad or 0) * BLOCK_BYTES
-        stop = min(start + BLOCK_BYTES, at + len(buffer))
-        raise Corrupt(
-            f"cannot read {self.name}: stored bytes have changed",
-            where=f"{file.where}, block {first + (bad or 0)} (bytes {start}-{stop})",
-            remedy=DAMAGE_REMEDY,
-        )
+                f"cannot read {self.name}: {error.what}", where=error.where,
+                expected=error.expected, found=error.found, remedy=error.remedy,
+            ) from error  # fmt: skip
+        at = file.record.header_bytes + first_byte - extent.start
+        return buffer[at : at + size]
 
     def __repr__(self) -> str:
         return f"<StoredTensor {self.name} {self.dtype}{list(self.shape)}>"
@@ -391,21 +379,6 @@ def _remedy_for(content: Content, item: str, name: str) -> str:
         if item in content.per_rank and any(one.name == entry for one in header.tensors):
             return f"rank {file.record.rank} has it: ask checkpoint.of_rank({file.record.rank})"
     return "`laststep show --all` lists the names"
-
-
-def _close_files(files: list[DataFile]) -> None:
-    for file in files:
-        file.reader.close()
-
-
-def _wrong_block(buffer: bytearray, blocks: bytes, first: int) -> int | None:
-    """The first block of the buffer whose digest is wrong; `first` is its first one in the file."""
-    view = memoryview(buffer)
-    for number in range(-(-len(buffer) // BLOCK_BYTES)):
-        expected = blocks[(first + number) * DIGEST_BYTES : (first + number + 1) * DIGEST_BYTES]
-        if digest(view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]) != expected:
-            return number
-    return None
 
 
 def open_folder(path: str | os.PathLike[str]) -> Checkpoint:

@@ -77,7 +77,7 @@ def test_one_that_was_named_and_went_was_not_verified(
 def test_show_of_what_was_deleted_meanwhile_says_so(
     three, laststep: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolve, read_file = places.resolve, holdings._file
+    resolve, read_file = places.resolve, holdings.open_file
 
     def gone_after(path: str, step: int | None) -> places.Place:
         place = resolve(path, step)
@@ -89,12 +89,12 @@ def test_show_of_what_was_deleted_meanwhile_says_so(
     assert (ended.status, ended.out) == (1, "")
     assert "the checkpoint was deleted meanwhile" in ended.err
 
-    def gone_before(store: object, folder: str, record: object) -> object:
+    def gone_before(store: object, folder: str, record: object, **options: object) -> object:
         delete(three, folder)
-        return read_file(store, folder, record)
+        return read_file(store, folder, record, **options)
 
     monkeypatch.setattr(places, "resolve", resolve)
-    monkeypatch.setattr(holdings, "_file", gone_before)
+    monkeypatch.setattr(holdings, "open_file", gone_before)
     ended = laststep("show", three.path, "--step", 200)
     assert (ended.status, ended.out) == (1, "")
     assert "the checkpoint was deleted meanwhile" in ended.err

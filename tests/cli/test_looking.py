@@ -167,7 +167,7 @@ def test_ls_and_show_say_what_is_incomplete(maker, laststep: Callable) -> None:
     assert "damaged: a data file is too short" in shown.out
     assert "model/weight" in shown.out  # its header is whole, and says what was there
     missing = laststep("show", maker.path, "--step", 300)
-    assert "damaged: there is no such file" in missing.out
+    assert "damaged: a data file is missing" in missing.out
 
 
 def test_ls_of_a_checkpoint_names_its_run(maker, laststep: Callable) -> None:

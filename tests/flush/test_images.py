@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import mmap
 import random
@@ -17,7 +18,8 @@ from laststep.flush.protocol import FileBegin
 from laststep.flush.writer import SaveFlush
 from laststep.format.header import TensorEntry, decode_header, reserve_bytes
 from laststep.plan.load import Read, Want, plan_reads
-from laststep.read.reader import ReadFile, read_all
+from laststep.read.files import DataFile
+from laststep.read.reader import read_all
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.disk import Disk
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, CHUNK_BYTES, align_up
@@ -145,7 +147,7 @@ class Room:
         self._free.release()
 
 
-def stored_file(tmp_path: Path, data: bytes) -> tuple[DirectoryStore, ReadFile]:
+def stored_file(tmp_path: Path, data: bytes) -> tuple[DirectoryStore, DataFile]:
     store = DirectoryStore(tmp_path)
     store.make_folder("a")
     flush = SaveFlush(store, "a", (begin("f", len(data)),))
@@ -155,9 +157,7 @@ def stored_file(tmp_path: Path, data: bytes) -> tuple[DirectoryStore, ReadFile]:
     reader = store.open_reader("a/f")
     region = store.read("a/f", limit_bytes=1 << 30)[: record.header_bytes]
     header = decode_header(region, data_bytes=len(data), where="a/f")
-    return store, ReadFile(
-        reader=reader, data_at=record.header_bytes, blocks=header.blocks, where="a/f"
-    )
+    return store, DataFile(record=record, header=header, reader=reader, where="a/f")
 
 
 def test_what_is_read_is_verified_and_delivered_whole(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_changed_byte_is_found_and_its_block_is_named(tmp_path: Path) -> None:
     _, file = stored_file(tmp_path, data)
     path = tmp_path / "a" / "f"
     with path.open("r+b") as handle:
-        handle.seek(file.data_at + 2 * BLOCK_BYTES + 17)
+        handle.seek(file.record.header_bytes + 2 * BLOCK_BYTES + 17)
         handle.write(bytes([data[2 * BLOCK_BYTES + 17] ^ 1]))
     room = Room()
     seen: list[Read] = []
@@ -193,8 +193,8 @@ def test_a_changed_byte_is_found_and_its_block_is_named(tmp_path: Path) -> None:
         read_all([file], reads, room, lambda read, slot: seen.append(read), threads=2)
     assert seen == []
     assert room.leased == 0
-    path.write_bytes(path.read_bytes()[: file.data_at + BLOCK_BYTES])
-    with pytest.raises(Corrupt, match="ends too early"):
+    path.write_bytes(path.read_bytes()[: file.record.header_bytes + BLOCK_BYTES])
+    with pytest.raises(Corrupt, match="too short"):
         read_all([file], reads, room, lambda read, slot: None, threads=2)
     file.reader.close()
 
@@ -217,7 +217,7 @@ def test_a_block_that_is_wrong_only_once_is_read_again(tmp_path: Path) -> None:
             return got
 
     flaky = Flaky()
-    wrapped = ReadFile(reader=flaky, data_at=file.data_at, blocks=file.blocks, where="f")
+    wrapped = dataclasses.replace(file, reader=flaky)
     reads = plan_reads(0, len(data), [Want(0, len(data), 0)])
     read_all([wrapped], reads, Room(), lambda read, slot: None, threads=1)
     assert flaky.calls == 2

@@ -11,18 +11,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from wraps import whole
 
+from laststep.codecs.digests import DIGEST_BYTES
 from laststep.events import Restored
 from laststep.plan import sources
-from laststep.read import reader as read
+from laststep.read.blocks import Extent
 from laststep.restoring.parcels import BoxPlacer
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.plan.gather import Chunk
-    from laststep.plan.load import Read
     from laststep.restoring.parcels import Parcels
     from laststep.storage.store import Reader
 
@@ -64,16 +63,17 @@ def load_big(run: str, cut: int | None, few: int = sources.FEW_READERS) -> Watch
     for tensor in state.values():
         tensor.zero_()
     seen = Watch()
-    fill_slot, open_reader, expect = read._fill, DirectoryStore.open_reader, BoxPlacer.expect
+    fill, open_reader, expect = Extent.fill, DirectoryStore.open_reader, BoxPlacer.expect
 
-    def counting(file: read.ReadFile, one: Read, into: memoryview) -> None:
-        first, last = one.start // BLOCK_BYTES, -(-one.stop // BLOCK_BYTES)
-        seen.blocks.extend((file.where, number) for number in range(first, last))
-        fill_slot(file, one, into)
+    def counting(self: Extent, into: memoryview) -> int:
+        if self.what is None:
+            count = len(self.digests) // DIGEST_BYTES
+            seen.blocks.extend((self.where, self.first + number) for number in range(count))
+        return fill(self, into)
 
-    def opening(self: DirectoryStore, name: str) -> Reader:
+    def opening(self: DirectoryStore, name: str, *, cached: bool = False) -> Reader:
         seen.opened.add(name.rpartition("/")[2])
-        return open_reader(self, name)
+        return open_reader(self, name, cached=cached)
 
     def expecting(self: BoxPlacer, chunks: Sequence[Chunk], device: torch.device) -> Parcels:
         parcels = expect(self, chunks, device)
@@ -86,14 +86,14 @@ def load_big(run: str, cut: int | None, few: int = sources.FEW_READERS) -> Watch
         if isinstance(event, Restored):
             seen.told_bytes += event.size_bytes
 
-    read._fill, DirectoryStore.open_reader, BoxPlacer.expect = counting, opening, expecting
+    Extent.fill, DirectoryStore.open_reader, BoxPlacer.expect = counting, opening, expecting
     few, sources.FEW_READERS = sources.FEW_READERS, few
     try:
         with opened(run, state=state) as c:
             c.subscribe(note)
             c.restore()
     finally:
-        read._fill, DirectoryStore.open_reader = fill_slot, open_reader
+        Extent.fill, DirectoryStore.open_reader = fill, open_reader
         BoxPlacer.expect, sources.FEW_READERS = expect, few
     for name, tensor in expected.items():
         assert torch.equal(whole(state[name]), whole(tensor)), name

@@ -14,8 +14,11 @@ import pytest
 
 from laststep.codecs.digests import block_digests
 from laststep.errors import StorageFailed
+from laststep.format.header import Header
+from laststep.format.manifest import FileRecord
 from laststep.plan.load import Read, Want, plan_reads
-from laststep.read.reader import ReadFile, read_all
+from laststep.read.files import DataFile
+from laststep.read.reader import read_all
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -84,10 +87,12 @@ def slow() -> Iterator[SlowReader]:
     reader.go.set()
 
 
-def zeros(reader: SlowReader) -> tuple[list[ReadFile], list[Read]]:
+def zeros(reader: SlowReader) -> tuple[list[DataFile], list[Read]]:
     size = reader.size_bytes
     blocks = block_digests(memoryview(bytes(BLOCK_BYTES))) * (size // BLOCK_BYTES)
-    file = ReadFile(reader=reader, data_at=0, blocks=blocks, where="f")
+    header = Header(item="m", tensors=(), objects=(), tensor_bytes=size, blocks=blocks)
+    record = FileRecord(name="f", size_bytes=size, header_bytes=0, header_digest="")
+    file = DataFile(record=record, header=header, reader=reader, where="f")
     return [file], plan_reads(0, size, [Want(0, size, 0)])
 
 

@@ -11,26 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog import decision
 from laststep.catalog.groups import files_of
-from laststep.errors import Corrupt, LaststepError, NotFound
-from laststep.read.content import read_header
 from laststep.read.entries import item_of_object, stored_in
+from laststep.read.files import open_file
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
-    from laststep.format.header import Header
-    from laststep.format.manifest import Commit, FileRecord
+    from laststep.format.manifest import Commit
+    from laststep.read.files import Opened
     from laststep.state.boxes import Box
     from laststep.state.stored import TensorSpec
     from laststep.storage.store import Store
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class File:
-    """A data file, its header if that can be read, and what is wrong with the file."""
-
-    record: FileRecord
-    header: Header | None
-    error: LaststepError | None
 
 
 class Part(NamedTuple):
@@ -61,17 +51,20 @@ class Tensor:
         return self.size_bytes - sum(part.size_bytes for part in self.parts)
 
 
-def read_files(store: Store, folder: str, commit: Commit) -> list[File]:
-    """The data files of a checkpoint; `NotFound` where all of it was deleted meanwhile."""
-    files = [_file(store, folder, record) for record in files_of(store, folder, commit)]
-    if any(file.error is not None for file in files):
+def read_files(store: Store, folder: str, commit: Commit) -> list[Opened]:
+    """The data files of a checkpoint, closed again; `NotFound` where all of it was deleted."""
+    files = []
+    for record in files_of(store, folder, commit):
+        files.append(open_file(store, folder, record, cached=True))
+        files[-1].close()
+    if any(file.damage for file in files):
         gone = decision.deleted(store, folder)
         if gone is not None:
             raise gone
     return files
 
 
-def tensors_of(commit: Commit, files: list[File]) -> list[Tensor]:
+def tensors_of(commit: Commit, files: list[Opened]) -> list[Tensor]:
     """The tensors, by item; those of different ranks under one name follow each other."""
     per_rank = {item.name for item in commit.items if item.per_rank and commit.ranks > 1}
     found: dict[tuple[str, str, int | None, TensorSpec], Tensor] = {}
@@ -93,7 +86,7 @@ def tensors_of(commit: Commit, files: list[File]) -> list[Tensor]:
     return [found[key] for key in keys]
 
 
-def files_by_item(commit: Commit, files: list[File]) -> dict[str, list[str]]:
+def files_by_item(commit: Commit, files: list[Opened]) -> dict[str, list[str]]:
     """The names of the files that hold something of each item: tensors, or its tree."""
     found: dict[str, list[str]] = {item.name: [] for item in commit.items}
     for file in files:
@@ -104,26 +97,3 @@ def files_by_item(commit: Commit, files: list[File]) -> dict[str, list[str]]:
         for item in items & found.keys():
             found[item].append(file.record.name)
     return found
-
-
-def _file(store: Store, folder: str, record: FileRecord) -> File:
-    name = f"{folder}/{record.name}"
-    error: LaststepError | None = None
-    try:
-        reader = store.open_reader(name, cached=True)
-    except NotFound as missing:
-        return File(record=record, header=None, error=missing)
-    try:
-        if reader.size_bytes != record.size_bytes:
-            how = "short" if reader.size_bytes < record.size_bytes else "long"
-            error = Corrupt(
-                f"a data file is too {how}",
-                expected=f"{record.size_bytes} bytes",
-                found=f"{reader.size_bytes} bytes",
-            )
-        header = read_header(reader, record, name)
-    except Corrupt as damage:
-        return File(record=record, header=None, error=error or damage)
-    finally:
-        reader.close()
-    return File(record=record, header=header, error=error)

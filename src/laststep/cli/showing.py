@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from laststep.cli.holdings import File, Tensor
+    from laststep.cli.holdings import Tensor
     from laststep.format.manifest import Commit
+    from laststep.read.files import Opened
 
 _SHOWN = 20
 _SHOWN_SPANS = 3
@@ -85,7 +86,7 @@ def _commit(place: places.Place) -> Commit:
     return decided
 
 
-def _document(place: places.Place, commit: Commit, files: list[File]) -> dict[str, object]:
+def _document(place: places.Place, commit: Commit, files: list[Opened]) -> dict[str, object]:
     listed = place.listed
     held_by = holdings.files_by_item(commit, files)
     return {
@@ -124,7 +125,7 @@ def _document(place: places.Place, commit: Commit, files: list[File]) -> dict[st
                 "size_bytes": file.record.size_bytes,
                 "header_bytes": file.record.header_bytes,
                 "header_digest": file.record.header_digest,
-                "error": None if file.error is None else str(file.error),
+                "error": str(file.damage[0].error) if file.damage else None,
             }
             for file in files
         ],
@@ -191,7 +192,7 @@ def _print_facts(console: Console, place: places.Place, commit: Commit) -> None:
     console.print(table)
 
 
-def _print_items(console: Console, commit: Commit, files: list[File]) -> None:
+def _print_items(console: Console, commit: Commit, files: list[Opened]) -> None:
     columns = ("item", "kind", "tensors", "size", "files", "")
     table = output.table(*columns, right=("tensors", "size", "files"))
     held_by = holdings.files_by_item(commit, files)
@@ -209,20 +210,27 @@ def _print_items(console: Console, commit: Commit, files: list[File]) -> None:
     console.print(table)
 
 
-def _print_files(console: Console, files: list[File], *, limit: int | None) -> None:
+def _print_files(console: Console, files: list[Opened], *, limit: int | None) -> None:
     """Those that are damaged are always listed."""
-    shown = [file for at, file in enumerate(files) if limit is None or at < limit or file.error]
+    shown = [file for at, file in enumerate(files) if limit is None or at < limit or file.damage]
     table = output.table("file", "size", "header", "", right=("size", "header"))
     for file in shown:
         table.add_row(
             file.record.name,
             output.size_text(file.record.size_bytes),
             output.size_text(file.record.header_bytes),
-            "" if file.error is None else f"damaged: {file.error}",
+            _damage_text(file),
         )
     console.print()
     console.print(table)
     _print_rest(console, len(files) - len(shown), "file")
+
+
+def _damage_text(file: Opened) -> str:
+    if not file.damage:
+        return ""
+    first = file.damage[0]
+    return f"damaged: {first.error.what}: expected {first.expected}, found {first.found}"
 
 
 def _print_tensors(

@@ -11,38 +11,26 @@ those ranks described their state, say what there is and who wrote what of it.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from laststep.catalog import decision
 from laststep.catalog.groups import files_of
-from laststep.codecs.digests import digest, digest_text
+from laststep.codecs.digests import digest
 from laststep.errors import Corrupt, Mismatch, NotFound, Usage
-from laststep.format.header import Header, decode_header
 from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.plan.files import SHARED_FILE, TABLE_NAME, tree_name
 from laststep.plan.job import Agreement, Table, agree, decode_table
 from laststep.read.entries import Stored, stored_in
+from laststep.read.files import DataFile, close_files, open_file
 from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.stored import StoredItem, TensorSpec, decode_item
-from laststep.terms import MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
     from laststep.format.manifest import ClassRecord, Commit, FileRecord
-    from laststep.storage.store import Reader, Store
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataFile:
-    """A data file of a checkpoint, open for reading."""
-
-    record: FileRecord
-    header: Header
-    reader: Reader
-    where: str
+    from laststep.storage.store import Store
 
 
 class Place(NamedTuple):
@@ -104,8 +92,7 @@ class Content:
         self.close()
 
     def close(self) -> None:
-        for file in self.files:
-            file.reader.close()
+        close_files(self.files)
 
     def of_rank(self, rank: int) -> Content:
         """The same checkpoint in the view of another rank, which is to be closed too."""
@@ -159,7 +146,7 @@ class Content:
         for record in records:
             if record.name not in self._opened:
                 self._opened[record.name] = len(self.files)
-                self.files.append(_open_file(self._store, self.folder, record))
+                self.files.append(open_file(self._store, self.folder, record).sound())
             numbers.append(self._opened[record.name])
         return numbers
 
@@ -253,10 +240,7 @@ class Content:
         for file in self.files:
             for entry in file.header.objects if of_rank(file.record.rank) else ():
                 if entry.name == name:
-                    start = file.record.header_bytes + entry.start
-                    size = entry.stop - entry.start
-                    data = read_verified(file.reader, start, size, entry.digest, file.where)
-                    yield data, f"{file.where}, object {name}"
+                    yield file.read_object(entry), f"{file.where}, object {name}"
 
 
 def _is_shared(record: FileRecord) -> bool:
@@ -282,62 +266,3 @@ def agreement_of(
             "the tables of the ranks make no sense", where=where, found=str(error),
             remedy=DAMAGE_REMEDY,
         ) from error  # fmt: skip
-
-
-def _open_file(store: Store, folder: str, record: FileRecord) -> DataFile:
-    path = f"{folder}/{record.name}"
-    where = f"{store.url}/{path}"
-    try:
-        reader = store.open_reader(path)
-    except NotFound as error:
-        raise Corrupt(
-            "a data file is missing", where=where, expected=f"{record.size_bytes} bytes",
-            remedy=DAMAGE_REMEDY,
-        ).lacking(path) from error  # fmt: skip
-    try:
-        _check_sizes(reader, record, where)
-        header = read_header(reader, record, where)
-    except BaseException:
-        reader.close()
-        raise
-    return DataFile(record=record, header=header, reader=reader, where=where)
-
-
-def read_header(reader: Reader, record: FileRecord, where: str) -> Header:
-    """The header of a data file, verified."""
-    expected = bytes.fromhex(record.header_digest.rpartition(":")[2])
-    region = read_verified(reader, 0, record.header_bytes, expected, f"{where}, header")
-    data_bytes = record.size_bytes - record.header_bytes
-    return decode_header(region, data_bytes=data_bytes, where=where)
-
-
-def _check_sizes(reader: Reader, record: FileRecord, where: str) -> None:
-    if reader.size_bytes != record.size_bytes:
-        how = "short" if reader.size_bytes < record.size_bytes else "long"
-        raise Corrupt(
-            f"a data file is too {how}", where=where,
-            expected=f"{record.size_bytes} bytes", found=f"{reader.size_bytes} bytes",
-            remedy=DAMAGE_REMEDY,
-        )  # fmt: skip
-    if record.header_bytes > 2 * MAX_HEADER_BYTES:
-        raise Corrupt("a header is too large", where=where, found=f"{record.header_bytes} bytes")
-
-
-def read_verified(reader: Reader, start: int, size: int, expected: bytes, where: str) -> bytes:
-    """Bytes whose digest is right; a wrong one is read a second time before it counts."""
-    buffer = bytearray(size)
-    for _ in range(2):
-        got = reader.read_into(start, memoryview(buffer)) if size else 0
-        if got == size and digest(buffer) == expected:
-            return bytes(buffer)
-    if got < size:
-        raise Corrupt(
-            "a data file is too short", where=where, expected=f"at least {start + size} bytes",
-            found=f"{start + got} bytes" if got else f"at most {start} bytes",
-            remedy=DAMAGE_REMEDY,
-        )  # fmt: skip
-    raise Corrupt(
-        "stored bytes have changed", where=f"{where} (bytes {start}-{start + size})",
-        expected=f"digest {expected.hex()}", found=digest_text(bytes(buffer)),
-        remedy=DAMAGE_REMEDY,
-    )  # fmt: skip

@@ -1,9 +1,9 @@
 """Read planned ranges of stored files through the pool, verify every block, deliver the bytes.
 
 Knows nothing of what the bytes mean, nor of torch. Several threads read, each into a slot of its
-own; a block whose digest is wrong is read a second time before it counts as damage. The first error
-stops all of them. Whatever ends a read, an interrupt of the calling thread too, no thread of it
-touches a slot or a target after `read_all` has returned or raised.
+own, and as many verify behind them (`read/blocks.py`). The first error stops all of them. Whatever
+ends a read, an interrupt of the calling thread too, no thread of it touches a slot or a target
+after `read_all` has returned or raised.
 """
 
 from __future__ import annotations
@@ -13,31 +13,18 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from laststep.codecs.digests import DIGEST_BYTES, block_digests
-from laststep.errors import Corrupt
-from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.plan.load import Read
 from laststep.process import interrupts
 from laststep.process import threads as threads_of
-from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
+from laststep.read.blocks import refuse
 
 if TYPE_CHECKING:
-    from laststep.storage.store import Reader
+    from laststep.read.blocks import Extent
+    from laststep.read.files import DataFile
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadFile:
-    """A file to read from: its data start at `data_at`, `blocks` are its blocks' digests."""
-
-    reader: Reader
-    data_at: int
-    blocks: bytes
-    where: str
 
 
 class Room(Protocol):
@@ -57,7 +44,7 @@ Deliver = Callable[[Read, int], None]
 
 
 def read_all(
-    files: Sequence[ReadFile], reads: Sequence[Read], room: Room, deliver: Deliver, *, threads: int
+    files: Sequence[DataFile], reads: Sequence[Read], room: Room, deliver: Deliver, *, threads: int
 ) -> int:
     """Carry out all reads; `deliver(read, slot)` is called on the reading threads with verified
     bytes, which are gone when it returns. Returns the number of bytes read. Raises the first
@@ -84,7 +71,7 @@ class _Pipeline:
     """Readers keep the disk busy; deliverers verify and copy behind them. Slots bound the queue."""
 
     def __init__(
-        self, files: Sequence[ReadFile], reads: Sequence[Read], room: Room, deliver: Deliver
+        self, files: Sequence[DataFile], reads: Sequence[Read], room: Room, deliver: Deliver
     ) -> None:
         self.errors: list[BaseException] = []
         self._files = files
@@ -93,7 +80,7 @@ class _Pipeline:
         self._todo: queue.SimpleQueue[Read] = queue.SimpleQueue()
         for read in reads:
             self._todo.put(read)
-        self._landed: queue.SimpleQueue[tuple[Read, int] | None] = queue.SimpleQueue()
+        self._landed: queue.SimpleQueue[tuple[Read, int, int] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards the three below
         self._left = len(reads)
         self._inside = 0
@@ -179,21 +166,21 @@ class _Pipeline:
                 if slot is None:
                     return
                 try:
-                    _fill(self._files[read.file], read, self._room.view(slot))
+                    got = self._extent(read).fill(self._room.view(slot))
                 except BaseException:
                     self._room.release(slot)
                     raise
-                self._landed.put((read, slot))
+                self._landed.put((read, slot, got))
             except BaseException as error:  # noqa: BLE001 (raised again by read_all)
                 self._fail(error)
 
     def deliver(self) -> None:
         """Verify what has landed and deliver it, until everything was or something failed."""
         while (landed := self._landed.get()) is not None:
-            read, slot = landed
+            read, slot, got = landed
             try:
                 if not self._stopped:
-                    _verify(self._files[read.file], read, self._room.view(slot))
+                    refuse(self._extent(read).verify(self._room.view(slot), got))
                     self._deliver(read, slot)
             except BaseException as error:  # noqa: BLE001 (raised again by read_all)
                 self._fail(error)
@@ -206,6 +193,9 @@ class _Pipeline:
                 break
         self._landed.put(None)  # wakes the next deliverer, which does the same
 
+    def _extent(self, read: Read) -> Extent:
+        return self._files[read.file].blocks(read.start, read.stop)
+
     def _lease(self) -> int | None:
         while not self._stopped:
             slot = self._room.lease(_LOOK_S)
@@ -216,47 +206,3 @@ class _Pipeline:
     def _fail(self, error: BaseException) -> None:
         self.errors.append(error)
         self._stop()
-
-
-def _fill(file: ReadFile, read: Read, into: memoryview) -> None:
-    size = read.stop - read.start
-    start = file.data_at + read.start
-    got = file.reader.read_into(start, into[: align_up(size, ALIGN_BYTES)])
-    if got < size:
-        # How much there was before the end: the length of the file, unless it begins behind it.
-        found = f"{start + got} bytes" if got else f"at most {start} bytes"
-        raise Corrupt(
-            "a data file ends too early", where=file.where,
-            expected=f"at least {start + size} bytes", found=found, remedy=DAMAGE_REMEDY,
-        )  # fmt: skip
-
-
-def _verify(file: ReadFile, read: Read, image: memoryview) -> None:
-    """Every block's digest; a wrong one is read a second time before it counts as damage."""
-    size = read.stop - read.start
-    expected = file.blocks[
-        read.start // BLOCK_BYTES * DIGEST_BYTES : -(-read.stop // BLOCK_BYTES) * DIGEST_BYTES
-    ]
-    if block_digests(image[:size]) == expected:
-        return
-    _fill(file, read, image)
-    found = block_digests(image[:size])
-    if found != expected:
-        raise _damage(file, read, expected, found)
-
-
-def _damage(file: ReadFile, read: Read, expected: bytes, found: bytes) -> Corrupt:
-    for block in range(len(expected) // DIGEST_BYTES):
-        part = slice(block * DIGEST_BYTES, (block + 1) * DIGEST_BYTES)
-        if expected[part] != found[part]:
-            number = read.start // BLOCK_BYTES + block
-            start = number * BLOCK_BYTES
-            # A read ends within a block only where the tensors do: that block is short.
-            stop = min(start + BLOCK_BYTES, read.stop)
-            place = f"bytes {file.data_at + start}-{file.data_at + stop}"
-            return Corrupt(
-                "stored bytes have changed", where=f"{file.where}, block {number} ({place})",
-                expected=f"digest {expected[part].hex()}", found=found[part].hex(),
-                remedy=DAMAGE_REMEDY,
-            )  # fmt: skip
-    return Corrupt("stored bytes have changed", where=file.where, remedy=DAMAGE_REMEDY)

@@ -18,7 +18,7 @@ from laststep.plan.load import Read
 from laststep.plan.sources import Ledger, known_sources
 from laststep.plan.wants import Wants, Wish, decode_wish, encode_wish
 from laststep.ranks.group import together
-from laststep.read.reader import ReadFile, read_all
+from laststep.read.reader import read_all
 from laststep.restoring.parcels import BoxPlacer, Parcel
 from laststep.state.boxes import whole
 from laststep.state.tensors import Held, Laid, held_by
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from laststep.plan.sources import Source
     from laststep.ranks.group import Ranks
     from laststep.read.content import Content, Key
+    from laststep.read.files import DataFile
     from laststep.restoring.fit import Match
     from laststep.state.stored import TensorSpec
 
@@ -83,8 +84,9 @@ class BoxTransfer:
 
     def _prepare(self, pool: Pool, threads: int) -> _Plan:
         placer = BoxPlacer(pool, self._ranks.rank, self._targets, self._dtypes, self._wants)
-        files = read_files(self._content)
-        read = functools.partial(_read, files=files, pool=pool, placer=placer, threads=threads)
+        read = functools.partial(
+            _read, files=self._content.files, pool=pool, placer=placer, threads=threads
+        )
         passed_on = [placer.passed_on_bytes(chunk) for chunk in self._chunks]
         return _Plan(placer, _turns(self._chunks, passed_on), sum(passed_on), read)
 
@@ -111,16 +113,6 @@ def _finish(placer: BoxPlacer, error: Exception | None) -> None:
     placer.finish()
     if error is not None:
         raise error
-
-
-def read_files(content: Content) -> list[ReadFile]:
-    """The open files of a checkpoint, to read from."""
-    return [
-        ReadFile(
-            reader=f.reader, data_at=f.record.header_bytes, blocks=f.header.blocks, where=f.where
-        )
-        for f in content.files
-    ]
 
 
 def _targets(
@@ -194,7 +186,7 @@ def _turns(chunks: Sequence[Chunk], passed_on: Sequence[int]) -> list[list[Chunk
 
 
 def _read(
-    chunks: Sequence[Chunk], files: list[ReadFile], pool: Pool, placer: BoxPlacer, threads: int
+    chunks: Sequence[Chunk], files: Sequence[DataFile], pool: Pool, placer: BoxPlacer, threads: int
 ) -> int:
     if not chunks:
         return 0

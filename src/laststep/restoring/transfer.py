@@ -17,7 +17,7 @@ from laststep.errors import Mismatch, NotFound, Problems
 from laststep.plan.load import Read, Want, plan_reads
 from laststep.ranks.group import together
 from laststep.read.reader import read_all
-from laststep.restoring.exchange import BoxTransfer, read_files
+from laststep.restoring.exchange import BoxTransfer
 from laststep.restoring.fit import Match, load_item, match_item
 from laststep.restoring.place import Placer
 from laststep.restoring.renaming import modules_in, rename
@@ -338,7 +338,11 @@ def load_all(content: Content, device: str) -> list[Match]:
 
 
 class Transfer:
-    """What matches want of a checkpoint, each block read once, into place."""
+    """What matches want of a checkpoint, each block read once, into place.
+
+    What lies in one place and goes to one takes a path of its own, by bytes: by boxes 20,000 small
+    tensors took 1.5 times the CPU time.
+    """
 
     def __init__(self, content: Content, matches: Sequence[Match], ranks: Ranks) -> None:
         """Find out what is to be read; nothing is touched yet."""
@@ -386,6 +390,6 @@ def _transfer_whole(content: Content, matches: Sequence[Match], pool: Pool, thre
     for number, wanted in wants.items():
         reads += plan_reads(number, content.files[number].header.tensor_bytes, wanted)
     placer = Placer(pool, targets)
-    done = read_all(read_files(content), reads, pool, placer.deliver, threads=threads)
+    done = read_all(content.files, reads, pool, placer.deliver, threads=threads)
     placer.finish()
     return done

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-    from laststep.read.content import DataFile, Place
+    from laststep.read.content import Place
+    from laststep.read.files import DataFile
 
 
 class ChunkRead(NamedTuple):

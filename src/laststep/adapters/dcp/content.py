@@ -29,7 +29,8 @@ from laststep.adapters.export.dcp import leaves_of, torch_form
 from laststep.browse import StoredTensor
 from laststep.codecs.objects import TensorRef
 from laststep.errors import Corrupt, Usage
-from laststep.read.content import Content, Place, read_verified
+from laststep.read.content import Content, Place
+from laststep.read.files import close_files
 from laststep.state.boxes import Box, whole
 from laststep.state.tensors import TORCH_DTYPES, open_view, revive
 from laststep.state.tree import rebuild
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from laststep.adapters.nesting import Path
     from laststep.codecs.objects import Tagged
     from laststep.format.manifest import Commit
-    from laststep.read.content import DataFile
     from laststep.storage.store import Store
 
 
@@ -77,7 +77,7 @@ class DcpContent:
         self._where = f"{store.url}/{folder}"
         self._allow_pickle = allow_pickle
         self._content = Content(store, folder, commit, rank=rank)
-        self._closing = weakref.finalize(self, _close_files, self._content.files)
+        self._closing = weakref.finalize(self, close_files, self._content.files)
         self._planner_data: object = None
         self.save_id: str | None = None
         """DCP's, where DCP saved it."""
@@ -144,10 +144,8 @@ class DcpContent:
         for file in self._content.files:
             for entry in file.header.objects:
                 if entry.name == dcp_record.OBJECT_NAME:
-                    at, size = file.record.header_bytes + entry.start, entry.stop - entry.start
-                    data = read_verified(file.reader, at, size, entry.digest, file.where)
                     return dcp_record.decode(
-                        data, where=f"{file.where}, object {entry.name}",
+                        file.read_object(entry), where=f"{file.where}, object {entry.name}",
                         allow_pickle=self._allow_pickle,
                     )  # fmt: skip
         return None
@@ -228,8 +226,3 @@ def _node_at(tree: object, path: Path, where: str) -> object:
                     found=f"nothing at {list(path)}",
                 )  # fmt: skip
     return tree
-
-
-def _close_files(files: list[DataFile]) -> None:
-    for file in files:
-        file.reader.close()

@@ -1,7 +1,8 @@
 """Read chosen bytes of a checkpoint's data files, each block once, verified, a few at a time ahead.
 
 A plan first: what is wanted of a file is put together to stretches of whole blocks, of 16 MiB at
-most. Then threads read and verify while the caller uses what came before. Knows nothing of tensors.
+most. Then threads read and verify while the caller uses what came before: not by `read_all`, which
+delivers on its own threads, where DCP's planners may not be called. Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -12,16 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from laststep.codecs.digests import DIGEST_BYTES, block_digests
-from laststep.errors import Corrupt
-from laststep.format.manifest import DAMAGE_REMEDY
+from laststep.read.blocks import refuse
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, CHUNK_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
-    from laststep.read.content import DataFile
+    from laststep.read.files import DataFile
 
 _THREADS = 4
 
@@ -93,37 +92,9 @@ def read_stretches(
 
 
 def _read(file: DataFile, start: int, stop: int) -> memoryview:
-    """Whole blocks; what is wrong is read a second time before it counts."""
-    stop = min(stop, file.header.tensor_bytes)
-    first = start // BLOCK_BYTES * DIGEST_BYTES
-    expected = file.header.blocks[first : first + -(-(stop - start) // BLOCK_BYTES) * DIGEST_BYTES]
+    extent = file.blocks(start, stop)
+    size = extent.stop - extent.start
     # Page-aligned, so that a direct read lands in it uncopied; freed with the last view of it.
-    view = memoryview(mmap.mmap(-1, align_up(stop - start, ALIGN_BYTES)))[: stop - start]
-    at = file.record.header_bytes + start
-    for _ in range(2):
-        got = file.reader.read_into(at, view)
-        found = block_digests(view[:got])
-        if found == expected:
-            return view
-    if got < len(view):
-        raise Corrupt(
-            "a data file is too short", where=file.where,
-            expected=f"at least {at + len(view)} bytes", found=f"{at + got} bytes",
-            remedy=DAMAGE_REMEDY,
-        )  # fmt: skip
-    wrong = next(
-        number for number in range(len(expected) // DIGEST_BYTES)
-        if _of(found, number) != _of(expected, number)
-    )  # fmt: skip
-    low = at + wrong * BLOCK_BYTES
-    raise Corrupt(
-        "stored bytes have changed",
-        where=f"{file.where}, block {start // BLOCK_BYTES + wrong} "
-        f"(bytes {low}-{min(low + BLOCK_BYTES, at + len(view))})",
-        expected=f"digest {_of(expected, wrong).hex()}", found=f"digest {_of(found, wrong).hex()}",
-        remedy=DAMAGE_REMEDY,
-    )  # fmt: skip
-
-
-def _of(digests: bytes, number: int) -> bytes:
-    return digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+    view = memoryview(mmap.mmap(-1, align_up(size, ALIGN_BYTES)))
+    refuse(extent.read(view))
+    return view[:size]

@@ -1,0 +1,143 @@
+"""Read bytes of a data file whose digests are known, verify them, and say what is wrong.
+
+This is the one place where stored data are compared with their digests. What is wrong is read a
+second time, past every cache that the reader has, before it counts. Damage is a value here: one bad
+block hides no other, and each caller decides whether to list it or to raise it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, block_digests, digest, digest_text
+from laststep.errors import Corrupt, LaststepError, StorageFailed
+from laststep.format.manifest import DAMAGE_REMEDY
+from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from laststep.storage.store import Reader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """One thing that is not as it was written: where it lies, what its digest says, what is there.
+
+    `start` and `stop` are bytes that the file has: of one that is too short, what is missing behind
+    its end is one damage ("size"), which begins and stops there. `touches` names what lies, or
+    should lie, there: tensors by their full names, of a part also which (`model/w[0:320, 0:300]`),
+    of what each rank has for itself also whose. `error` says the same in a sentence.
+    """
+
+    file: str
+    what: str
+    start: int
+    stop: int
+    expected: str
+    found: str
+    touches: tuple[str, ...] = ()
+    error: LaststepError = field(repr=False, compare=False)
+
+
+class Extent(NamedTuple):
+    """Bytes [start, stop) of a data file and their digests: of each block, or one of all of it."""
+
+    reader: Reader
+    file: str
+    where: str
+    start: int
+    stop: int
+    digests: bytes
+    what: str | None = None
+    """What it is, where it has one digest: a header, an object. None: blocks."""
+    first: int = 0
+    """The number of its first block."""
+
+    def read(self, into: memoryview) -> list[Damage]:
+        """Fill `into`, which may be larger, and say what is wrong: nothing, mostly. A device that
+        fails for good is damage too; one that may answer later raises `StorageFailed`."""
+        try:
+            return self.verify(into, self.fill(into))
+        except StorageFailed as error:
+            if error.transient:
+                raise
+            stop = max(self.start, min(self.stop, self.reader.size_bytes))
+            what = self.what or "data"
+            return [damage_of(error, file=self.file, what=what, start=self.start, stop=stop)]
+
+    def fill(self, into: memoryview) -> int:
+        """Read without a look at the digests; how many of the bytes there were."""
+        size = self.stop - self.start
+        if not size:
+            return 0
+        # Up to whole pages, where there is room: a direct read of these is not copied.
+        return min(size, self.reader.read_into(self.start, into[: align_up(size, ALIGN_BYTES)]))
+
+    def verify(self, image: memoryview, got: int) -> list[Damage]:
+        """What is wrong with the `got` bytes that were filled in, also after a second look."""
+        return self._wrong(image, got) and self._wrong(image, self.fill(image))
+
+    def _wrong(self, image: memoryview, got: int) -> list[Damage]:
+        size = self.stop - self.start
+        there = image[:got]
+        found = block_digests(there) if self.what is None else digest(there)
+        if got == size and found == self.digests:
+            return []
+        step = BLOCK_BYTES if self.what is None else max(size, 1)
+        wrong = []
+        for number, at in enumerate(range(0, max(size, 1), step)):
+            part = there[at : at + step]
+            expected = self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            missing = min(step, size - at) - len(part)
+            if missing or digest(part) != expected:
+                wrong.append(self._damage(number, at, part, missing, expected, got))
+        return wrong
+
+    def _damage(
+        self, number: int, at: int, part: memoryview, missing: int, expected: bytes, got: int
+    ) -> Damage:
+        what = self.what or f"block {self.first + number}"
+        start, stop = self.start + at, self.start + at + len(part)
+        found: str | None = None
+        if missing:
+            found = f"only {len(part)} of {len(part) + missing} bytes: the file is too short"
+            error = Corrupt(
+                "a data file is too short", where=self.where,
+                expected=f"at least {self.stop} bytes",
+                # The length of the file, unless it ends before this begins.
+                found=f"{self.start + got} bytes" if got else f"at most {self.start} bytes",
+                remedy=DAMAGE_REMEDY,
+            )  # fmt: skip
+        else:
+            error = Corrupt(
+                "stored bytes have changed", where=f"{self.where}, {what} (bytes {start}-{stop})",
+                expected=f"{DIGEST_NAME}:{expected.hex()}", found=digest_text(part),
+                remedy=DAMAGE_REMEDY,
+            )  # fmt: skip
+        return damage_of(error, file=self.file, what=what, start=start, stop=stop, found=found)
+
+
+def damage_of(
+    error: LaststepError,
+    *,
+    file: str,
+    what: str,
+    start: int = 0,
+    stop: int = 0,
+    found: str | None = None,
+) -> Damage:
+    """An error that tells of damage, as a value; `found` where it lacks the words for a list."""
+    return Damage(
+        file=file, what=what, start=start, stop=stop,
+        expected=error.expected or "what was written",
+        found=found or error.found or "something else",
+        error=error.with_traceback(None),  # which would keep buffers alive
+    )  # fmt: skip
+
+
+def refuse(damage: Iterable[Damage]) -> None:
+    """Raise the first damage, if there is any."""
+    for one in damage:
+        raise one.error

@@ -1,0 +1,136 @@
+"""One verified reader: damage is a value, confirmed by a second look, and hides no other."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.codecs.digests import block_digests, digest
+from laststep.errors import Corrupt, StorageFailed
+from laststep.read.blocks import Extent, refuse
+from laststep.terms import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DATA = random.Random(7).randbytes(3 * BLOCK_BYTES + 1000)
+AT = 4096
+"""Where the data begin in the file."""
+
+
+class MemoryReader:
+    """A file in memory, which counts its reads; `change` may change what a read gives."""
+
+    alignment_bytes = 1
+
+    def __init__(self, data: bytes, change: Callable[[int, memoryview], None] | None = None):
+        self.data = data
+        self.reads = 0
+        self.size_bytes = len(data)
+        self._change = change
+
+    def read_into(self, offset: int, into: memoryview) -> int:
+        self.reads += 1
+        part = self.data[offset : offset + len(into)]
+        into[: len(part)] = part
+        if self._change is not None:
+            self._change(self.reads, into)
+        return len(part)
+
+    def close(self) -> None:
+        pass
+
+
+def blocks_of(reader: MemoryReader) -> Extent:
+    digests = block_digests(memoryview(DATA))
+    return Extent(reader, "f", "here/f", AT, AT + len(DATA), digests, first=5)
+
+
+def file_with(*changed: int) -> bytes:
+    data = bytearray(AT) + DATA
+    for at in changed:
+        data[AT + at] ^= 1
+    return bytes(data)
+
+
+def test_what_is_right_is_read_once_also_into_a_larger_buffer() -> None:
+    reader = MemoryReader(file_with())
+    buffer = bytearray(len(DATA) + 8192)
+    assert blocks_of(reader).read(memoryview(buffer)) == []
+    assert buffer[: len(DATA)] == DATA
+    assert reader.reads == 1
+
+
+def test_every_changed_block_is_told_with_its_number_and_its_bytes() -> None:
+    reader = MemoryReader(file_with(BLOCK_BYTES, len(DATA) - 1))
+    damage = blocks_of(reader).read(memoryview(bytearray(len(DATA))))
+    assert reader.reads == 2
+    assert [(one.file, one.what, one.start, one.stop) for one in damage] == [
+        ("f", "block 6", AT + BLOCK_BYTES, AT + 2 * BLOCK_BYTES),
+        ("f", "block 8", AT + 3 * BLOCK_BYTES, AT + len(DATA)),
+    ]
+    with pytest.raises(Corrupt, match=r"have changed at here/f, block 6 \(bytes 1052672-2101248\)"):
+        refuse(damage)
+
+
+def test_what_is_wrong_only_once_is_no_damage() -> None:
+    def flip_first(read: int, into: memoryview) -> None:
+        into[17] ^= read == 1
+
+    reader = MemoryReader(file_with(), flip_first)
+    buffer = bytearray(len(DATA))
+    assert blocks_of(reader).read(memoryview(buffer)) == []
+    assert buffer == DATA
+    assert reader.reads == 2
+
+
+@pytest.mark.parametrize("kept", [0, 1, BLOCK_BYTES, BLOCK_BYTES + 10, len(DATA) - 1])
+def test_of_a_file_that_is_cut_every_block_that_is_not_whole_is_told(kept: int) -> None:
+    extent = blocks_of(MemoryReader(file_with()[: AT + kept]))
+    damage = extent.read(memoryview(bytearray(len(DATA))))
+    assert [one.what for one in damage] == [f"block {5 + n}" for n in range(kept // BLOCK_BYTES, 4)]
+    cut = kept % BLOCK_BYTES
+    assert damage[0].stop - damage[0].start == cut
+    assert damage[0].found.startswith(f"only {cut} of ")
+    told = f"found {AT + kept} bytes" if kept else f"found at most {AT} bytes"
+    with pytest.raises(Corrupt, match=f"too short at here/f: expected at least .*{told}"):
+        refuse(damage)
+
+
+def test_an_object_has_one_digest_however_long_it_is() -> None:
+    reader = MemoryReader(file_with(BLOCK_BYTES + 1))
+    extent = Extent(reader, "f", "here/f", AT, AT + len(DATA), digest(DATA), "object x")
+    (damage,) = extent.read(memoryview(bytearray(len(DATA))))
+    assert (damage.what, damage.start, damage.stop) == ("object x", AT, AT + len(DATA))
+    assert damage.expected == f"xxh3-128:{digest(DATA).hex()}"
+
+
+def test_an_object_of_no_bytes_has_a_digest_too() -> None:
+    reader = MemoryReader(file_with())
+    right = Extent(reader, "f", "here/f", AT, AT, digest(b""), "object x")
+    assert right.read(memoryview(bytearray())) == []
+    wrong = right._replace(digests=bytes(16))
+    assert [one.what for one in wrong.read(memoryview(bytearray()))] == ["object x"]
+
+
+@pytest.mark.parametrize("transient", [False, True])
+def test_a_device_that_fails_for_good_is_damage_and_one_that_may_answer_later_raises(
+    transient: bool,
+) -> None:
+    failed = StorageFailed("cannot read", found="EIO")
+    failed.transient = transient
+
+    def fail(read: int, into: memoryview) -> None:
+        raise failed
+
+    extent = blocks_of(MemoryReader(file_with(), fail))
+    if transient:
+        with pytest.raises(StorageFailed):
+            extent.read(memoryview(bytearray(len(DATA))))
+        return
+    damage = extent.read(memoryview(bytearray(len(DATA))))
+    assert [(one.start, one.stop, one.found) for one in damage] == [(AT, AT + len(DATA), "EIO")]
+    with pytest.raises(StorageFailed):
+        refuse(damage)
