@@ -11,6 +11,7 @@ import pytest
 from laststep.errors import NotFound
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
+from laststep.storage.files import FileReader
 from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -166,6 +167,24 @@ def test_any_flipped_bit_anywhere_is_found(maker) -> None:
         assert any(d.file == file.name and d.start <= byte < d.stop for d in damage), (file, byte)
         flip(file, byte, bit)
     assert not verify_checkpoint(maker.run.store, folder.name).damage
+
+
+def test_a_byte_that_is_wrong_only_once_is_no_damage(
+    maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = maker.save(100)
+    read_into, wrong = FileReader.read_into, []
+
+    def first_wrong(self: FileReader, offset: int, into: memoryview) -> int:
+        got = read_into(self, offset, into)
+        if offset >= 4096 and offset not in wrong:
+            wrong.append(offset)
+            into[0] ^= 1
+        return got
+
+    monkeypatch.setattr(FileReader, "read_into", first_wrong)
+    assert verify_checkpoint(maker.run.store, folder.name).damage == ()
+    assert wrong
 
 
 def test_one_step_or_one_folder_is_verified_alone(maker, laststep: Callable, tmp_path) -> None:

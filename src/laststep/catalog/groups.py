@@ -78,7 +78,7 @@ def _read_once(store: Store, name: str, commit: Commit, record: GroupRecord) -> 
     except NotFound as error:
         raise Corrupt(
             "the manifest of a group of ranks is missing", where=where, expected=record.digest,
-            remedy=DAMAGE_REMEDY,
+            found="no such file", remedy=DAMAGE_REMEDY,
         ).lacking(name) from error  # fmt: skip
     with contextlib.closing(reader):
         if reader.size_bytes > GROUP_LIMIT_BYTES:

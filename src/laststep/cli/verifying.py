@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,9 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from laststep.catalog.listing import Attempt
-    from laststep.read.verify import Damage, Progress
+    from laststep.read.blocks import Damage
+    from laststep.read.verify import Progress
 
 _SHOWN_NAMES = 3
+_TOLD = ("file", "what", "start", "stop", "expected", "found", "touches")
+"""What --json says of damage."""
 _HIDING = ("missing file", "header")
 """Damage after which nobody knows which tensors it touches."""
 
@@ -148,7 +151,7 @@ def _document(place: places.Place, report: VerifyReport) -> dict[str, object]:
         "blocks": report.blocks,
         "bytes": report.bytes,
         "unchecked_bytes": report.unchecked_bytes,
-        "damage": [asdict(damage) for damage in report.damage],
+        "damage": [{name: getattr(one, name) for name in _TOLD} for one in report.damage],
     }
 
 
