@@ -3,21 +3,16 @@
 Reads past the page cache where the store can, so what is checked is what is stored. Knows nothing
 of torch, of lineage or of what a person is shown. Damage is a value, never an error: one bad block
 hides no other. What raises is a place that cannot be asked: no such checkpoint, one that is
-deleted meanwhile, a store that may answer later. Files are opened, some at a time, and headers
-checked on the calling thread; chunks of data are read by `threads` workers, each of which owns one
-buffer while it reads into it.
+deleted meanwhile, a store that may answer later. Files are opened some at a time, and their data
+read ahead by `threads` workers.
 """
 
 from __future__ import annotations
 
 import itertools
-import mmap
-import queue
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from laststep.catalog import decision, groups
@@ -25,6 +20,7 @@ from laststep.errors import Corrupt, NotFound, StorageFailed
 from laststep.format import manifest
 from laststep.format.group import GROUPS_FOLDER
 from laststep.format.manifest import FileRecord
+from laststep.read.ahead import read_ahead
 from laststep.read.blocks import Damage, damage_of
 from laststep.read.entries import item_of_object, object_text, stored_in
 from laststep.read.files import open_file
@@ -41,7 +37,7 @@ _OPEN_FILES = 256
 """So many are open at a time: a job of many ranks wrote more than a process may have."""
 
 Progress = Callable[[int, int], None]
-"""Told the bytes checked so far and the bytes that there are; called by any of the workers."""
+"""Told the bytes checked so far and the bytes that there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +51,6 @@ class VerifyReport:
     unchecked_bytes: int = 0
 
 
-@dataclass(slots=True)
-class _Findings:
-    """What is known so far; only `_Check` and, under its mutex, the workers add to it."""
-
-    damage: list[Damage] = field(default_factory=list)
-    files: int = 0
-    blocks: int = 0
-    bytes: int = 0
-    unchecked_bytes: int = 0
-
-
 def verify_checkpoint(
     store: Store, folder: str, *, threads: int = 4, progress: Progress | None = None
 ) -> VerifyReport:
@@ -75,22 +60,21 @@ def verify_checkpoint(
     """
     check = _Check(store, folder, threads, progress)
     check.all()
-    found = check.findings
-    if found.damage:
+    if check.damage:
         gone = decision.deleted(store, folder)
         if gone is not None:
             raise gone
     return VerifyReport(
-        files=found.files,
-        blocks=found.blocks,
-        bytes=found.bytes,
-        damage=tuple(sorted(found.damage, key=lambda d: (d.file, d.start, d.what))),
-        unchecked_bytes=found.unchecked_bytes,
+        files=check.files,
+        blocks=check.blocks,
+        bytes=check.bytes,
+        damage=tuple(sorted(check.damage, key=lambda d: (d.file, d.start, d.what))),
+        unchecked_bytes=check.unchecked_bytes,
     )
 
 
 class _Check:
-    """One verification."""
+    """One verification, and what it has found so far."""
 
     def __init__(self, store: Store, folder: str, threads: int, progress: Progress | None) -> None:
         self._store = store
@@ -99,15 +83,13 @@ class _Check:
         self._progress = progress
         self._total_bytes = 0
         self._per_rank: frozenset[str] = frozenset()
-        self._mutex = threading.Lock()
-        self.findings = _Findings()
-
-    # On the calling thread
+        self.damage: list[Damage] = []
+        self.files = self.blocks = self.bytes = self.unchecked_bytes = 0
 
     def all(self) -> None:
         """Check manifests, headers and data, some files at a time."""
         records = self._records()
-        self._total_bytes += self.findings.bytes
+        self._total_bytes += self.bytes
         self._tell()
         for at in range(0, len(records), _OPEN_FILES):
             with ExitStack() as stack:
@@ -154,10 +136,10 @@ class _Check:
             files = groups.read(self._store, self._folder, commit, record).files
         except (Corrupt, StorageFailed) as error:
             self._add(error, record.name, "group manifest", there_bytes)
-            self.findings.unchecked_bytes += record.size_bytes
+            self.unchecked_bytes += record.size_bytes
             return ()
-        self.findings.files += 1
-        self.findings.bytes += there_bytes
+        self.files += 1
+        self.bytes += there_bytes
         return files
 
     def _manifest(self) -> manifest.Commit | None:
@@ -173,8 +155,8 @@ class _Check:
             ) from None
         with closing(reader):
             data = bytearray(reader.size_bytes)
-            self.findings.files += 1
-            self.findings.bytes += len(data)
+            self.files += 1
+            self.bytes += len(data)
             try:
                 reader.read_into(0, memoryview(data))
                 decided = manifest.decode(bytes(data), where=f"{self._store.url}/{name}")
@@ -192,7 +174,7 @@ class _Check:
     def _add(self, error: Corrupt | StorageFailed, file: str, what: str, size_bytes: int) -> None:
         if isinstance(error, StorageFailed) and error.transient:
             raise error
-        self.findings.damage.append(damage_of(error, file=file, what=what, stop=size_bytes))
+        self.damage.append(damage_of(error, file=file, what=what, stop=size_bytes))
 
     def _open(self, record: FileRecord, stack: ExitStack) -> DataFile | None:
         """Check a file's size and header; the file, if its header vouches for its data."""
@@ -200,50 +182,40 @@ class _Check:
         stack.callback(opened.close)
         file, there_bytes = opened.file, opened.there_bytes
         lost: tuple[str, ...] = ()
-        if file is not None:  # its only damage can be its size
+        if file is not None and opened.damage:  # which can be its size only
             lost = self._touched(file, file.reader.size_bytes, record.size_bytes)
-        self.findings.damage += [replace(one, touches=lost) for one in opened.damage]
+        self.damage += [replace(one, touches=lost) for one in opened.damage]
         if there_bytes is not None:
             header_bytes = min(opened.record.header_bytes, there_bytes)
-            self.findings.files += 1
-            self.findings.bytes += header_bytes
+            self.files += 1
+            self.bytes += header_bytes
             if file is None:
-                self.findings.unchecked_bytes += there_bytes - header_bytes
+                self.unchecked_bytes += there_bytes - header_bytes
         return file
 
     def _tell(self) -> None:
         if self._progress is not None:
-            self._progress(self.findings.bytes, max(self._total_bytes, self.findings.bytes))
+            self._progress(self.bytes, max(self._total_bytes, self.bytes))
 
     def _read_all(self, files: list[DataFile]) -> None:
-        """Read all data and compare; the first error that is no damage is raised at the end."""
+        """Read all data and compare."""
         parts = [(file, extent) for file in files for extent in _extents(file)]
-        with _buffers(self._threads) as buffers, ThreadPoolExecutor(self._threads) as workers:
-            done = [workers.submit(self._read, file, part, buffers) for file, part in parts]
-            for one in done:
-                one.result()
+        with closing(read_ahead((part for _, part in parts), threads=self._threads)) as reads:
+            for (file, part), (_, damage) in zip(parts, reads, strict=True):
+                self._note(file, part, damage)
 
-    # On the workers
-
-    def _read(self, file: DataFile, part: Extent, buffers: queue.SimpleQueue[memoryview]) -> None:
-        size_bytes = part.stop - part.start
-        lent = buffers.get() if size_bytes <= CHUNK_BYTES else None
-        try:
-            found = part.read(memoryview(bytearray(size_bytes)) if lent is None else lent)
-        finally:
-            if lent is not None:
-                buffers.put(lent)
+    def _note(self, file: DataFile, part: Extent, damage: list[Damage]) -> None:
         end = file.reader.size_bytes
-        there_bytes = min(part.stop, end) - part.start
         # What is missing behind the end of a short file is one damage already: its size.
-        found = [one for one in found if one.start < end or not size_bytes]
-        told = [replace(one, touches=self._touched(file, one.start, one.stop)) for one in found]
-        with self._mutex:
-            self.findings.damage += told
-            self.findings.bytes += there_bytes
-            if part.what is None:
-                self.findings.blocks += -(-there_bytes // BLOCK_BYTES)
-            self._tell()
+        there = [one for one in damage if one.start < end or part.start == part.stop]
+        self.damage += [
+            replace(one, touches=self._touched(file, one.start, one.stop)) for one in there
+        ]
+        there_bytes = max(0, min(part.stop, end) - part.start)
+        self.bytes += there_bytes
+        if part.what is None:
+            self.blocks += -(-there_bytes // BLOCK_BYTES)
+        self._tell()
 
     def _touched(self, file: DataFile, start: int, stop: int) -> tuple[str, ...]:
         """What lies in bytes [start, stop) of a file, at most so many."""
@@ -274,13 +246,3 @@ def _extents(file: DataFile) -> Iterator[Extent]:
     for part in map(file.object, header.objects):
         if part.start < file.reader.size_bytes or part.start == part.stop:
             yield part
-
-
-@contextmanager
-def _buffers(count: int) -> Iterator[queue.SimpleQueue[memoryview]]:
-    """Page-aligned buffers of a chunk each, so that direct reads land in them uncopied."""
-    buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-    for _ in range(count):
-        # Not closed by hand: a view that an error still holds would forbid it.
-        buffers.put(memoryview(mmap.mmap(-1, CHUNK_BYTES)))
-    yield buffers

@@ -1,24 +1,21 @@
 """Read chosen bytes of a checkpoint's data files, each block once, verified, a few at a time ahead.
 
 A plan first: what is wanted of a file is put together to stretches of whole blocks, of 16 MiB at
-most. Then threads read and verify while the caller uses what came before: not by `read_all`, which
-delivers on its own threads, where DCP's planners may not be called. Knows nothing of tensors.
+most. These are read ahead while the caller uses what came before. Knows nothing of tensors.
 """
 
 from __future__ import annotations
 
-import mmap
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from laststep.read.ahead import read_ahead
 from laststep.read.blocks import refuse
-from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, CHUNK_BYTES, align_up
+from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from concurrent.futures import Future
 
     from laststep.read.files import DataFile
 
@@ -71,30 +68,12 @@ def _stretch(group: list[Wanted[T]], first: int, last: int) -> Stretch[T]:
 
 
 def read_stretches(
-    files: Sequence[DataFile], stretches: Iterable[Stretch[T]]
+    files: Sequence[DataFile], stretches: Sequence[Stretch[T]]
 ) -> Iterator[tuple[Stretch[T], memoryview]]:
-    """Each stretch and its bytes, in order; `Corrupt` for those that have changed."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="laststep-dcp-read") as threads:
-        ahead: deque[tuple[Stretch[T], Future[memoryview]]] = deque()
-        try:
-            for stretch in stretches:
-                data = threads.submit(_read, files[stretch.file], stretch.start, stretch.stop)
-                ahead.append((stretch, data))
-                if len(ahead) > _THREADS:
-                    done, data = ahead.popleft()
-                    yield done, data.result()
-            while ahead:
-                done, data = ahead.popleft()
-                yield done, data.result()
-        finally:
-            for _, data in ahead:
-                data.cancel()
-
-
-def _read(file: DataFile, start: int, stop: int) -> memoryview:
-    extent = file.blocks(start, stop)
-    size = extent.stop - extent.start
-    # Page-aligned, so that a direct read lands in it uncopied; freed with the last view of it.
-    view = memoryview(mmap.mmap(-1, align_up(size, ALIGN_BYTES)))
-    refuse(extent.read(view))
-    return view[:size]
+    """Each stretch and its bytes, in order, which are gone when the next are asked for; `Corrupt`
+    for those that have changed."""
+    extents = (files[stretch.file].blocks(stretch.start, stretch.stop) for stretch in stretches)
+    with closing(read_ahead(extents, threads=_THREADS)) as reads:
+        for stretch, (data, damage) in zip(stretches, reads, strict=True):
+            refuse(damage)
+            yield stretch, data

@@ -1,0 +1,51 @@
+"""Read extents one after the other, verified, while threads read the next ones ahead.
+
+For those who have no pool and want what they read on their own thread: `verify`, and the reader for
+DCP, whose planners may be called there only. Memory is bounded: one buffer of a chunk for each
+thread and one for the caller, used again and again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from laststep.terms import ALIGN_BYTES, CHUNK_BYTES, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+    from concurrent.futures import Future
+
+    from laststep.read.blocks import Damage, Extent
+
+
+def read_ahead(
+    extents: Iterable[Extent], *, threads: int
+) -> Generator[tuple[memoryview, list[Damage]], None, None]:
+    """The bytes of each extent, in order, and what is wrong with them. The bytes are gone when the
+    next ones are asked for."""
+    spare: list[memoryview] = []
+    ahead: deque[tuple[int, memoryview, Future[list[Damage]]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="laststep-ahead") as workers:
+        try:
+            for extent in itertools.chain(extents, itertools.repeat(None, threads)):
+                if extent is not None:
+                    size = extent.stop - extent.start
+                    buffer = spare.pop() if spare and size <= CHUNK_BYTES else _buffer(size)
+                    ahead.append((size, buffer, workers.submit(extent.read, buffer)))
+                if len(ahead) > threads or (extent is None and ahead):
+                    size, buffer, damage = ahead.popleft()
+                    yield buffer[:size], damage.result()
+                    if len(buffer) == CHUNK_BYTES:
+                        spare.append(buffer)
+        finally:
+            for _, _, damage in ahead:
+                damage.cancel()
+
+
+def _buffer(size: int) -> memoryview:
+    # Page-aligned, so that a direct read lands in it uncopied; freed with the last view of it.
+    return memoryview(mmap.mmap(-1, max(CHUNK_BYTES, align_up(size, ALIGN_BYTES))))
