@@ -61,8 +61,6 @@ class Extent(NamedTuple):
         try:
             return self.verify(into, self.fill(into))
         except StorageFailed as error:
-            if error.transient:
-                raise
             stop = max(self.start, min(self.stop, self.reader.size_bytes))
             what = self.what or "data"
             return [damage_of(error, file=self.file, what=what, start=self.start, stop=stop)]
@@ -128,7 +126,10 @@ def damage_of(
     stop: int = 0,
     found: str | None = None,
 ) -> Damage:
-    """An error that tells of damage, as a value; `found` where it lacks the words for a list."""
+    """An error that tells of damage, as a value; `found` where it lacks the words for a list. A
+    device that may answer later is not damaged: that error is raised."""
+    if isinstance(error, StorageFailed) and error.transient:
+        raise error
     return Damage(
         file=file, what=what, start=start, stop=stop,
         expected=error.expected or "what was written",

@@ -26,7 +26,7 @@ from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.stored import StoredItem, TensorSpec, decode_item
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
     from laststep.format.manifest import ClassRecord, Commit, FileRecord
@@ -189,7 +189,7 @@ class Content:
 
     def _table(self, of: ClassRecord) -> bytes | None:
         """How the ranks of a class described what they held."""
-        for data, where in self._objects(TABLE_NAME, lambda rank: rank == of.ranks[0]):
+        for data, where in self.objects(TABLE_NAME, of.ranks[0]):
             if digest(data).hex() != of.table:
                 raise Corrupt(
                     "the table of a rank is not the one that was agreed on", where=where,
@@ -227,19 +227,19 @@ class Content:
 
     def _item(self, name: str, kind: str) -> StoredItem:
         tensors = {tensor: spec for (item, tensor), spec in self._specs.items() if item == name}
-        mine = (lambda rank: rank == self._rank) if name in self.per_rank else (lambda _: True)
-        trees = list(self._objects(tree_name(name), mine))
+        rank = self._rank if name in self.per_rank else None
+        trees = list(self.objects(tree_name(name), rank))
         if not trees:
             raise Corrupt(
                 "the tree of an item is missing", where=self.folder, expected=tree_name(name)
             )
         return decode_item(trees, name=name, kind=kind, tensors=tensors)
 
-    def _objects(self, name: str, of_rank: Callable[[int], bool]) -> Iterator[tuple[bytes, str]]:
-        """The objects of that name in the open files of some ranks, and where they lie."""
+    def objects(self, name: str, rank: int | None = None) -> Iterator[tuple[bytes, str]]:
+        """The objects of that name in the open files of a rank, or of all, and where they lie."""
         for file in self.files:
-            for entry in file.header.objects if of_rank(file.record.rank) else ():
-                if entry.name == name:
+            for entry in file.header.objects:
+                if entry.name == name and rank in (None, file.record.rank):
                     yield file.read_object(entry), f"{file.where}, object {name}"
 
 

@@ -107,8 +107,6 @@ def open_file(store: Store, folder: str, record: FileRecord, *, cached: bool = F
         header = _header(reader, record, where)
         file = DataFile(record=record, header=header, reader=reader, where=where)
     except (Corrupt, StorageFailed) as error:
-        if isinstance(error, StorageFailed) and error.transient:
-            raise
         # Of one whose length is not known, the bytes that should say it.
         stop = min(record.header_bytes or 8, there_bytes)
         damage.append(damage_of(error, file=record.name, what="header", stop=stop))

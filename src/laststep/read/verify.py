@@ -135,7 +135,8 @@ class _Check:
         try:
             files = groups.read(self._store, self._folder, commit, record).files
         except (Corrupt, StorageFailed) as error:
-            self._add(error, record.name, "group manifest", there_bytes)
+            damage = damage_of(error, file=record.name, what="group manifest", stop=there_bytes)
+            self.damage.append(damage)
             self.unchecked_bytes += record.size_bytes
             return ()
         self.files += 1
@@ -161,7 +162,8 @@ class _Check:
                 reader.read_into(0, memoryview(data))
                 decided = manifest.decode(bytes(data), where=f"{self._store.url}/{name}")
             except (Corrupt, StorageFailed) as error:
-                self._add(error, MANIFEST_NAME, "manifest", len(data))
+                damage = damage_of(error, file=MANIFEST_NAME, what="manifest", stop=len(data))
+                self.damage.append(damage)
                 return None
         if isinstance(decided, manifest.Abort):
             raise NotFound(
@@ -170,11 +172,6 @@ class _Check:
                 found=decided.reason,
             )
         return decided
-
-    def _add(self, error: Corrupt | StorageFailed, file: str, what: str, size_bytes: int) -> None:
-        if isinstance(error, StorageFailed) and error.transient:
-            raise error
-        self.damage.append(damage_of(error, file=file, what=what, stop=size_bytes))
 
     def _open(self, record: FileRecord, stack: ExitStack) -> DataFile | None:
         """Check a file's size and header; the file, if its header vouches for its data."""

@@ -141,13 +141,8 @@ class DcpContent:
             yield _Leaf(entry.fqn, item, node, entry.kind)
 
     def _record(self) -> dcp_record.Record | None:
-        for file in self._content.files:
-            for entry in file.header.objects:
-                if entry.name == dcp_record.OBJECT_NAME:
-                    return dcp_record.decode(
-                        file.read_object(entry), where=f"{file.where}, object {entry.name}",
-                        allow_pickle=self._allow_pickle,
-                    )  # fmt: skip
+        for data, where in self._content.objects(dcp_record.OBJECT_NAME):
+            return dcp_record.decode(data, where=where, allow_pickle=self._allow_pickle)
         return None
 
     def _leaves_of_items(self) -> Iterator[_Leaf]:
