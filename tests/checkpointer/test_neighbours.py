@@ -171,7 +171,7 @@ def test_a_live_writer_that_does_not_commit_is_told(
     held: Held, opened: object, training: object, fresh: object, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(restoring, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(restoring, "WAIT_FOR_OTHERS_S", 0.2)
     held.go_on.set()
     first = opened(training)
     training.become(1)
