@@ -26,7 +26,7 @@ sys.path[:1] = [str(ROOT), str(ROOT / "src")]
 import msgspec  # noqa: E402
 
 from laststep.commit.receipts import (  # noqa: E402
-    Part,
+    ItemTally,
     Receipt,
     Summary,
     classes_of,
@@ -40,10 +40,10 @@ from laststep.plan.files import folder_of  # noqa: E402
 from laststep.plan.groups import Groups, cut  # noqa: E402
 from laststep.plan.job import (  # noqa: E402
     Agreement,
-    Item,
     Replicas,
     Table,
-    Tensor,
+    TableItem,
+    TableTensor,
     agree,
     decode_table,
     digest_of,
@@ -104,20 +104,20 @@ def _measure_one(kind: str, ranks: int, *load: int) -> dict[str, Any]:
     return scale_load.measure(job(ranks), ranks, job(loading), loading, cut(ranks, NODE), *metadata)
 
 
-def _with_adamw(name: str, shape: tuple[int, ...], layout: Layout | None) -> list[Tensor]:
+def _with_adamw(name: str, shape: tuple[int, ...], layout: Layout | None) -> list[TableTensor]:
     known = Replicas.UNPROVEN if layout is None else Replicas.EQUAL
     return [
-        Tensor(name, "bfloat16", shape, layout, known),
+        TableTensor(name, "bfloat16", shape, layout, known),
         *(
-            Tensor(f"{name}.{m}", "float32", shape, layout, known)
+            TableTensor(f"{name}.{m}", "float32", shape, layout, known)
             for m in ("exp_avg", "exp_avg_sq")
         ),
-        Tensor(f"{name}.step", "float32", (), None, Replicas.UNPROVEN),
+        TableTensor(f"{name}.step", "float32", (), None, Replicas.UNPROVEN),
     ]
 
 
-def _table(tensors: list[Tensor]) -> Table:
-    return (Item("state", "value", per_rank=False, tensors=tuple(tensors)),)
+def _table(tensors: list[TableTensor]) -> Table:
+    return (TableItem("state", "value", per_rank=False, tensors=tuple(tensors)),)
 
 
 def pipeline(ranks: int) -> tuple[list[Table], Callable[[int], int]]:
@@ -236,7 +236,7 @@ def _receipt(agreement: Agreement, rank: int, ranks: int) -> bytes:
         for name in names
     )  # fmt: skip
     items = {
-        item: Part(kind="value", per_rank=False, tensors=1000, size_bytes=1 << 30, file=name)
+        item: ItemTally(kind="value", per_rank=False, tensors=1000, size_bytes=1 << 30, file=name)
         for item, name in zip(FILES, names, strict=True)
     }
     trees = dict.fromkeys(FILES, b"0" * 16)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from laststep.codecs import objects
 from laststep.codecs.typed_values import TensorRef
 from laststep.plan.files import TABLE_NAME, ItemSpec, plan_save, tree_name
-from laststep.plan.gather import Stored, chunks_of
+from laststep.plan.gather import FileBox, chunks_of
 from laststep.plan.job import agree, decode_table, digest_of, encode_table
 from laststep.plan.sources import Ledger
 from laststep.plan.wants import Wants, decode_wish, encode_wish
-from laststep.state.pieces import Part, Piece
+from laststep.state.pieces import BoxPart, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,13 +75,13 @@ def measure(saved: Job, ranks: int, now: Job, loading: int, groups: Groups, mani
     }  # fmt: skip
 
 
-def _stored(agreement: Agreement, writer: int, ranks: int) -> tuple[list[Stored], int, int]:
+def _stored(agreement: Agreement, writer: int, ranks: int) -> tuple[list[FileBox], int, int]:
     """What lies in the file of a writer, how long its header is, and its tensors."""
     pieces, shares = [], agreement.shares(writer)
     for key, share in shares:
         spread = agreement.spreads[share.tensor]
         size = share.box.volume * spread.itemsize
-        part = Part(key[1], spread.layouts[0].shape, share.box.start)
+        part = BoxPart(key[1], spread.layouts[0].shape, share.box.start)
         name = f"{key[1]}~6at{','.join(map(str, share.box.start))}"
         pieces.append(Piece(name, agreement.dtypes[key], share.box.shape, size, "cuda:0",
                             contiguous=True, volatile=False, part=part))  # fmt: skip
@@ -91,5 +91,5 @@ def _stored(agreement: Agreement, writer: int, ranks: int) -> tuple[list[Stored]
     for placed in (one for file in plan.files for one in file.placed):
         share = shares[placed.piece][1]
         itemsize = agreement.spreads[share.tensor].itemsize
-        stored.append(Stored(share.tensor, itemsize, 0, placed.start, placed.stop, share.box))
+        stored.append(FileBox(share.tensor, itemsize, 0, placed.start, placed.stop, share.box))
     return stored, sum(file.region_bytes for file in plan.files), plan.tensor_bytes

@@ -241,6 +241,16 @@ def test_what_the_terms_name_is_in_the_code() -> None:
     assert all(meaning.endswith(".") for _, meaning, _ in rows)
 
 
+def test_no_two_classes_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found = re.findall(r"^class _?(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        for name in found:
+            homes.setdefault(name, []).append(path.name)
+    del homes["Restored"]  # what restore() returns, and the event that tells of it: both public
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
 def named_paths(text: str) -> list[str]:
     """The paths in a page's code: what has a slash or an ending, but for names within a run."""
     words = re.findall(r"`([\w.*/-]+)`", text)

@@ -29,14 +29,14 @@ from laststep.process import only_one as single
 from laststep.ranks.group import together
 from laststep.ranks.rank import ranks_on_this_node, this_rank
 from laststep.restoring import neighbours
-from laststep.restoring.restore import Restored, Wanted, newest_of, restore_into
-from laststep.running import Work, client_of, continuing
+from laststep.restoring.restore import Restored, RestoreRequest, newest_of, restore_into
+from laststep.running import RunningParts, client_of, continuing
 from laststep.saving import backlog as queueing
 from laststep.saving import place as places
 from laststep.saving import preflight as sizing
 from laststep.saving.describe import Memory, take_state
 from laststep.saving.pausing import without_collection
-from laststep.saving.portion import Sharing
+from laststep.saving.portion import PortionPlanner
 from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy, Settings, seconds
 from laststep.state.items import providers_for
 from laststep.storage.registry import open_store
@@ -98,7 +98,7 @@ class Checkpointer(single.OnlyOne):
         subscribers = arguments.callables(subscribers)
         self._rank = self._who()
         self._group: Ranks | None = None
-        self._sharing = Sharing(self._rank.number)
+        self._sharing = PortionPlanner(self._rank.number)
         self._jobs: weakref.WeakKeyDictionary[SaveHandle, Job] = weakref.WeakKeyDictionary()
         self._turn = queueing.Turn()
         self._taken: set[int] = set()
@@ -151,12 +151,12 @@ class Checkpointer(single.OnlyOne):
             self._capturer.close()
             self._pool.close()
             raise
-        self._work = Work(self.path, self._pool, self._capturer, self._client, self._team)
+        self._work = RunningParts(self.path, self._pool, self._capturer, self._client, self._team)
         self._capturer.at_optimizer_step(1, self._work.start_early)
         if self._team is None and all(provider.cheap for provider in self._providers.values()):
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, lifetimes.weakly(self._rehearse))
         self._dropped = self._work.outlive(self)
-        neighbours.enter(self._work, self.path, Work.under_way)
+        neighbours.enter(self._work, self.path, RunningParts.under_way)
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -358,7 +358,7 @@ class Checkpointer(single.OnlyOne):
     ) -> Restored:
         self._check_usable("restore", mixed_is_fine=True)
         mixed, only = self._mixed, arguments.patterns(only)
-        wanted = Wanted(
+        wanted = RestoreRequest(
             step=None if step is None else arguments.plain_step(step), only=only,
             strict=arguments.true_or_false("strict", strict),
             allow_pickle=self._settings.allow_pickle,

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _LOAD_SLOTS = 16
 
 
-class _Alone(Checkpointer):
+class _SoleCheckpointer(Checkpointer):
     """Of this process only, though its job may have other ranks."""
 
     @staticmethod
@@ -74,7 +74,7 @@ def write_folder(items: Mapping[str, object], full: str, *, allow_pickle: bool) 
     beside = open_store(target.parent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _Alone(
+        with _SoleCheckpointer(
             staging, items=items, flush="thread", allow_pickle=allow_pickle, progress=False
         ) as ckpt:
             handle = ckpt.save(0)
@@ -254,7 +254,7 @@ def import_state(
     items: Mapping[str, object], run: str | os.PathLike[str], step: int, *, metadata: object = None
 ) -> str:
     """Commit items that came from elsewhere as a checkpoint of a run; returns its folder."""
-    with _Alone(run, items=items, flush="thread", progress=False) as ckpt:
+    with _SoleCheckpointer(run, items=items, flush="thread", progress=False) as ckpt:
         ckpt.continue_newest()
         handle = ckpt.save(step, metadata=metadata)
         handle.wait()

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import socket
 
     from laststep.capture.capture import Capturer
-    from laststep.catalog.epochs import Writer
+    from laststep.catalog.epochs import Trainer
     from laststep.catalog.retention import Keep
-    from laststep.commit.thread import Team
+    from laststep.commit.thread import CommitThread
     from laststep.events import Bus
     from laststep.flush.client import Helper, Launch
     from laststep.flush.handle import SaveHandle
@@ -44,7 +44,7 @@ _START_S = 10.0
 
 
 def launcher(
-    run: str, pool: Pool, settings: Settings, keep: Keep | None, trainer: Writer
+    run: str, pool: Pool, settings: Settings, keep: Keep | None, trainer: Trainer
 ) -> Launch:
     """How to start a flusher for that run."""
 
@@ -81,7 +81,7 @@ def continuing(
     )  # fmt: skip
 
 
-class Work:
+class RunningParts:
     """The parts that run, until they are closed."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Work:
         pool: Pool,
         capturer: Capturer,
         client: Client,
-        team: Team | None = None,
+        team: CommitThread | None = None,
     ) -> None:
         self._run = run
         self._pid = os.getpid()

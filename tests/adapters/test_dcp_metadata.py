@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from laststep.adapters.importing.dcp_folder import read_folder
-from laststep.adapters.importing.dcp_metadata import Region, TensorEntry, decode
+from laststep.adapters.importing.dcp_metadata import CutTensor, Region, decode
 from laststep.errors import Corrupt, LaststepError, Usage
 from laststep.state.boxes import Box
 
@@ -80,7 +80,7 @@ def test_entries_are_the_same_in_every_protocol(metadata: Metadata, protocol: in
     metadata.storage_meta.checkpoint_id = PurePosixPath("/some/where")
     tensor, value = decode(pickle.dumps(metadata, protocol=protocol), where="there")
     assert (tensor.name, tensor.path) == ("m.a", ("m", "a"))
-    assert isinstance(tensor.content, TensorEntry)
+    assert isinstance(tensor.content, CutTensor)
     assert (tensor.content.shape, tensor.content.dtype) == ((4, 6), "float32")
     assert [box for box, _ in tensor.content.chunks] == [Box((0, 0), (4, 6))]
     assert (value.name, value.path) == ("e", ("e",))

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import SavePlan
 
 from laststep.adapters.dcp import record as dcp_record
-from laststep.adapters.dcp.layout import Entry, entries_of, locate, paths_told, tensor_name
+from laststep.adapters.dcp.layout import FlatEntry, entries_of, locate, paths_told, tensor_name
 from laststep.adapters.dcp.reading import Wanted, plan_stretches
 from laststep.adapters.nesting import nest
 from laststep.codecs import objects
@@ -28,7 +28,7 @@ PATHS = st.tuples(KEYS, st.lists(KEYS | st.integers(0, 3), max_size=3)).map(
 @given(st.lists(st.tuples(PATHS, st.booleans()), max_size=8))
 def test_entries_never_get_in_each_others_way(told: list[tuple[Any, bool]]) -> None:
     entries = [
-        Entry(fqn=f"fqn {number}", path=path, in_parts=in_parts)
+        FlatEntry(fqn=f"fqn {number}", path=path, in_parts=in_parts)
         for number, (path, in_parts) in enumerate(told)
     ]
     found = locate(entries)
@@ -98,7 +98,7 @@ def test_entries_of_all_ranks_count_once() -> None:
 @given(
     st.lists(
         st.builds(
-            dcp_record.Entry,
+            dcp_record.RecordEntry,
             fqn=st.text(),
             location=PATHS,
             kind=st.sampled_from(["tensor", "value", "raw"]),
@@ -108,9 +108,11 @@ def test_entries_of_all_ranks_count_once() -> None:
     st.none() | st.text(),
 )
 def test_a_record_comes_back(
-    entries: list[dcp_record.Entry], planner_data: object, save_id: str | None
+    entries: list[dcp_record.RecordEntry], planner_data: object, save_id: str | None
 ) -> None:
-    record = dcp_record.Record(entries=tuple(entries), planner_data=planner_data, save_id=save_id)
+    record = dcp_record.DcpRecord(
+        entries=tuple(entries), planner_data=planner_data, save_id=save_id
+    )
     data = dcp_record.encode(record, allow_pickle=False)
     assert dcp_record.decode(data, where="here", allow_pickle=False) == record
 
@@ -142,7 +144,7 @@ def test_a_malformed_record_is_corrupt(told: object) -> None:
 def test_a_record_without_the_id_of_its_save_is_read() -> None:
     data = objects.encode({"version": 1, "planner_data": None, "entries": []})
     found = dcp_record.decode(data, where="here", allow_pickle=False)
-    assert found == dcp_record.Record(entries=(), planner_data=None, save_id=None)
+    assert found == dcp_record.DcpRecord(entries=(), planner_data=None, save_id=None)
 
 
 def test_a_record_of_a_later_version_asks_for_an_upgrade() -> None:

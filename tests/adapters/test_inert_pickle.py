@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.adapters.importing.inert_pickle import Global, Record, read
+from laststep.adapters.importing.inert_pickle import Global, PickledObject, read
 from laststep.errors import Corrupt, LaststepError, Usage
 
 PATH = ("pathlib", "PurePosixPath")
@@ -43,7 +43,7 @@ def test_objects_become_records(protocol: int) -> None:
     assert isinstance(found, dict)
     assert list(found) == ["a", "b"]
     record = found["a"]
-    assert isinstance(record, Record)
+    assert isinstance(record, PickledObject)
     assert (record.kind, record.args) == (Global(*PATH), ("/", "x", "y"))
 
 
@@ -59,7 +59,7 @@ class Evil:
 
 def test_what_is_admitted_is_still_never_called(capsys: pytest.CaptureFixture[str]) -> None:
     found = read_it(pickle.dumps(Evil(print)))
-    assert isinstance(found, Record)
+    assert isinstance(found, PickledObject)
     assert found.kind == ("builtins", "print")
     assert capsys.readouterr().out == ""
 

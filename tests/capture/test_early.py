@@ -9,7 +9,7 @@ import torch
 
 from laststep.capture.early import Remembered
 from laststep.capture.gather import gather
-from laststep.capture.layout import Group, Layout, Span, Way
+from laststep.capture.layout import ElementRange, Layout, StagingGroup, Way
 from laststep.state.tensors import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ BYTES = 48
 
 def layout() -> Layout:
     """As if two of three tensors were staged on a device."""
-    spans = (Span(2, 0, 12, True), Span(0, 0, 12, True))
-    group = Group(dtype="float32", device="cuda:0", start=0, stop=2 * BYTES, spans=spans)
+    spans = (ElementRange(2, 0, 12, True), ElementRange(0, 0, 12, True))
+    group = StagingGroup(dtype="float32", device="cuda:0", start=0, stop=2 * BYTES, spans=spans)
     return Layout(ways=(Way.STAGED,) * 3, staging_bytes={"cuda:0": 2 * BYTES},
                   gathers={"cuda:0": (group,)}, chunks=(), direct={})  # fmt: skip
 
@@ -75,10 +75,10 @@ def test_tensors_without_dimensions_are_gathered_bit_by_bit(
     dtype = TORCH_DTYPES[name]
     raw = torch.randint(2, (len(shapes), dtype.itemsize), dtype=torch.uint8)
     sources = [one.view(dtype).view(shape) for one, shape in zip(raw, shapes, strict=True)]
-    spans = tuple(Span(piece, 0, 1, True) for piece in range(len(shapes)))
+    spans = tuple(ElementRange(piece, 0, 1, True) for piece in range(len(shapes)))
     size = len(shapes) * dtype.itemsize
     buffer = torch.full((size + 32,), 77, dtype=torch.uint8)
-    group = Group(dtype=name, device="cpu", start=16, stop=16 + size, spans=spans)
+    group = StagingGroup(dtype=name, device="cpu", start=16, stop=16 + size, spans=spans)
     gather(buffer, [group], sources)
     assert buffer[16 : 16 + size].tolist() == raw.flatten().tolist()
     assert set(buffer[:16].tolist() + buffer[16 + size :].tolist()) == {77}

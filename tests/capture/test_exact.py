@@ -12,7 +12,7 @@ import torch
 from laststep.capture.exact import copy_each, join
 from laststep.capture.gather import gather
 from laststep.capture.host import fill
-from laststep.capture.layout import Group, Span
+from laststep.capture.layout import ElementRange, StagingGroup
 from laststep.capture.sources import hold
 from laststep.errors import Torn, Usage
 from laststep.memory import shared as memory
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 EMPTY = 0xEE
 
 
-def planned(shape: tuple[int, ...], count: int) -> tuple[list[torch.Tensor], Group, torch.Tensor]:
+def planned(
+    shape: tuple[int, ...], count: int
+) -> tuple[list[torch.Tensor], StagingGroup, torch.Tensor]:
     """Tensors, a group of all of them that begins at byte 16, and a buffer with room behind it."""
     sources = [torch.full(shape, float(n)) for n in range(count)]
     elements = sources[0].numel()
-    spans = tuple(Span(n, 0, elements, True) for n in range(count))
+    spans = tuple(ElementRange(n, 0, elements, True) for n in range(count))
     stop = 16 + 4 * elements * count
-    group = Group(dtype="float32", device="cpu", start=16, stop=stop, spans=spans)
+    group = StagingGroup(dtype="float32", device="cpu", start=16, stop=stop, spans=spans)
     return sources, group, torch.full((stop + 4096,), EMPTY, dtype=torch.uint8)
 
 

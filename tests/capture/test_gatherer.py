@@ -11,7 +11,7 @@ import torch
 
 from laststep.capture import gather as gathering
 from laststep.capture.gather import Gatherer
-from laststep.capture.layout import Group, Span
+from laststep.capture.layout import ElementRange, StagingGroup
 from laststep.errors import Torn
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def gatherer() -> Gatherer:
-    spans = (Span(0, 0, 12, True), Span(1, 0, 12, True))
+    spans = (ElementRange(0, 0, 12, True), ElementRange(1, 0, 12, True))
     return Gatherer(
-        [Group(dtype="float32", device="cuda:0", start=0, stop=96, spans=spans)],
+        [StagingGroup(dtype="float32", device="cuda:0", start=0, stop=96, spans=spans)],
     )
 
 

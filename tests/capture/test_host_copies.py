@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import laststep
 from laststep.capture.gather import strided_bits
 from laststep.capture.host import fill
-from laststep.capture.layout import Group, Span
+from laststep.capture.layout import ElementRange, StagingGroup
 from laststep.state.tensors import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def test_any_stretch_of_a_strided_tensor_is_copied_in_row_major_order(
     first = data.draw(st.integers(0, source.numel()))
     last = data.draw(st.integers(first, source.numel()))
     size = (last - first) * dtype.itemsize
-    span = Span(0, first, last, first == 0 and last == source.numel())
-    group = Group(dtype=name, device="cpu", start=16, stop=16 + size, spans=(span,))
+    span = ElementRange(0, first, last, first == 0 and last == source.numel())
+    group = StagingGroup(dtype=name, device="cpu", start=16, stop=16 + size, spans=(span,))
     buffer = torch.full((16 + size + 8,), 0xEE, dtype=torch.uint8)
     fill(buffer, [group], [source])
     whole = [0, *(slice(None) for _ in source.shape[1:])]

@@ -11,7 +11,7 @@ from laststep.capture.fingerprint import mixed
 from laststep.capture.gather import bytes_of
 from laststep.capture.layout import Layout, Way, lower
 from laststep.capture.ring import RING_CHUNKS, Route, chunks_through, ring_chunks
-from laststep.capture.sources import Source, hold
+from laststep.capture.sources import LiveTensor, hold
 from laststep.plan.files import ItemSpec, plan_save
 from laststep.state.pieces import Piece
 from laststep.terms import CHUNK_BYTES
@@ -32,7 +32,7 @@ def state() -> list[torch.Tensor]:
     ]
 
 
-def planned(tensors: list[torch.Tensor]) -> tuple[Layout, dict[int, Source]]:
+def planned(tensors: list[torch.Tensor]) -> tuple[Layout, dict[int, LiveTensor]]:
     names = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",
              torch.uint8: "uint8"}  # fmt: skip
     pieces = tuple(
@@ -45,7 +45,11 @@ def planned(tensors: list[torch.Tensor]) -> tuple[Layout, dict[int, Source]]:
 
 
 def passed(
-    route: Route, ring: torch.Tensor, sources: dict[int, Source], chunks: int, change: object = None
+    route: Route,
+    ring: torch.Tensor,
+    sources: dict[int, LiveTensor],
+    chunks: int,
+    change: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes that land when all chunks pass, one after the other, and their fingerprints."""
     landed = torch.zeros(chunks * CHUNK_BYTES, dtype=torch.uint8)

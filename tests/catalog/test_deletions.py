@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from laststep.storage.files import FileReader
-    from laststep.storage.store import Entry
+    from laststep.storage.store import StoreEntry
 
 Saved = Callable[..., list[str]]
 
@@ -38,7 +38,7 @@ class Overtaken(DirectoryStore):
         self._at = ""
         self.delete_folder(self._victim, first=MANIFEST_NAME)
 
-    def list(self, folder: str) -> list[Entry]:
+    def list(self, folder: str) -> list[StoreEntry]:
         if folder == self._victim and self._at == "list":
             self._delete()
         entries = super().list(folder)

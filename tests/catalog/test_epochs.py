@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laststep.catalog import epochs
-from laststep.catalog.epochs import EpochRecord, Epochs, Writer
+from laststep.catalog.epochs import EpochRecord, Epochs, Trainer
 from laststep.codecs.digests import digest_text
 from laststep.errors import Aborted, Corrupt, StorageFailed, Usage
 from laststep.storage.directory import DirectoryStore
@@ -60,7 +60,7 @@ def test_a_record_of_another_epoch_or_that_continues_from_the_future_is_corrupt(
         epochs.decode(epochs.encode(future), epoch=7, where="x")
 
 
-def claimed_by(folder: Path, writer: Writer, *, seen: int, orphan: bool = False) -> int:
+def claimed_by(folder: Path, writer: Trainer, *, seen: int, orphan: bool = False) -> int:
     """The epoch that a start takes which saw that one."""
     return Epochs(DirectoryStore(folder)).claim(None, seen=seen, writer=writer, orphan=orphan)
 

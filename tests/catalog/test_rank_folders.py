@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from laststep.catalog import listing
-from laststep.catalog.cleaning import QUIET_S, Why
+from laststep.catalog.cleaning import QUIET_S, RemovalReason
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import LaststepError
@@ -239,7 +239,7 @@ def test_what_a_killed_attempt_left_in_folders_is_counted_and_goes_with_it(
     _, (attempt,) = run.look()
     assert attempt.size_bytes == bytes_in(tmp_path / "run" / folder)
     (removed,) = run.clean()
-    assert (removed.name, removed.why) == (folder, Why.DEAD_WRITER)
+    assert (removed.name, removed.why) == (folder, RemovalReason.DEAD_WRITER)
     assert removed.size_bytes == attempt.size_bytes
     assert not (tmp_path / "run" / folder).exists()
 

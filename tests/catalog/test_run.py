@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from laststep.catalog import epochs
-from laststep.catalog.cleaning import Why
+from laststep.catalog.cleaning import RemovalReason
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
@@ -363,7 +363,7 @@ def test_a_writer_that_was_killed_is_seen_as_dead(run: Run, tmp_path: Path) -> N
         child.kill()
     assert run.live_writer() is None
     assert [item.alive for item in run.attempts()] == [False]
-    assert [orphan.why for orphan in run.clean()] == [Why.DEAD_WRITER]
+    assert [orphan.why for orphan in run.clean()] == [RemovalReason.DEAD_WRITER]
     assert run.attempts() == ()
 
 
@@ -378,7 +378,7 @@ def test_clean_removes_what_was_given_up_and_nothing_else(run: Run, save: Save) 
     undecided = run.begin(step=3, epoch=epoch, attempt=3)
     orphans = run.orphans()
     assert [(orphan.name, orphan.why) for orphan in orphans] == [
-        (aborted, Why.ABORTED), (undecided, Why.DEAD_WRITER),
+        (aborted, RemovalReason.ABORTED), (undecided, RemovalReason.DEAD_WRITER),
     ]  # fmt: skip
     assert run.clean() == orphans
     assert run.orphans() == ()
@@ -390,7 +390,7 @@ def test_an_attempt_of_another_machine_must_be_quiet_for_an_hour(
 ) -> None:
     epoch = run.claim_epoch(None)
     folder = run.begin(step=1, epoch=epoch, attempt=1)
-    there = epochs.Writer(host="other", pid=1, boot="other", process_started="1")
+    there = epochs.Trainer(host="other", pid=1, boot="other", process_started="1")
     monkeypatch.setattr(epochs, "this_writer", lambda: there)
     assert run.orphans() == ()
     assert [item.name for item in run.orphans(now_s=time.time() + 3700)] == [folder]

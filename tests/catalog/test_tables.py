@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from laststep.errors import Corrupt
 from laststep.format.manifest import ClassRecord
 from laststep.format.spans import spans_of
-from laststep.plan.job import Item, Table, Tensor, digest_of, encode_table
+from laststep.plan.job import Table, TableItem, TableTensor, digest_of, encode_table
 from laststep.read.content import agreement_of
 from laststep.state.layouts import Mesh, Shard, Sharded
 
 MESH = Mesh.of(("dp",), (2,), range(2))
 
 
-def table(*tensors: Tensor) -> Table:
-    return (Item("model", "module", per_rank=False, tensors=tensors),)
+def table(*tensors: TableTensor) -> Table:
+    return (TableItem("model", "module", per_rank=False, tensors=tensors),)
 
 
 def agreed(tables: list[bytes], ranks: list[list[int]]) -> object:
@@ -33,7 +33,7 @@ def agreed(tables: list[bytes], ranks: list[list[int]]) -> object:
 
 def test_what_was_agreed_on_is_found_again() -> None:
     cut = Sharded((4, 3), MESH, (Shard(0),))
-    both = Tensor("w", "float32", (4, 3), cut)
+    both = TableTensor("w", "float32", (4, 3), cut)
     found = agreed([encode_table(table(both))], [[0, 1]])
     assert found.keys == (("model", "w"),)
     assert found.spreads[0].layouts == (cut,)
@@ -48,25 +48,27 @@ HOSTILE = {
     "no table": msgspec.msgpack.encode([1, 2]),
     "a number": msgspec.msgpack.encode(5),
     "no tensors": msgspec.msgpack.encode(([("model", "module", False, 7, ())], [])),
-    "an unknown dtype": encode_table(table(Tensor("w", "float99", (1,), None))),
-    "a negative shape": encode_table(table(Tensor("w", "float32", (-1,), None))),
-    "a shape of text": encode_table(table(Tensor("w", "float32", ("1",), None))),  # type: ignore[arg-type]
+    "an unknown dtype": encode_table(table(TableTensor("w", "float99", (1,), None))),
+    "a negative shape": encode_table(table(TableTensor("w", "float32", (-1,), None))),
+    "a shape of text": encode_table(table(TableTensor("w", "float32", ("1",), None))),  # type: ignore[arg-type]
     "a layout that is not there": msgspec.msgpack.encode(
         ([("model", "module", False, [("w", "float32", [1], 3)], ())], [])
     ),
     "a layout of another shape": encode_table(
-        table(Tensor("w", "float32", (5, 3), Sharded((4, 3), MESH, (Shard(0),))))
+        table(TableTensor("w", "float32", (5, 3), Sharded((4, 3), MESH, (Shard(0),))))
     ),
     "a mesh of ranks that are not there": encode_table(
         table(
-            Tensor(
+            TableTensor(
                 "w", "float32", (4,), Sharded((4,), Mesh.of(("d",), (3,), (0, 1, 2)), (Shard(0),))
             )
         )
     ),
     "a mesh without end": encode_table(
         table(
-            Tensor("w", "float32", (4,), Sharded((4,), Mesh(("d",), (1 << 60,), (1,)), (Shard(0),)))
+            TableTensor(
+                "w", "float32", (4,), Sharded((4,), Mesh(("d",), (1 << 60,), (1,)), (Shard(0),))
+            )
         )
     ),
 }

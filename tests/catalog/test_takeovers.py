@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from laststep.catalog.epochs import Writer, new_start
+from laststep.catalog.epochs import Trainer, new_start
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, StorageFailed
@@ -133,7 +133,7 @@ def test_an_epoch_whose_trainer_died_while_it_was_claimed_stops_no_successor(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with trainer:
-        dying = msgspec.json.decode(trainer.stdout.readline(), type=Writer)
+        dying = msgspec.json.decode(trainer.stdout.readline(), type=Trainer)
         # Its flusher has found it alive, and claims after that.
         claimed = run.claim_epoch(None, seen=seen, writer=dying)
         with pytest.raises(Aborted, match="taken over"):

@@ -10,7 +10,7 @@ import pytest
 
 from laststep.catalog.names import AttemptName
 from laststep.catalog.run import Run
-from laststep.commit.round import Desk, Round
+from laststep.commit.round import Round, RoundContext
 from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.flush.handle import SaveHandle
 from laststep.format.manifest import Commit
@@ -49,7 +49,7 @@ def settled(
         told.append(message)
         link.handle.committed.reach()
 
-    desk = Desk(
+    desk = RoundContext(
         Rank(1, 2), None, SimpleNamespace(decided=decided), None, DirectoryStore(path),
         deadline_s=5.0,
     )  # type: ignore[arg-type]  # fmt: skip

@@ -6,11 +6,11 @@ import io
 
 from rich.console import Console
 
-from laststep.cli.demo import _Line, _print_saves, _Result
+from laststep.cli.demo import _LogLine, _print_saves, _Result
 
 
-def save(step: int, lost_s: float, durable_s: float, committed_s: float) -> _Line:
-    return _Line(
+def save(step: int, lost_s: float, durable_s: float, committed_s: float) -> _LogLine:
+    return _LogLine(
         event="save", step=step, size_bytes=28_200_000, lost_s=lost_s, durable_s=durable_s,
         committed_s=committed_s,
     )  # fmt: skip
@@ -20,8 +20,8 @@ def test_the_save_in_which_the_trainer_was_killed_has_a_row() -> None:
     result = _Result(
         reference={}, resumed=[], resumes=(), reference_s=1.0,
         attempts=(
-            save(10, 0.004, 0.05, 0.06), _Line(event="kill", step=20),
-            _Line(event="kill", step=40), save(40, 0.005, 0.07, 0.08),
+            save(10, 0.004, 0.05, 0.06), _LogLine(event="kill", step=20),
+            _LogLine(event="kill", step=40), save(40, 0.005, 0.07, 0.08),
         ),
     )  # fmt: skip
     out = io.StringIO()

@@ -79,7 +79,7 @@ def test_show_of_what_was_deleted_meanwhile_says_so(
 ) -> None:
     resolve, read_file = places.resolve, holdings.open_file
 
-    def gone_after(path: str, step: int | None) -> places.Place:
+    def gone_after(path: str, step: int | None) -> places.CheckpointPath:
         place = resolve(path, step)
         delete(three, place.folder)
         return place

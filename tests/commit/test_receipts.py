@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from laststep.commit.differences import Differing
 from laststep.commit.receipts import (
-    Part,
+    ItemTally,
     Receipt,
     Summary,
     classes_of,
@@ -17,15 +17,15 @@ from laststep.commit.receipts import (
 )
 from laststep.format.manifest import FileRecord
 from laststep.plan.groups import Groups
-from laststep.plan.job import Agreement, Item, Tensor, agree, digest_of, encode_table
+from laststep.plan.job import Agreement, TableItem, TableTensor, agree, digest_of, encode_table
 
 
 def agreement_of(kinds: list[int]) -> Agreement:
     """Each rank holds tensors of its kind, and one that all hold."""
     tables = [
-        (Item("m", "value", False, (Tensor("w", "float32", (4,), None),
-                                    Tensor(f"w{kind}", "float32", (4,), None))),
-         Item("own", "value", True, ()))
+        (TableItem("m", "value", False, (TableTensor("w", "float32", (4,), None),
+                                    TableTensor(f"w{kind}", "float32", (4,), None))),
+         TableItem("own", "value", True, ()))
         for kind in kinds
     ]  # fmt: skip
     names = [digest_of(encode_table(table)) for table in tables]
@@ -48,9 +48,9 @@ def jobs(draw: st.DrawFn) -> tuple[Agreement, dict[int, Receipt]]:
         receipts[rank] = Receipt(
             agreement=agreed, files=files if wrote else (), trees={"m": tree},
             items={
-                "m": Part(kind="value", per_rank=False, tensors=2 if wrote else 0,
+                "m": ItemTally(kind="value", per_rank=False, tensors=2 if wrote else 0,
                           size_bytes=rank if wrote else 0, file=name if wrote else ""),
-                "own": Part(kind="value", per_rank=True, tensors=1, size_bytes=1, file=name),
+                "own": ItemTally(kind="value", per_rank=True, tensors=1, size_bytes=1, file=name),
             },
         )  # fmt: skip
     return agreement, receipts

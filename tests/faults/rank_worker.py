@@ -28,9 +28,9 @@ from torch.distributed import distributed_c10d
 import laststep
 from laststep.commit import meeting as teaming
 from laststep.commit.agreement import Agreements
-from laststep.commit.leader import Leading
-from laststep.commit.member import Following
-from laststep.commit.round import Desk
+from laststep.commit.leader import Leader
+from laststep.commit.member import Member
+from laststep.commit.round import RoundContext
 from laststep.plan import files as planning
 from laststep.plan.groups import Groups
 
@@ -101,11 +101,11 @@ def put_gates() -> None:
         setattr(kind, method, held)
 
     stand(Agreements, "on", "agree", after=False)
-    stand(Leading, "_post", "post", after=True)
-    stand(Desk, "own_receipt", "receipt", after=True)
-    stand(Following, "_summary", "summary", after=True)
-    stand(Leading, "_gathered", "decide", after=True)
-    stand(Leading, "_tell", "tell", after=False)
+    stand(Leader, "_post", "post", after=True)
+    stand(RoundContext, "own_receipt", "receipt", after=True)
+    stand(Member, "_summary", "summary", after=True)
+    stand(Leader, "_gathered", "decide", after=True)
+    stand(Leader, "_tell", "tell", after=False)
 
 
 def pretend(group: int | None, *, folders: bool) -> None:

@@ -36,11 +36,11 @@ from laststep.flush.protocol import (
     Grouped,
     Located,
     NoMetric,
-    Progress,
     Ready,
     Removed,
     Seal,
     Witness,
+    WrittenBytes,
 )
 from laststep.format.header import TensorEntry
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
@@ -77,7 +77,7 @@ TO_FLUSHER = [
 ]  # fmt: skip
 TO_TRAINER = [
     Freed(slots=[1, 2]),
-    Progress(save=1, done_bytes=5),
+    WrittenBytes(save=1, done_bytes=5),
     Flushed(save=1, size_bytes=5, opened_s=0.1, written_s=0.2, seconds=0.5),
     Grouped(save=1, group=GROUP),
     Begun(save=1, at=AT),

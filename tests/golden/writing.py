@@ -24,7 +24,7 @@ from laststep.plan.groups import Groups
 
 def namelessly() -> None:
     """The record of an epoch names the machine of its writer; these are of no machine."""
-    nobody = epochs.Writer(host="golden", pid=1, boot="golden", process_started="1")
+    nobody = epochs.Trainer(host="golden", pid=1, boot="golden", process_started="1")
     for module in (epochs, starting, adapter):
         module.this_writer = lambda: nobody
 

@@ -74,9 +74,9 @@ def load(run: str, cut: int | None, worth_bytes: int = 0) -> dict[str, object]:
     """Restore, compare, and tell what went over NCCL."""
     group.WORTH_BYTES = worth_bytes
     came: list[torch.device] = []
-    wait, tell = carrying.Under.wait, carrying.Carrier.tell
+    wait, tell = carrying.Transit.wait, carrying.Carrier.tell
 
-    def waiting(self: carrying.Under) -> torch.Tensor:
+    def waiting(self: carrying.Transit) -> torch.Tensor:
         got = wait(self)
         came.append(got.device)
         return got
@@ -88,7 +88,7 @@ def load(run: str, cut: int | None, worth_bytes: int = 0) -> dict[str, object]:
         came.append(got.device)
         return got
 
-    carrying.Under.wait, carrying.Carrier.tell = waiting, telling
+    carrying.Transit.wait, carrying.Carrier.tell = waiting, telling
     wanted = state(cut, filled=False)
     with opened(run, wanted) as checkpointer:
         checkpointer.restore()
@@ -120,7 +120,7 @@ def load_and_lose_a_rank(run: str) -> dict[str, object]:
     """Rank 1 ends when the first bytes are to be passed on."""
     swap = carrying.DeviceCarrier.swap
 
-    def dying(self: carrying.DeviceCarrier, *args: object) -> carrying.Under:
+    def dying(self: carrying.DeviceCarrier, *args: object) -> carrying.Transit:
         if dist.get_rank() == 1:
             os._exit(9)
         return swap(self, *args)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laststep.plan import gather, shares, sources
-from laststep.plan.gather import Chunk, Stored, chunks_of
+from laststep.plan.gather import Chunk, FileBox, chunks_of
 from laststep.plan.sources import Ledger, known_sources
 from laststep.plan.wants import Wants, Wish, decode_wish, encode_wish
 from laststep.state.boxes import Box, whole
@@ -43,7 +43,7 @@ def wants_of(wishes: list[Wish], shapes: list[tuple[int, ...]]) -> Wants:
 
 def read_by(
     rank: int,
-    stored: list[Stored],
+    stored: list[FileBox],
     sizes: list[int],
     wants: Wants,
     ledger: Ledger | None = None,
@@ -51,7 +51,7 @@ def read_by(
 ) -> list[Chunk]:
     """The chunks that a rank reads where every rank wrote so many files: of all, or of what a
     ledger says."""
-    by_writer: dict[int, list[Stored]] = {}
+    by_writer: dict[int, list[FileBox]] = {}
     for one in stored:
         by_writer.setdefault(one.file // each, []).append(one)
     found = []
@@ -69,7 +69,7 @@ class Saved:
     def __init__(self, ranks: int, tensors: jobs.Described, arrays: list[np.ndarray]) -> None:
         agreement = self.agreement = jobs.agreement_of(jobs.tables(ranks, tensors))
         self.files: list[np.ndarray] = []
-        self.stored: list[Stored] = []
+        self.stored: list[FileBox] = []
         for rank in range(ranks):
             mine = [(int(name[1:]), share.box) for (_, name), share in agreement.shares(rank)]
             # As files are: large elements first, without holes.
@@ -78,7 +78,7 @@ class Saved:
             for number, box in mine:
                 data = np.ascontiguousarray(cut(arrays[number], box)).reshape(-1).view(np.uint8)
                 place = (len(self.files), at, at + data.nbytes)
-                self.stored.append(Stored(number, arrays[number].itemsize, *place, box))
+                self.stored.append(FileBox(number, arrays[number].itemsize, *place, box))
                 parts.append(data)
                 at += data.nbytes
             self.files.append(np.concatenate(parts) if parts else np.empty(0, np.uint8))
@@ -199,7 +199,7 @@ def test_ranks_read_about_as_much_each(
     stored, sizes = [], []
     for n in range(files):
         box = Box((n * each, 0), ((n + 1) * each, rows))
-        stored.append(Stored(0, 4, len(sizes), 0, size, box))
+        stored.append(FileBox(0, 4, len(sizes), 0, size, box))
         sizes += [size, beside] if beside else [size]
     wants = whole_tensor(ranks, (rows, rows), dim)
     each_writes = 2 if beside else 1
@@ -216,7 +216,7 @@ def test_ranks_read_about_as_much_each(
 
 def test_what_nobody_wants_is_not_read() -> None:
     shape = (64, BLOCK_BYTES)
-    stored = [Stored(0, 1, 0, 0, math.prod(shape), whole(shape))]
+    stored = [FileBox(0, 1, 0, 0, math.prod(shape), whole(shape))]
     # Of 32 ranks, which have two rows each, two want theirs.
     mesh = Mesh.of(("r",), (32,), range(32))
     layout = Sharded(shape, mesh, (Shard(0),))
@@ -230,7 +230,7 @@ def test_what_nobody_wants_is_not_read() -> None:
 
 
 def test_tensors_without_elements_take_no_reading() -> None:
-    stored = [Stored(0, 4, 0, 0, 0, whole((3, 0))), Stored(1, 4, 0, 0, 8, whole((2,)))]
+    stored = [FileBox(0, 4, 0, 0, 0, whole((3, 0))), FileBox(1, 4, 0, 0, 8, whole((2,)))]
     wants = wants_of([{0: None, 1: None}], [(3, 0), (2,)])
     (chunk,) = read_by(0, stored, [8], wants)
     assert [one.tensor for one, _, _ in chunk.boxes()] == [1]
@@ -243,14 +243,14 @@ def test_ranks_that_want_the_same_are_looked_at_once(monkeypatch: pytest.MonkeyP
     layout = Sharded((rows, 1024), mesh, (Shard(0),))
     size = 4 * 1024 * rows // ranks
     stored = [
-        Stored(number, 4, rank, number * size, (number + 1) * size, *layout.held(rank))
+        FileBox(number, 4, rank, number * size, (number + 1) * size, *layout.held(rank))
         for number in range(10)
         for rank in range(ranks)
     ]
     looked = 0
     ranges = gather._ranges
 
-    def counting(one: Stored, boxes: tuple[Box, ...]) -> object:
+    def counting(one: FileBox, boxes: tuple[Box, ...]) -> object:
         nonlocal looked
         looked += 1
         return ranges(one, boxes)

@@ -7,10 +7,10 @@ import pytest
 
 from laststep.errors import Mismatch
 from laststep.plan.job import (
-    Item,
     Replicas,
     Table,
-    Tensor,
+    TableItem,
+    TableTensor,
     agree,
     decode_table,
     digest_of,
@@ -20,8 +20,8 @@ from laststep.state.boxes import Box, covers_once
 from laststep.state.layouts import Flat, Layout, Mesh, Replicate, Shard, Sharded
 
 
-def table(*tensors: Tensor, per_rank: bool = False) -> Table:
-    return (Item("model", "module", per_rank, tensors),)
+def table(*tensors: TableTensor, per_rank: bool = False) -> Table:
+    return (TableItem("model", "module", per_rank, tensors),)
 
 
 def agreed(*tables: Table) -> dict[tuple[str, str], list[tuple[int, Box]]]:
@@ -46,9 +46,9 @@ LAYOUTS: list[Layout] = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_table_survives_being_encoded(layout: Layout) -> None:
     one = table(
-        Tensor("w", "float32", (6, 4), layout), Tensor("b", "bfloat16", (), None),
-        Tensor("c", "bfloat16", (), None, Replicas.UNPROVEN),
-        Tensor("d", "float32", (6, 4), layout, Replicas.CHANGING),
+        TableTensor("w", "float32", (6, 4), layout), TableTensor("b", "bfloat16", (), None),
+        TableTensor("c", "bfloat16", (), None, Replicas.UNPROVEN),
+        TableTensor("d", "float32", (6, 4), layout, Replicas.CHANGING),
     )  # fmt: skip
     assert decode_table(encode_table(one)) == one
 
@@ -56,8 +56,8 @@ def test_a_table_survives_being_encoded(layout: Layout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_element_is_written_once(layout: Layout) -> None:
     one = table(
-        Tensor("w", "float32", (6, 4), layout), Tensor("plain", "float32", (5,), None),
-        Tensor("scalar", "float32", (), None), Tensor("empty", "float32", (3, 0), None),
+        TableTensor("w", "float32", (6, 4), layout), TableTensor("plain", "float32", (5,), None),
+        TableTensor("scalar", "float32", (), None), TableTensor("empty", "float32", (3, 0), None),
     )  # fmt: skip
     found = agreed(one, one, one, one)
     assert len(found["model", "scalar"]) == len(found["model", "empty"]) == 1
@@ -66,14 +66,14 @@ def test_every_element_is_written_once(layout: Layout) -> None:
 
 
 def test_what_only_some_ranks_hold_is_written_by_those() -> None:
-    stages = [table(Tensor(f"layer{n}", "float32", (8,), None)) for n in (0, 0, 1, 1)]
+    stages = [table(TableTensor(f"layer{n}", "float32", (8,), None)) for n in (0, 0, 1, 1)]
     found = agreed(*stages)
     assert {rank for rank, _ in found["model", "layer0"]} <= {0, 1}
     assert {rank for rank, _ in found["model", "layer1"]} <= {2, 3}
 
 
 def test_a_large_tensor_that_all_hold_is_written_by_all() -> None:
-    big = table(Tensor("w", "float32", (8 << 20, 1), None))
+    big = table(TableTensor("w", "float32", (8 << 20, 1), None))
     (found,) = agreed(big, big, big, big).values()
     assert [rank for rank, _ in found] == [0, 1, 2, 3]
     assert {box.volume for _, box in found} == {2 << 20}
@@ -83,15 +83,15 @@ def test_a_table_of_before_replicas_were_told_apart_means_what_it_did() -> None:
     """As it lies in checkpoints: ranks that held a plain tensor had shared the writing of it."""
     rows = [("w", "float32", (8 << 20, 1), None)]
     data = msgspec.msgpack.encode(([("model", "module", False, rows, ())], []))
-    big = table(Tensor("w", "float32", (8 << 20, 1), None))
+    big = table(TableTensor("w", "float32", (8 << 20, 1), None))
     assert decode_table(data) == big
     assert encode_table(big) == data
 
 
 def test_a_plain_tensor_that_is_not_known_to_be_equal_is_the_lowest_holders() -> None:
     stages = [
-        table(Tensor(f"layer{n}", "float32", (8 << 20, 1), None, Replicas.UNPROVEN),
-              Tensor("norm", "float32", (8,), None, Replicas.CHANGING))
+        table(TableTensor(f"layer{n}", "float32", (8 << 20, 1), None, Replicas.UNPROVEN),
+              TableTensor("norm", "float32", (8,), None, Replicas.CHANGING))
         for n in (1, 0, 0, 1)
     ]  # fmt: skip
     found = agreed(*stages)
@@ -102,8 +102,8 @@ def test_a_plain_tensor_that_is_not_known_to_be_equal_is_the_lowest_holders() ->
 
 def test_a_layout_is_written_rather_than_a_plain_copy_beside_it() -> None:
     layout = Sharded((8,), Mesh.of(("dp",), (2,), (1, 2)), (Shard(0),))
-    plain = table(Tensor("w", "float32", (8,), None, Replicas.UNPROVEN))
-    laid = table(Tensor("w", "float32", (8,), layout))
+    plain = table(TableTensor("w", "float32", (8,), None, Replicas.UNPROVEN))
+    laid = table(TableTensor("w", "float32", (8,), layout))
     assert [rank for rank, _ in agreed(plain, laid, laid)["model", "w"]] == [1, 2]
 
 
@@ -112,22 +112,24 @@ def test_ranks_that_contradict_each_other_are_named() -> None:
         Mismatch, match=r"model/w: float32\[5\] on rank 2, float32\[4\] on ranks 0, 1"
     ):
         agreed(
-            table(Tensor("w", "float32", (4,), None)),
-            table(Tensor("w", "float32", (4,), None)),
-            table(Tensor("w", "float32", (5,), None)),
+            table(TableTensor("w", "float32", (4,), None)),
+            table(TableTensor("w", "float32", (4,), None)),
+            table(TableTensor("w", "float32", (5,), None)),
         )
 
 
 def test_an_item_that_is_another_elsewhere_is_named() -> None:
     with pytest.raises(Mismatch, match="model: a module on rank 0, a value on rank 1"):
-        agreed((Item("model", "module", False, ()),), (Item("model", "value", False, ()),))
+        agreed(
+            (TableItem("model", "module", False, ()),), (TableItem("model", "value", False, ()),)
+        )
 
 
 def test_a_rank_of_a_mesh_that_lacks_a_tensor_is_named() -> None:
     layout = Sharded((4,), Mesh.of(("dp",), (2,), range(2)), (Shard(0),))
     with pytest.raises(Mismatch, match=r"model/w: .* with rank 1, which does not hold it so"):
-        agreed(table(Tensor("w", "float32", (4,), layout)), table())
+        agreed(table(TableTensor("w", "float32", (4,), layout)), table())
 
 
 def test_what_is_per_rank_is_not_shared() -> None:
-    assert agreed(table(Tensor("state", "uint8", (9,), None), per_rank=True)) == {}
+    assert agreed(table(TableTensor("state", "uint8", (9,), None), per_rank=True)) == {}

@@ -21,10 +21,10 @@ from laststep.errors import Usage
 from laststep.plan import shares
 from laststep.plan.job import (
     Agreement,
-    Item,
     Replicas,
     Table,
-    Tensor,
+    TableItem,
+    TableTensor,
     agree,
     decode_table,
     digest_of,
@@ -122,14 +122,14 @@ def described(draw: st.DrawFn, ranks: int, most: int = 4) -> Described:
 
 def tables(ranks: int, tensors: Described, replicas: Replicas = Replicas.EQUAL) -> list[Table]:
     """What each rank says of itself."""
-    mine: list[list[Tensor]] = [[] for _ in range(ranks)]
+    mine: list[list[TableTensor]] = [[] for _ in range(ranks)]
     for number, (dtype, shape, ways) in enumerate(tensors):
         for way in ways:
             plain = isinstance(way, tuple)
             for rank in way if plain else way.mesh.ranks():
                 layout = None if plain else way
-                mine[rank].append(Tensor(f"w{number}", dtype, shape, layout, replicas))
-    return [(Item("model", "module", False, tuple(one)),) for one in mine]
+                mine[rank].append(TableTensor(f"w{number}", dtype, shape, layout, replicas))
+    return [(TableItem("model", "module", False, tuple(one)),) for one in mine]
 
 
 def agreement_of(all_tables: list[Table]) -> Agreement:
@@ -262,9 +262,9 @@ def test_all_see_the_same_agreement_in_whatever_order_tensors_are_told(
 def test_a_tie_that_a_rank_without_a_part_cannot_see_is_a_tie() -> None:
     mesh = Mesh.of(("dp",), (4,), range(4))
     layout = Sharded((5, 3), mesh, (Shard(0),))  # the last rank holds nothing
-    tensor = Tensor("embed", "float32", (5, 3), layout)
-    tied = (Item("model", "module", False, (tensor,), (("head", "embed"),)),)
-    blind = (Item("model", "module", False, (tensor, tensor._replace(name="head"))),)
+    tensor = TableTensor("embed", "float32", (5, 3), layout)
+    tied = (TableItem("model", "module", False, (tensor,), (("head", "embed"),)),)
+    blind = (TableItem("model", "module", False, (tensor, tensor._replace(name="head"))),)
     agreement = agreement_of([tied, tied, tied, blind])
     assert agreement.keys == (("model", "embed"),)
     written = [share.box for rank in range(4) for _, share in agreement.shares(rank)]

@@ -19,10 +19,10 @@ import second_arithmetic
 from laststep.plan.files import folder_of
 from laststep.plan.groups import cut
 from laststep.plan.job import (
-    Item,
     Replicas,
     Table,
-    Tensor,
+    TableItem,
+    TableTensor,
     agree,
     decode_table,
     digest_of,
@@ -82,13 +82,13 @@ def test_a_range_of_elements_is_these_boxes() -> None:
 
 def rows(
     name: str, count: int, layout: Layout | None = None, more: Replicas = Replicas.EQUAL
-) -> Tensor:
+) -> TableTensor:
     """A tensor of rows of 1 MiB."""
-    return Tensor(name, "float32", (count, MIB), layout, more)
+    return TableTensor(name, "float32", (count, MIB), layout, more)
 
 
-def table(*tensors: Tensor, ties: tuple[tuple[str, str], ...] = ()) -> Table:
-    return (Item("m", "module", False, tensors, ties),)
+def table(*tensors: TableTensor, ties: tuple[tuple[str, str], ...] = ()) -> Table:
+    return (TableItem("m", "module", False, tensors, ties),)
 
 
 def sharded(count: int, mesh: Mesh, *placements: Replicate | Shard) -> Sharded:
@@ -129,11 +129,11 @@ CASES: list[tuple[str, list[Table], dict[str, str]]] = [
      [table(rows("w", 64, sharded(64, GRID, Replicate(), Shard(0))))] * 4,
      {"w": "0=0:16 1=32:48 2=16:32 3=48:64"}),
     ("a dimension of one is not cut",
-     [table(Tensor("w", "float32", (1, 16, MIB), None))] * 2,
+     [table(TableTensor("w", "float32", (1, 16, MIB), None))] * 2,
      {"w": "0=0:1,0:8 1=0:1,8:16"}),
     ("scalars, and what has no elements",
-     [table(Tensor("a", "int64", (), None), Tensor("b", "int8", (0, 3), None),
-            Tensor("c", "bool", (), None))] * 3,
+     [table(TableTensor("a", "int64", (), None), TableTensor("b", "int8", (0, 3), None),
+            TableTensor("c", "bool", (), None))] * 3,
      {"a": "0=all", "b": "0=0:0,0:3", "c": "0=all"}),
     ("two stages share what is tied",
      [table(BOTH[0])] * 2 + [table(BOTH[1])] * 2,
@@ -180,10 +180,13 @@ def test_a_table_is_these_bytes() -> None:
     blocks = Flat((8, 2), GRID, ("dp",), 2, 12, (Replicate(), Shard(0)), 2)
     tensors = (
         rows("w", 6, sharded(6, GRID, Shard(0, after=2), Shard(0))),
-        Tensor("b", "bfloat16", (3,), None, Replicas.UNPROVEN),
-        Tensor("f", "float32", (4, 4), flat), Tensor("g", "int8", (8, 2), blocks),
+        TableTensor("b", "bfloat16", (3,), None, Replicas.UNPROVEN),
+        TableTensor("f", "float32", (4, 4), flat), TableTensor("g", "int8", (8, 2), blocks),
     )  # fmt: skip
-    items = (Item("m", "module", False, tensors, (("x", "w"),)), Item("rng", "rng", True, ()))
+    items = (
+        TableItem("m", "module", False, tensors, (("x", "w"),)),
+        TableItem("rng", "rng", True, ()),
+    )
     plain = [
         [
             ["m", "module", False, [

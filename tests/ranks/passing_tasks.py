@@ -13,7 +13,7 @@ from tasks import opened
 
 from laststep.errors import StorageFailed
 from laststep.ranks import carrying
-from laststep.ranks.group import Group
+from laststep.ranks.group import RankGroup
 from laststep.ranks.rank import this_rank
 
 PATIENCE_S = 60.0
@@ -24,24 +24,24 @@ class Coming:
 
     def __init__(self) -> None:
         self.now_bytes = self.most_bytes = 0
-        self._swap, self._wait = carrying.Carrier.swap, carrying.Under.wait
+        self._swap, self._wait = carrying.Carrier.swap, carrying.Transit.wait
 
     def __enter__(self) -> Self:
-        def swap(carrier: carrying.Carrier, *args: object) -> carrying.Under:
+        def swap(carrier: carrying.Carrier, *args: object) -> carrying.Transit:
             under = self._swap(carrier, *args)
             self._add(under._came.numel())
             return under
 
-        def wait(under: carrying.Under) -> torch.Tensor:
+        def wait(under: carrying.Transit) -> torch.Tensor:
             came = self._wait(under)
             self._add(-came.numel())
             return came
 
-        carrying.Carrier.swap, carrying.Under.wait = swap, wait
+        carrying.Carrier.swap, carrying.Transit.wait = swap, wait
         return self
 
     def __exit__(self, *_: object) -> None:
-        carrying.Carrier.swap, carrying.Under.wait = self._swap, self._wait
+        carrying.Carrier.swap, carrying.Transit.wait = self._swap, self._wait
 
     def _add(self, size: int) -> None:
         self.now_bytes += size
@@ -61,7 +61,7 @@ def pass_on(size: int, to: str) -> tuple[list[int], int]:
         "first": [0] if mine else [],
         "some": [mine + 1] if mine % 2 == 0 and mine + 1 < ranks else [],
     }[to]
-    group = Group(this_rank(), "passing", deadline_s=PATIENCE_S)
+    group = RankGroup(this_rank(), "passing", deadline_s=PATIENCE_S)
     parcels = {rank: (bytes([mine]), filled(mine, rank, size)) for rank in receivers}
     senders = []
     with Coming() as coming:
@@ -76,7 +76,7 @@ def pass_on(size: int, to: str) -> tuple[list[int], int]:
 def tell_all(size: int) -> list[int]:
     """Two ranks have something for all others."""
     mine = dist.get_rank()
-    group = Group(this_rank(), "passing", deadline_s=PATIENCE_S)
+    group = RankGroup(this_rank(), "passing", deadline_s=PATIENCE_S)
     told = (bytes([mine]), filled(mine, 0, size)) if mine in (0, 2) else None
     senders = []
     for head, data in group.exchange({}, told):
@@ -91,7 +91,7 @@ def load_and_lose_a_rank(run: str) -> str:
     """The last rank ends when it is to pass something on; the others tell what they heard."""
     swap = carrying.Carrier.swap
 
-    def dying(carrier: carrying.Carrier, *args: object) -> carrying.Under:
+    def dying(carrier: carrying.Carrier, *args: object) -> carrying.Transit:
         if dist.get_rank() == dist.get_world_size() - 1:
             os._exit(9)
         return swap(carrier, *args)

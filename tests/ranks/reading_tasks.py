@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from laststep.plan.gather import Chunk
     from laststep.restoring.parcels import Parcels
-    from laststep.storage.store import Reader
+    from laststep.storage.store import FileReading
 
 TENSORS, SIDE = 4, 2048
 """Four of 16 MiB."""
@@ -71,7 +71,7 @@ def load_big(run: str, cut: int | None, few: int = sources.FEW_READERS) -> Watch
             seen.blocks.extend((self.where, self.first + number) for number in range(count))
         return fill(self, into)
 
-    def opening(self: DirectoryStore, name: str, *, cached: bool = False) -> Reader:
+    def opening(self: DirectoryStore, name: str, *, cached: bool = False) -> FileReading:
         seen.opened.add(name.rpartition("/")[2])
         return open_reader(self, name, cached=cached)
 

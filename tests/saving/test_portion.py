@@ -9,13 +9,13 @@ import torch
 from laststep.capture.sources import hold
 from laststep.plan.job import agree, digest_of, encode_table
 from laststep.saving.describe import Memory, take_state
-from laststep.saving.portion import Sharing
+from laststep.saving.portion import PortionPlanner
 from laststep.state.layouts import Mesh, Replicate, Sharded
 from laststep.state.tensors import Laid
 from laststep.state.values import ValueProvider
 
 if TYPE_CHECKING:
-    from laststep.saving.describe import Taken
+    from laststep.saving.describe import TakenState
 
 WIDE = 4 << 20
 """So much that replicas share the work of writing."""
@@ -25,9 +25,9 @@ def test_the_window_of_a_rank_lies_as_the_memory_of_this_save_does() -> None:
     memory = torch.arange(4 * WIDE, dtype=torch.float32)
     layout = Sharded((2, WIDE), Mesh.of(("replicas",), (2,), [0, 1]), (Replicate(),))
     state: dict[str, object] = {}
-    sharing, kept = Sharing(0), Memory()
+    sharing, kept = PortionPlanner(0), Memory()
 
-    def take(*strides: int) -> Taken:
+    def take(*strides: int) -> TakenState:
         state["w"] = Laid(memory.as_strided((2, WIDE), strides), layout)
         return take_state({"s": ValueProvider(state)}, kept, None, None, allow_pickle=False)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import laststep
-from laststep.saving.describe import Memory, Taken, take_state
+from laststep.saving.describe import Memory, TakenState, take_state
 from laststep.state.items import providers_for
 from laststep.state.tensors import CollectCache, collect
 
@@ -297,7 +297,7 @@ SAVED = [
 """Those that are tried with files too."""
 
 
-def taken(providers: dict[str, laststep.StateProvider], memory: Memory) -> Taken | str:
+def taken(providers: dict[str, laststep.StateProvider], memory: Memory) -> TakenState | str:
     try:
         return take_state(providers, memory, None, None, allow_pickle=False)
     except laststep.Usage as error:
@@ -321,7 +321,7 @@ def apply(world: World, change: str) -> None:
         pass
 
 
-def check_same(quick: Taken | str, fresh: Taken | str) -> None:
+def check_same(quick: TakenState | str, fresh: TakenState | str) -> None:
     """Every byte and every word that would be stored is the same."""
     if isinstance(quick, str) or isinstance(fresh, str):
         assert quick == fresh

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from laststep.errors import Usage
 from laststep.state.boxes import Box, boxes_of_range, covers_once, whole
 from laststep.state.layouts import (
-    Copies,
     Flat,
+    Holders,
     Mesh,
     Placement,
     Replicate,
@@ -89,7 +89,7 @@ def test_ranks_and_coordinates_follow_from_each_other(mesh: Mesh, data: st.DataO
     axes = tuple(data.draw(st.sets(st.sampled_from(range(len(mesh.sizes))))))
     drawn = data.draw(st.sampled_from(places))
     at = tuple(one if axis in axes else 0 for axis, one in enumerate(drawn))
-    copies = Copies(mesh, at, axes)
+    copies = Holders(mesh, at, axes)
     alike = [r for r, p in zip(ranks, places, strict=True) if all(p[i] == at[i] for i in axes)]
     assert list(copies.ranks()) == alike
     assert copies.size == len(alike)

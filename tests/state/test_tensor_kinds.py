@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import laststep
 from laststep.errors import Corrupt
 from laststep.state.pieces import Piece
-from laststep.state.sharing import Extent, find_overlaps, find_ties
+from laststep.state.sharing import MemoryRange, find_overlaps, find_ties
 from laststep.state.stored import TensorSpec, decode_item, encode_item
 from laststep.state.tensors import TORCH_DTYPES, CollectCache, collect
 from laststep.terms import DTYPES
@@ -215,7 +215,7 @@ def test_groups_of_overlaps_are_disjoint_and_hold_all_that_touches(
     windows: list[tuple[int, int, int]],
 ) -> None:
     extents = [
-        Extent(str(n), storage, start, start + size, (start, size))
+        MemoryRange(str(n), storage, start, start + size, (start, size))
         for n, (storage, start, size) in enumerate(windows)
     ]
     ties = find_ties(extents)

@@ -6,7 +6,7 @@ import threading
 import time
 
 from laststep.errors import Exists, NotFound, StorageFailed, Usage
-from laststep.storage.store import Entry, Lock, Store, check_name
+from laststep.storage.store import Lock, Store, StoreEntry, check_name
 
 _mutex = threading.RLock()
 _locks: dict[str, set[int]] = {}
@@ -82,12 +82,14 @@ class MemoryStore(Store):
     def url(self) -> str:
         return self._url
 
-    def list(self, folder: str) -> list[Entry]:
+    def list(self, folder: str) -> list[StoreEntry]:
         above = f"{self._at(folder) if folder else self._url}/"
         with _mutex:
             found = [(url[len(above) :], *files[url]) for url in files if url.startswith(above)]
         return [
-            Entry(name=name, is_folder=data is None, size_bytes=len(data or b""), modified_s=made)
+            StoreEntry(
+                name=name, is_folder=data is None, size_bytes=len(data or b""), modified_s=made
+            )
             for name, data, made in sorted(found)
             if "/" not in name
         ]

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from laststep.adapters.flat_state import (
     AXIS,
+    FlatMember,
     FlatModule,
     FlatOptimizer,
-    Member,
     Parameters,
     flat_range,
     mesh_over,
@@ -63,10 +63,10 @@ def optimizer(engine: object) -> StateProvider:
 
 def progress(engine: object) -> StateProvider:
     """The engine's counts of steps and samples, and the loss scale of fp16."""
-    return _Progress(engine)
+    return _StepCounts(engine)
 
 
-class _Place(NamedTuple):
+class _FlatRange(NamedTuple):
     """Where a parameter lies in flat memory."""
 
     parameter: Any
@@ -115,7 +115,7 @@ class _ZeroModule(FlatModule):
         return Parameters(laid, set(places))
 
 
-class _Progress(StateProvider):
+class _StepCounts(StateProvider):
     kind = "progress"
 
     _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -165,7 +165,7 @@ def _is_stage3(zero: object) -> bool:
     return hasattr(zero, "fp32_partitioned_groups_flat")
 
 
-def _members(engine: object) -> Iterator[Member]:
+def _members(engine: object) -> Iterator[FlatMember]:
     names: dict[int, str] = {}
     for name, parameter in need(engine, "module", _TESTED).named_parameters():
         names[id(parameter)] = plain_name(name)
@@ -177,14 +177,14 @@ def _members(engine: object) -> Iterator[Member]:
                     found=f"one of shape {list(place.shape)}",
                     remedy="make the optimizer from the parameters of the module",
                 )
-            yield Member(
+            yield FlatMember(
                 name=names[id(place.parameter)], group=place.group, dtype=place.memory.dtype,
                 shape=place.shape, holder=place.memory, first=place.first, last=place.last,
                 size=place.memory.numel(), layout=place.layout,
             )  # fmt: skip
 
 
-def _places(engine: object) -> Iterator[_Place]:
+def _places(engine: object) -> Iterator[_FlatRange]:
     zero = _zero(engine)
     if _is_stage3(zero):
         yield from _places_of_stage3(zero, need(engine, "module", _TESTED))
@@ -215,7 +215,7 @@ def _offset(parameter: torch.Tensor, buffer: torch.Tensor) -> int:
     return at
 
 
-def _place(parameter: Any, layout: Flat, group: int, own: torch.Tensor, at: int = 0) -> _Place:
+def _place(parameter: Any, layout: Flat, group: int, own: torch.Tensor, at: int = 0) -> _FlatRange:
     """`own` is this rank's range of the buffer; `at`, where in it that of this parameter begins."""
     first, last = flat_range(layout, dist.get_rank())
     if at + last > own.numel():
@@ -223,10 +223,10 @@ def _place(parameter: Any, layout: Flat, group: int, own: torch.Tensor, at: int 
             "ZeRO's fp32 weights are not in memory", expected=f"at least {at + last} elements",
             found=str(own.numel()), remedy="bring offloaded states back before saving",
         )  # fmt: skip
-    return _Place(parameter, layout.shape, layout, group, own, at + first, at + last)
+    return _FlatRange(parameter, layout.shape, layout, group, own, at + first, at + last)
 
 
-def _places_of_stage3(zero: Any, module: torch.nn.Module) -> Iterator[_Place]:
+def _places_of_stage3(zero: Any, module: torch.nn.Module) -> Iterator[_FlatRange]:
     """Each parameter is cut over the ranks by itself; the parts lie in the buffers of subgroups."""
     positions = need(zero, "grad_position", _TESTED)
     group_of = need(zero, "sub_group_to_group_id", _TESTED)

@@ -1,9 +1,9 @@
 """State that lies in flat memory, described by the names and shapes of whole parameters.
 
-What FSDP1, ZeRO and Megatron's distributed optimizer have in common; knows none of them. A `Member`
-says where a parameter's elements lie in the memory that the optimizer steps. To the rest of
-laststep the state then looks like that of a plain optimizer over whole parameters. Nothing here
-communicates; live memory is described by views, so it is captured and restored in place.
+What FSDP1, ZeRO and Megatron's distributed optimizer have in common; knows none of them. A
+`FlatMember` says where a parameter's elements lie in the memory that the optimizer steps. To the
+rest of laststep the state then looks like that of a plain optimizer over whole parameters. Nothing
+here communicates; live memory is described by views, so it is captured and restored in place.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def only_holders(layout: Flat) -> Sharded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class FlatMember:
     """A parameter as the model names it, and where this rank's elements of it are stepped."""
 
     name: str
@@ -114,7 +114,7 @@ class _WholeOptimizer:
         self.state: defaultdict[_Whole, Entries] = defaultdict(dict)
         self.by_name: dict[str, _Whole] = {}
 
-    def look_like(self, live: torch.optim.Optimizer, members: list[Member]) -> None:
+    def look_like(self, live: torch.optim.Optimizer, members: list[FlatMember]) -> None:
         """Take the groups and options of a live optimizer; one whole parameter for each member."""
         self.state.clear()
         self.by_name = {m.name: _Whole(m.name, m.dtype, m.shape, m.holder.device) for m in members}
@@ -142,12 +142,12 @@ class FlatOptimizer(StateProvider):
     kind = "optimizer"
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, members: Callable[[], list[Member]]
+        self, optimizer: torch.optim.Optimizer, members: Callable[[], list[FlatMember]]
     ) -> None:
         """`members` gives the parameters whose layouts' meshes this rank belongs to."""
         self._optimizer = optimizer
         self._find_members = members
-        self._holders: list[list[Member]] = []
+        self._holders: list[list[FlatMember]] = []
         self._first: dict[int, Entries] = {}
         """What holders without state were described with, by their ids."""
         self._whole = _WholeOptimizer()
@@ -161,7 +161,7 @@ class FlatOptimizer(StateProvider):
 
     def describe(self) -> State:
         if not self._holders:
-            by_holder: dict[int, list[Member]] = {}
+            by_holder: dict[int, list[FlatMember]] = {}
             for member in self._find_members():
                 by_holder.setdefault(id(member.holder), []).append(member)
             self._holders = list(by_holder.values())
@@ -203,7 +203,7 @@ class FlatOptimizer(StateProvider):
         ):
             group.update({key: entry for key, entry in plain.items() if key != "params"})
 
-    def _entries(self, member: Member) -> Entries:
+    def _entries(self, member: FlatMember) -> Entries:
         """The state of a member's holder, or what it will begin with."""
         live: Entries = self._optimizer.state.get(member.holder, {})
         if live:
@@ -214,11 +214,11 @@ class FlatOptimizer(StateProvider):
         self._first[id(member.holder)] = first or {}
         return self._first[id(member.holder)]
 
-    def _group(self, member: Member) -> dict[str, object]:
+    def _group(self, member: FlatMember) -> dict[str, object]:
         group: dict[str, object] = self._optimizer.param_groups[member.group]
         return group
 
-    def _nothing_of(self, member: Member) -> Entries:
+    def _nothing_of(self, member: FlatMember) -> Entries:
         """What a rank says that holds no element: what it says of its group's other parameters."""
         for members in self._holders:
             live: Entries = self._optimizer.state.get(members[0].holder, {})
@@ -230,7 +230,7 @@ class FlatOptimizer(StateProvider):
                 }
         return {}
 
-    def _take_over(self, members: list[Member], restored: set[str]) -> None:
+    def _take_over(self, members: list[FlatMember], restored: set[str]) -> None:
         """Make the state of a holder what was restored for its members."""
         holder, size = members[0].holder, members[0].size
         wanted = [(m, self._whole.state.get(self._whole.by_name[m.name], {})) for m in members]
@@ -251,7 +251,7 @@ class FlatOptimizer(StateProvider):
             live[key] = _joined(key, live.get(key, ABSENT), parts, members)
 
 
-def _parts(key: str, entry: object, members: list[Member]) -> list[object]:
+def _parts(key: str, entry: object, members: list[FlatMember]) -> list[object]:
     """What each member of a holder has of an entry of its state."""
     if not isinstance(entry, torch.Tensor):
         return [entry] * len(members)
@@ -266,7 +266,7 @@ def _parts(key: str, entry: object, members: list[Member]) -> list[object]:
     return [Laid(entry if member.last > member.first else entry.new_zeros(0), member.numbers)]
 
 
-def _elements(key: str, entry: torch.Tensor, member: Member) -> object:
+def _elements(key: str, entry: torch.Tensor, member: FlatMember) -> object:
     if entry.numel() != member.size:
         raise Usage(
             f"cannot save the entry {key!r} of an optimizer's state: it is no tensor over the "
@@ -278,7 +278,7 @@ def _elements(key: str, entry: torch.Tensor, member: Member) -> object:
 
 
 def _joined(
-    key: str, live: object, parts: list[tuple[Member, object]], members: list[Member]
+    key: str, live: object, parts: list[tuple[FlatMember, object]], members: list[FlatMember]
 ) -> object:
     """An entry of a holder's state, from what was restored of it for its members."""
     if isinstance(live, torch.Tensor) and (live.dim() > 0 or len(members) == 1):
@@ -301,12 +301,12 @@ def _joined(
     return value
 
 
-def _is_like(key: str, value: object, member: Member) -> bool:
+def _is_like(key: str, value: object, member: FlatMember) -> bool:
     """Whether an entry is a tensor over the elements of its parameter."""
     return isinstance(value, torch.Tensor) and key != "step" and value.shape == member.shape
 
 
-def _scattered(parts: list[tuple[Member, object]]) -> torch.Tensor:
+def _scattered(parts: list[tuple[FlatMember, object]]) -> torch.Tensor:
     """The elements that this rank holds, of whole tensors: those came of state of which nothing was
     live."""
     wholes = [(member, value) for member, value in parts if isinstance(value, torch.Tensor)]
@@ -322,7 +322,7 @@ def _scattered(parts: list[tuple[Member, object]]) -> torch.Tensor:
     return found.view(holder.shape) if holder.numel() == size else found
 
 
-def _beginning(kind: str, member: Member, group: dict[str, object]) -> Entries | None:
+def _beginning(kind: str, member: FlatMember, group: dict[str, object]) -> Entries | None:
     """The state that the first step of an optimizer begins from; None where that is not known."""
     like: tuple[str, ...]
     counts = kind in ("Adam", "AdamW")

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from laststep.adapters.flat_state import (
     AXIS,
+    FlatMember,
     FlatModule,
     FlatOptimizer,
-    Member,
     Parameters,
     flat_range,
     mesh_over,
@@ -121,10 +121,10 @@ class _Fsdp1Module(FlatModule):
         return Parameters(laid, replaced)
 
 
-def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[Member]:
+def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[FlatMember]:
     """Every parameter of the plain model that the optimizer steps."""
     group_of = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    found: list[Member] = []
+    found: list[FlatMember] = []
     for unit in _units(model):
         for one in unit.originals:
             holder = unit.flat if one.live is None else one.live
@@ -134,7 +134,7 @@ def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[M
     for name, parameter in model.named_parameters():
         if id(parameter) in group_of and id(parameter) not in known:
             size = parameter.numel()
-            found.append(Member(
+            found.append(FlatMember(
                 name=plain_name(name), group=group_of[id(parameter)], dtype=parameter.dtype,
                 shape=tuple(parameter.shape), holder=parameter, first=0, last=size, size=size,
                 layout=None,
@@ -148,10 +148,10 @@ def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[M
     return found
 
 
-def _member(one: _Original, unit: _Unit, holder: torch.Tensor, group: int) -> Member:
+def _member(one: _Original, unit: _Unit, holder: torch.Tensor, group: int) -> FlatMember:
     own = one.live is not None
     count = one.last - one.first
-    return Member(
+    return FlatMember(
         name=one.name, group=group, dtype=unit.shard().dtype, shape=one.shape, holder=holder,
         first=0 if own else one.first, last=count if own else one.last,
         size=count if own else unit.shard().numel(), layout=one.layout,

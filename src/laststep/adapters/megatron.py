@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from laststep.adapters.flat_state import (
     AXIS,
+    FlatMember,
     FlatModule,
     FlatOptimizer,
-    Member,
     Parameters,
     need,
 )
@@ -73,7 +73,7 @@ def optimizer(
     )
 
 
-class _Place(NamedTuple):
+class _ParameterRange(NamedTuple):
     """A parameter of which this rank has a range, and that in fp32."""
 
     names: list[str]
@@ -137,20 +137,20 @@ def _distributed(optimizer: object) -> list[Any]:
     return [one for one in parts if not getattr(one, "is_stub_optimizer", False)]
 
 
-def _members(one: Any, chunks: list[torch.nn.Module]) -> Iterator[Member]:
+def _members(one: Any, chunks: list[torch.nn.Module]) -> Iterator[FlatMember]:
     """What this rank has a range of. Others are described by the ranks that have one."""
     groups = one.optimizer.param_groups
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     for place in _places(one, chunks):
         size = place.shard.numel()
-        yield Member(
+        yield FlatMember(
             name=place.names[0], group=group_of[id(place.shard)],
             dtype=place.shard.dtype, shape=place.layout.shape, holder=place.shard, first=0,
             last=size, size=size, layout=place.layout,
         )  # fmt: skip
 
 
-def _places(one: Any, chunks: list[torch.nn.Module]) -> Iterator[_Place]:
+def _places(one: Any, chunks: list[torch.nn.Module]) -> Iterator[_ParameterRange]:
     shards: dict[int, torch.Tensor | None] = {}
     for models, mains in (
         ("model_float16_groups", "shard_fp32_from_float16_groups"),
@@ -175,7 +175,7 @@ def _places(one: Any, chunks: list[torch.nn.Module]) -> Iterator[_Place]:
                     )
                 layout = _layout(buffer, parameter, cut, parts, ranges)
                 _check(one, parameter, layout)
-                yield _Place(names, layout, shard)
+                yield _ParameterRange(names, layout, shard)
 
 
 def _ranks(buffer: Any, group: str) -> list[int]:

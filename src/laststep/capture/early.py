@@ -9,7 +9,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from laststep.state.tensors import Kept
+from laststep.state.tensors import KnownTensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class Remembered:
     def __init__(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
         self.layout = layout
         self._pieces = _staged_on_devices(layout)
-        self._kept = Kept(self._of(sources))
+        self._kept = KnownTensors(self._of(sources))
 
     def in_place(self) -> list[torch.Tensor] | None:
         """All of them, held, if each is alive and where it was; else None."""

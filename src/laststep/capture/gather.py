@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from laststep.capture.exact import changed, copy_each, join
-from laststep.capture.kernels import Copies, Kernels, kernels_on
-from laststep.capture.layout import Group, Span
+from laststep.capture.kernels import CopyTable, Kernels, kernels_on
+from laststep.capture.layout import ElementRange, StagingGroup
 from laststep.state.tensors import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def strided_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(plain) if plain.itemsize == tensor.dtype.itemsize else tensor
 
 
-def windows(buffer: torch.Tensor, group: Group) -> list[torch.Tensor]:
+def windows(buffer: torch.Tensor, group: StagingGroup) -> list[torch.Tensor]:
     """The places of a group's spans in a buffer of bytes, typed."""
     dtype = TORCH_DTYPES[group.dtype]
     copied_as = _AS_INTEGERS.get(dtype, dtype)
@@ -79,13 +79,13 @@ def windows(buffer: torch.Tensor, group: Group) -> list[torch.Tensor]:
     return list(typed.split([(span.last - span.first) * scale for span in group.spans]))
 
 
-def elements(source: torch.Tensor, span: Span) -> torch.Tensor:
+def elements(source: torch.Tensor, span: ElementRange) -> torch.Tensor:
     """The elements of one span, flat and as copied."""
     whole = flat(source)
     return bits(whole if span.whole else whole[span.first : span.last])
 
 
-def _elements_of_all(group: Group, sources: Tensors) -> list[torch.Tensor]:
+def _elements_of_all(group: StagingGroup, sources: Tensors) -> list[torch.Tensor]:
     """The elements of each span; what most are, whole and plain, without a call for each."""
     tensors = [sources[span.piece] for span in group.spans]
     if (
@@ -97,7 +97,7 @@ def _elements_of_all(group: Group, sources: Tensors) -> list[torch.Tensor]:
     return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
 
 
-def gather(buffer: torch.Tensor, groups: Sequence[Group], sources: Tensors) -> None:
+def gather(buffer: torch.Tensor, groups: Sequence[StagingGroup], sources: Tensors) -> None:
     """Fill a buffer of bytes from the pieces that its groups name, on the current stream."""
     into: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     with torch.no_grad():
@@ -117,7 +117,7 @@ def gather(buffer: torch.Tensor, groups: Sequence[Group], sources: Tensors) -> N
             copy_each(dsts, srcs, non_blocking=True)
 
 
-def _gather_scalars(buffer: torch.Tensor, group: Group, sources: Tensors) -> bool:
+def _gather_scalars(buffer: torch.Tensor, group: StagingGroup, sources: Tensors) -> bool:
     """The same for tensors without dimensions, such as an optimizer's counts of steps, of which
     there is one for each parameter: no view of each is needed. False where others are among
     them."""
@@ -138,12 +138,12 @@ class Gatherer:
     """Gathers the same pieces again and again; where there are kernels, by one of them over a table
     of addresses, which costs the training thread no call per tensor."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[StagingGroup]) -> None:
         self._groups = groups
         self._pieces = [span.piece for group in groups for span in group.spans]
         self._made_from: tuple[list[object], ...] = ()
-        self._copies: Copies | None = None
-        self._strided: list[Group] = []
+        self._copies: CopyTable | None = None
+        self._strided: list[StagingGroup] = []
 
     def run(
         self,
@@ -202,8 +202,10 @@ class Gatherer:
                 if tensor.is_contiguous():
                     rows.append((tensor.data_ptr() + span.first * size, at, length))
                 else:
-                    one = Group(dtype=group.dtype, device=group.device, start=at, stop=at + length,
-                                spans=(span,))  # fmt: skip
+                    one = StagingGroup(
+                        dtype=group.dtype, device=group.device, start=at, stop=at + length,
+                        spans=(span,),
+                    )  # fmt: skip
                     self._strided.append(one)
                 at += length
-        self._copies = Copies(kernels, rows, stream) if rows else None
+        self._copies = CopyTable(kernels, rows, stream) if rows else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 from laststep.capture.exact import changed, copy_each
 from laststep.capture.gather import gather, strided_bits
-from laststep.capture.layout import Group, Span
+from laststep.capture.layout import ElementRange, StagingGroup
 from laststep.process.threads import refused
 from laststep.state.boxes import boxes_of_range
 from laststep.terms import DTYPES
@@ -99,14 +99,14 @@ class Batch:
             raise errors[0]
 
 
-def fill(target: torch.Tensor, groups: Sequence[Group], sources: Tensors) -> None:
+def fill(target: torch.Tensor, groups: Sequence[StagingGroup], sources: Tensors) -> None:
     """Fill a buffer of bytes of the host from pieces of the host, which MUST be as large as they
     were planned: what is large is copied by its address."""
     for group in groups:
         if group.stop > target.nbytes:
             raise changed((group.stop, "bytes"), (target.nbytes, "bytes"))
         size = DTYPES[group.dtype].size_bytes
-        small: list[Span] = []
+        small: list[ElementRange] = []
         at = small_at = group.start
         for span in group.spans:
             length = (span.last - span.first) * size
@@ -126,7 +126,7 @@ def fill(target: torch.Tensor, groups: Sequence[Group], sources: Tensors) -> Non
         _fill_small(target, group, small, small_at, at, sources)
 
 
-def _fill_strided(target: torch.Tensor, source: torch.Tensor, span: Span) -> None:
+def _fill_strided(target: torch.Tensor, source: torch.Tensor, span: ElementRange) -> None:
     """Straight from where the elements lie: a contiguous copy would not be within any cap."""
     source = strided_bits(source.detach())
     typed = target.view(source.dtype)
@@ -138,14 +138,14 @@ def _fill_strided(target: torch.Tensor, source: torch.Tensor, span: Span) -> Non
 
 def _fill_small(
     target: torch.Tensor,
-    group: Group,
-    spans: list[Span],
+    group: StagingGroup,
+    spans: list[ElementRange],
     start: int,
     stop: int,
     sources: Tensors,
 ) -> None:
     if spans:
-        part = Group(
+        part = StagingGroup(
             dtype=group.dtype, device=group.device, start=start, stop=stop, spans=tuple(spans)
         )
         gather(target, [part], sources)

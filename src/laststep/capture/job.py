@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from laststep.capture.layout import ChunkLayout, Layout
     from laststep.capture.ring import Ring
-    from laststep.capture.sources import Source
+    from laststep.capture.sources import LiveTensor
     from laststep.errors import LaststepError
     from laststep.memory.filled import Filled
     from laststep.plan.files import SavePlan
@@ -79,7 +79,7 @@ class Job:
     sink: Sink
     began_s: float
     timing: CaptureTiming = field(default_factory=CaptureTiming)
-    direct: dict[int, Source] = field(default_factory=dict)
+    direct: dict[int, LiveTensor] = field(default_factory=dict)
     """What is copied after the planning, by piece: held as it was at `save()`."""
     staging: dict[str, torch.Tensor] = field(default_factory=dict)
     filled: set[tuple[int, int]] = field(default_factory=set)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from laststep.capture.nvrtc import Kernel, LaunchFailed, Module, compile_source
+from laststep.capture.nvrtc import CompiledModule, Kernel, LaunchFailed, compile_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ _WIDTHS = (16, 4, 1)
 class Kernels:
     """The kernels of one device."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: CompiledModule) -> None:
         self.copy: dict[int, Kernel] = {n: module.kernel(f"copy_{n}") for n in _WIDTHS}
         self.mix = module.kernel("mix_tiles")
 
@@ -58,7 +58,7 @@ def prepare_kernels(device: torch.device) -> None:
         stream = torch.cuda.Stream(device=index)
         with torch.cuda.device(index), torch.cuda.stream(stream):
             stream.synchronize()  # makes the device's context current on this thread
-            kernels = Kernels(Module(code))
+            kernels = Kernels(CompiledModule(code))
             works = _copies_are_exact(kernels, stream) and _changes_are_seen(kernels, stream)
     except Exception as error:  # noqa: BLE001 (compilers fail in any way; plain copies do not)
         log.warning("no kernels on cuda:%d, plain copies are used instead: %s", index, error)
@@ -90,7 +90,7 @@ def _copies_are_exact(kernels: Kernels, stream: torch.cuda.Stream) -> bool:
     target = torch.empty(sum(lengths), dtype=torch.uint8, device=stream.device)
     starts = (0, size, size + 52)
     rows = [(source.data_ptr(), at, n) for at, n in zip(starts, lengths, strict=True)]
-    Copies(kernels, rows, stream).run(target)
+    CopyTable(kernels, rows, stream).run(target)
     return np.array_equal(target.cpu().numpy(), np.concatenate([sample[:n] for n in lengths]))
 
 
@@ -187,7 +187,7 @@ class Tiles:
         return slice(self._before[first], self._before[last])
 
 
-class Copies:
+class CopyTable:
     """Many copies into one buffer, by a launch for each width that occurs."""
 
     def __init__(

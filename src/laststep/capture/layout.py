@@ -27,7 +27,7 @@ class Way(Enum):
     """Copied straight into the pool: the host's by the training thread, others in background."""
 
 
-class Span(NamedTuple):
+class ElementRange(NamedTuple):
     """Elements [first, last) of a piece."""
 
     piece: int
@@ -37,14 +37,14 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class StagingGroup:
     """Neighbouring spans of one dtype that fill bytes [start, stop) of a buffer."""
 
     dtype: str
     device: str
     start: int
     stop: int
-    spans: tuple[Span, ...]
+    spans: tuple[ElementRange, ...]
 
 
 class Staged(NamedTuple):
@@ -64,7 +64,7 @@ class ChunkLayout:
     start: int
     size_bytes: int
     staged: tuple[Staged, ...]
-    direct: tuple[Group, ...]
+    direct: tuple[StagingGroup, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +73,14 @@ class Layout:
 
     ways: tuple[Way, ...]
     staging_bytes: dict[str, int]
-    gathers: dict[str, tuple[Group, ...]]
+    gathers: dict[str, tuple[StagingGroup, ...]]
     """Per device: how its staging buffer is filled."""
     chunks: tuple[ChunkLayout, ...]
     direct: dict[str, tuple[int, ...]]
     """Per device: the pieces that are copied straight from it, each once."""
 
 
-class _Placed(NamedTuple):
+class _FileRange(NamedTuple):
     """A piece's bytes [start, stop) of a file."""
 
     piece: int
@@ -91,7 +91,7 @@ class _Placed(NamedTuple):
     staged_at: int
 
 
-class _Stretch(NamedTuple):
+class _StagedRun(NamedTuple):
     """Staged pieces that are neighbours both in the file and in their staging buffer."""
 
     device: str
@@ -108,7 +108,7 @@ def lower(plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
         numbers.append(total)
         total += len(item.pieces)
     staging: dict[str, int] = defaultdict(int)
-    gathers: dict[str, list[_Placed]] = defaultdict(list)
+    gathers: dict[str, list[_FileRange]] = defaultdict(list)
     chunks: list[ChunkLayout] = []
     for index, file in enumerate(plan.files):
         parts = _stage(plan, file, numbers, ways, staging, gathers)
@@ -136,37 +136,37 @@ def _stage(
     numbers: list[int],
     ways: tuple[Way, ...],
     staging: dict[str, int],
-    gathers: dict[str, list[_Placed]],
-) -> list[_Placed | _Stretch]:
+    gathers: dict[str, list[_FileRange]],
+) -> list[_FileRange | _StagedRun]:
     """The bytes of a file in order: pieces that are copied straight, and stretches of staged ones.
     Gives each staged piece its place in the device's buffer and enters it into `gathers`."""
-    parts: list[_Placed | _Stretch] = []
-    stretch: _Stretch | None = None  # the last part, which the next piece may lengthen
+    parts: list[_FileRange | _StagedRun] = []
+    stretch: _StagedRun | None = None  # the last part, which the next piece may lengthen
     for item, piece, start, stop in file.placed:
         if start == stop:
             continue
         spec = plan.items[item].pieces[piece]
         number, device = numbers[item] + piece, spec.device
         if ways[number] is not Way.STAGED:
-            parts.append(_Placed(number, spec.dtype, device, start, stop, -1))
+            parts.append(_FileRange(number, spec.dtype, device, start, stop, -1))
             stretch = None
             continue
         if stretch is None or stretch.device != device or stretch.stop != start:
             # A new stretch: aligned, so that copies are wide whatever the file's offsets.
             at = align_up(staging[device], 16)
-            stretch = _Stretch(device, start, stop, at)
+            stretch = _StagedRun(device, start, stop, at)
             parts.append(stretch)
         else:
             at = staging[device]
-            stretch = parts[-1] = _Stretch(device, stretch.start, stop, stretch.staged_at)
+            stretch = parts[-1] = _StagedRun(device, stretch.start, stop, stretch.staged_at)
         staging[device] = at + stop - start
-        gathers[device].append(_Placed(number, spec.dtype, device, start, stop, at))
+        gathers[device].append(_FileRange(number, spec.dtype, device, start, stop, at))
     return parts
 
 
-def _gather_groups(ones: list[_Placed]) -> tuple[Group, ...]:
-    groups: list[Group] = []
-    run: list[_Placed] = []
+def _gather_groups(ones: list[_FileRange]) -> tuple[StagingGroup, ...]:
+    groups: list[StagingGroup] = []
+    run: list[_FileRange] = []
 
     def flush() -> None:
         if run:
@@ -174,9 +174,9 @@ def _gather_groups(ones: list[_Placed]) -> tuple[Group, ...]:
             size = DTYPES[dtype].size_bytes
             # Positional: one for each of perhaps 100,000 tensors.
             spans = tuple(
-                [Span(one.piece, 0, (one.stop - one.start) // size, True) for one in run]  # noqa: FBT003
+                [ElementRange(one.piece, 0, (one.stop - one.start) // size, True) for one in run]  # noqa: FBT003
             )
-            groups.append(Group(dtype=dtype, device=device, start=at, stop=end, spans=spans))
+            groups.append(StagingGroup(dtype=dtype, device=device, start=at, stop=end, spans=spans))
             run.clear()
 
     end = 0
@@ -189,7 +189,7 @@ def _gather_groups(ones: list[_Placed]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def _chunks(index: int, file: FilePlan, parts: list[_Placed | _Stretch]) -> list[ChunkLayout]:
+def _chunks(index: int, file: FilePlan, parts: list[_FileRange | _StagedRun]) -> list[ChunkLayout]:
     """Cut a file at chunk boundaries; elements never straddle one, since sizes divide it."""
     chunks: list[ChunkLayout] = []
     builder: _Builder | None = None
@@ -216,14 +216,14 @@ class _Builder:
         self.number = number
         self._base = number * CHUNK_BYTES
         self._staged: list[Staged] = []
-        self._direct: list[Group] = []
-        self._spans: list[Span] = []
+        self._direct: list[StagingGroup] = []
+        self._spans: list[ElementRange] = []
         self._run: tuple[str, str, int, int] | None = None
         """Of the spans in hand: dtype, device, first and last byte in the file."""
 
-    def add(self, one: _Placed | _Stretch, low: int, high: int) -> None:
+    def add(self, one: _FileRange | _StagedRun, low: int, high: int) -> None:
         """Bytes [low, high) of the file are those of this piece or stretch."""
-        if isinstance(one, _Stretch):
+        if isinstance(one, _StagedRun):
             start = one.staged_at + low - one.start
             self._staged.append(Staged(one.device, start, low - self._base, high - low))
             return
@@ -235,7 +235,7 @@ class _Builder:
         size = DTYPES[one.dtype].size_bytes
         whole = low == one.start and high == one.stop
         first, last = (low - one.start) // size, (high - one.start) // size
-        self._spans.append(Span(one.piece, first, last, whole))
+        self._spans.append(ElementRange(one.piece, first, last, whole))
 
     def chunk(self, index: int, file: FilePlan) -> ChunkLayout:
         self._close_run()
@@ -247,7 +247,9 @@ class _Builder:
         if self._run is not None:
             dtype, device, low, high = self._run
             self._direct.append(
-                Group(dtype=dtype, device=device, start=low - self._base, stop=high - self._base,
-                      spans=tuple(self._spans))
+                StagingGroup(
+                    dtype=dtype, device=device, start=low - self._base, stop=high - self._base,
+                    spans=tuple(self._spans),
+                )
             )  # fmt: skip
             self._spans, self._run = [], None

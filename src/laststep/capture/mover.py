@@ -26,7 +26,7 @@ from laststep.terms import DTYPES
 if TYPE_CHECKING:
     from laststep.capture.device import SideStreams
     from laststep.capture.job import Job
-    from laststep.capture.layout import ChunkLayout, Group
+    from laststep.capture.layout import ChunkLayout, StagingGroup
     from laststep.memory.pool import Pool
 
 _BATCH = 8
@@ -185,7 +185,7 @@ class Mover:
             job.timing.device_copy_s += began.elapsed_time(job.ready[device]) / 1e3
 
 
-def land(pool: Pool, job: Job, group: Group, slot: int) -> None:
+def land(pool: Pool, job: Job, group: StagingGroup, slot: int) -> None:
     """Copy pieces of the host lazily into a slot, and prove what landed there."""
     size, at = DTYPES[group.dtype].size_bytes, group.start
     ranges: list[tuple[int, int]] = []

@@ -42,7 +42,7 @@ def compile_source(source: str, device: int) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-class Module:
+class CompiledModule:
     """Machine code, loaded into the context that is current."""
 
     def __init__(self, code: bytes) -> None:

@@ -19,14 +19,14 @@ from laststep.capture.device import record
 from laststep.capture.exact import copy_each
 from laststep.capture.fingerprint import Fingerprint
 from laststep.capture.gather import bytes_of, gather
-from laststep.capture.kernels import Copies, kernels_on
-from laststep.capture.sources import Source, Views
+from laststep.capture.kernels import CopyTable, kernels_on
+from laststep.capture.sources import LiveTensor, Views
 from laststep.terms import CHUNK_BYTES, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from laststep.capture.layout import ChunkLayout, Group, Layout
+    from laststep.capture.layout import ChunkLayout, Layout, StagingGroup
 
 RING_CHUNKS = 8
 """While one half is emptied at the speed of the bus, the other is filled."""
@@ -64,7 +64,7 @@ class Route:
         self,
         layout: Layout,
         device: str,
-        sources: Mapping[int, Source],
+        sources: Mapping[int, LiveTensor],
         ring: torch.Tensor,
         stream: torch.cuda.Stream | None,
     ) -> None:
@@ -86,12 +86,12 @@ class Route:
         landed = [(self._base + row.at, row.size_bytes) for row in rows]
         self.live = Fingerprint(live, kernels, stream)
         self._landed = Fingerprint(landed, kernels, stream)
-        self._copies: Copies | None = None
+        self._copies: CopyTable | None = None
         if kernels is not None and stream is not None:
             copies = [(row.address, row.at, row.size_bytes) for row in rows]
-            self._copies = Copies(kernels, copies, stream)
+            self._copies = CopyTable(kernels, copies, stream)
 
-    def fits(self, layout: Layout, sources: Mapping[int, Source], ring: torch.Tensor) -> bool:
+    def fits(self, layout: Layout, sources: Mapping[int, LiveTensor], ring: torch.Tensor) -> bool:
         """Whether it is the way of these sources through this ring."""
         return (
             layout is self._layout
@@ -100,7 +100,7 @@ class Route:
             and self._addresses_of(sources) == self._addresses
         )
 
-    def fingerprint(self, sources: Mapping[int, Source]) -> torch.Tensor:
+    def fingerprint(self, sources: Mapping[int, LiveTensor]) -> torch.Tensor:
         """Of the live memory as it is now, on the current stream."""
         return self.live.sums(0, len(self.rows), lambda number: self._bytes(number, sources))[1]
 
@@ -114,7 +114,7 @@ class Route:
         return {row.piece for row in self.rows[low:high]}
 
     def fill(
-        self, ring: torch.Tensor, first: int, last: int, sources: Mapping[int, Source]
+        self, ring: torch.Tensor, first: int, last: int, sources: Mapping[int, LiveTensor]
     ) -> tuple[slice, torch.Tensor]:
         """Copy the chunks [first, last) into the ring, on the current stream; the fingerprints of
         the copies, and which of all rows these are."""
@@ -139,14 +139,14 @@ class Route:
         owners = zip(self.live.owners, same, strict=True)
         return list(dict.fromkeys(self.rows[owner].piece for owner, ok in owners if not ok))
 
-    def _addresses_of(self, sources: Mapping[int, Source]) -> list[int]:
+    def _addresses_of(self, sources: Mapping[int, LiveTensor]) -> list[int]:
         return [sources[piece].address for piece in self._layout.direct[self._device]]
 
-    def _own_groups(self, chunk: ChunkLayout) -> list[Group]:
+    def _own_groups(self, chunk: ChunkLayout) -> list[StagingGroup]:
         return [group for group in chunk.direct if group.device == self._device]
 
     def _rows_of(
-        self, groups: list[Group], place: int, sources: Mapping[int, Source]
+        self, groups: list[StagingGroup], place: int, sources: Mapping[int, LiveTensor]
     ) -> Iterator[_Row]:
         for group in groups:
             size, at = DTYPES[group.dtype].size_bytes, place + group.start
@@ -156,7 +156,7 @@ class Route:
                 yield _Row(span.piece, address, at, length, skipped)
                 at += length
 
-    def _bytes(self, number: int, sources: Mapping[int, Source]) -> torch.Tensor:
+    def _bytes(self, number: int, sources: Mapping[int, LiveTensor]) -> torch.Tensor:
         row = self.rows[number]
         flat = bytes_of(sources[row.piece].tensor)
         return flat[row.first_byte : row.first_byte + row.size_bytes]
@@ -165,7 +165,9 @@ class Route:
 class Ring:
     """The private memory of one capture on one device, and what is known of its copies."""
 
-    def __init__(self, route: Route, memory: torch.Tensor, sources: Mapping[int, Source]) -> None:
+    def __init__(
+        self, route: Route, memory: torch.Tensor, sources: Mapping[int, LiveTensor]
+    ) -> None:
         self.route = route
         self.memory = memory
         self.before = route.fingerprint(sources)
@@ -182,7 +184,7 @@ class Ring:
     def pass_through(
         self,
         into: list[tuple[int, torch.Tensor]],
-        sources: Mapping[int, Source],
+        sources: Mapping[int, LiveTensor],
         filling: torch.cuda.Stream,
         emptying: torch.cuda.Stream,
     ) -> None:

@@ -27,7 +27,7 @@ class Tensors(Protocol):
     def __getitem__(self, piece: int, /) -> torch.Tensor: ...
 
 
-class Source(NamedTuple):
+class LiveTensor(NamedTuple):
     """A piece's tensor, as it was at `save()`."""
 
     tensor: torch.Tensor
@@ -42,7 +42,7 @@ class Source(NamedTuple):
         )
 
 
-def hold(tensor: torch.Tensor, piece: Piece) -> Source:
+def hold(tensor: torch.Tensor, piece: Piece) -> LiveTensor:
     """Hold a live tensor, which MUST be what the piece was planned as."""
     held = tensor.detach()
     if (
@@ -51,13 +51,13 @@ def hold(tensor: torch.Tensor, piece: Piece) -> Source:
         or held.is_contiguous() != piece.contiguous
     ):
         raise changed((piece.shape, piece.dtype), (tuple(held.shape), held.dtype))
-    return Source(held, held.data_ptr(), held.untyped_storage().nbytes())
+    return LiveTensor(held, held.data_ptr(), held.untyped_storage().nbytes())
 
 
 class Views:
     """Sources as tensors."""
 
-    def __init__(self, sources: Mapping[int, Source]) -> None:
+    def __init__(self, sources: Mapping[int, LiveTensor]) -> None:
         self._sources = sources
 
     def __getitem__(self, piece: int, /) -> torch.Tensor:

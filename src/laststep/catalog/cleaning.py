@@ -23,8 +23,8 @@ from laststep.format.manifest import Abort
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from laststep.catalog.listing import Found
-    from laststep.storage.store import Entry, Store
+    from laststep.catalog.listing import ScannedAttempt
+    from laststep.storage.store import Store, StoreEntry
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ QUIET_S = 3600.0
 _TEMPORARY = ".tmp-"
 
 
-class Why(enum.Enum):
+class RemovalReason(enum.Enum):
     """Why something may go."""
 
     ABORTED = "given up"
@@ -47,13 +47,13 @@ class Orphan(msgspec.Struct, frozen=True, kw_only=True):
     """One file or folder that nobody needs, by its name within the run."""
 
     name: str
-    why: Why
+    why: RemovalReason
     is_folder: bool
     size_bytes: int
 
 
 def orphans(
-    store: Store, epochs: Epochs, found: tuple[Found, ...], *, now_s: float
+    store: Store, epochs: Epochs, found: tuple[ScannedAttempt, ...], *, now_s: float
 ) -> tuple[Orphan, ...]:
     """All that may be removed now; removes nothing. What was `found` MUST have been looked through,
     but for checkpoints: data files never have temporary names."""
@@ -70,7 +70,11 @@ def orphans(
             dead[epoch] = _liveness(epochs, epoch)
         quiet = now_s - item.changed_s > QUIET_S
         if dead[epoch] is _Liveness.DEAD or (dead[epoch] is _Liveness.SILENT and quiet):
-            why = Why.ABORTED if isinstance(item.decided, Abort) else Why.DEAD_WRITER
+            why = (
+                RemovalReason.ABORTED
+                if isinstance(item.decided, Abort)
+                else RemovalReason.DEAD_WRITER
+            )
             result.append(
                 Orphan(name=item.name.folder, why=why, is_folder=True, size_bytes=item.size_bytes)
             )
@@ -88,7 +92,7 @@ def remove(store: Store, orphan: Orphan) -> bool:
     writer could commit what is half gone. `delete_folder` takes the folder's name away first, the
     abort with it, and in a folder without a name nobody can commit.
     """
-    if orphan.why is Why.DEAD_WRITER and not isinstance(
+    if orphan.why is RemovalReason.DEAD_WRITER and not isinstance(
         decision.abort(store, orphan.name, f"{orphan.why.value}; cleaned up"), Abort
     ):
         return False
@@ -120,18 +124,20 @@ def _witnesses(store: Store, now_s: float) -> list[Orphan]:
     """A lock that is free may belong to a live start on another machine; there it is no use."""
     entries = [entry for entry in store.list(EPOCHS_FOLDER) if parse_witness(entry.name)]
     return [
-        Orphan(name=name, why=Why.DEAD_WITNESS, is_folder=False, size_bytes=entry.size_bytes)
+        Orphan(
+            name=name, why=RemovalReason.DEAD_WITNESS, is_folder=False, size_bytes=entry.size_bytes
+        )
         for entry in entries
         if now_s - entry.modified_s > QUIET_S
         and not store.is_locked(name := f"{EPOCHS_FOLDER}/{entry.name}")
     ]
 
 
-def _debris(entries: Iterable[Entry], folder: str, now_s: float) -> list[Orphan]:
+def _debris(entries: Iterable[StoreEntry], folder: str, now_s: float) -> list[Orphan]:
     return [
         Orphan(
             name=f"{folder}/{entry.name}" if folder else entry.name,
-            why=Why.DEBRIS,
+            why=RemovalReason.DEBRIS,
             is_folder=entry.is_folder and not entry.is_link,
             size_bytes=entry.size_bytes,
         )
@@ -141,7 +147,7 @@ def _debris(entries: Iterable[Entry], folder: str, now_s: float) -> list[Orphan]
     ]
 
 
-def _is_half_deleted(entry: Entry, folder: str) -> bool:
+def _is_half_deleted(entry: StoreEntry, folder: str) -> bool:
     """A checkpoint or an attempt that has lost its name: nobody wants it back, and whoever may
     still be deleting it does not mind help."""
     named = parse_folder(entry.name.partition(_TEMPORARY)[0])

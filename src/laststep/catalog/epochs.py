@@ -69,7 +69,7 @@ class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     epoch: msgspec.Raw
 
 
-class Writer(msgspec.Struct, frozen=True, kw_only=True):
+class Trainer(msgspec.Struct, frozen=True, kw_only=True):
     """A process that trains, as far as another one may want to know it."""
 
     host: str
@@ -80,14 +80,14 @@ class Writer(msgspec.Struct, frozen=True, kw_only=True):
     """A random name of this start of the job; "" for one that is not told from others."""
 
 
-def new_start() -> Writer:
+def new_start() -> Trainer:
     """This process, as a start of a job of its own."""
     return msgspec.structs.replace(this_writer(), start=os.urandom(_START_BYTES).hex())
 
 
-def this_writer() -> Writer:
+def this_writer() -> Trainer:
     """This process."""
-    return Writer(
+    return Trainer(
         host=socket.gethostname(),
         pid=os.getpid(),
         boot=kernel.told("/proc/sys/kernel/random/boot_id").strip(),
@@ -221,7 +221,7 @@ class Epochs:
         return numbers
 
     def claim(
-        self, continues: Point | None, *, seen: int, writer: Writer, orphan: bool = False
+        self, continues: Point | None, *, seen: int, writer: Trainer, orphan: bool = False
     ) -> int:
         """Create the record above the newest, which MUST be `seen` (see above); else `Aborted`.
 
@@ -242,7 +242,7 @@ class Epochs:
             newest += 1  # somebody was faster, who may not be in the way
 
     def _create(
-        self, number: int, continues: Point | None, writer: Writer, *, orphan: bool
+        self, number: int, continues: Point | None, writer: Trainer, *, orphan: bool
     ) -> bool:
         """Create the record of an epoch; False where there is one now."""
         if continues is not None and not (1 <= continues[0] < number and continues[1] >= 1):
@@ -281,12 +281,12 @@ class Epochs:
         who = "" if record is None else f", process {record.pid} on {record.host}"
         return f"epoch {epoch}{who}"
 
-    def is_of(self, epoch: int, writer: Writer) -> bool:
+    def is_of(self, epoch: int, writer: Trainer) -> bool:
         """Whether that start has claimed the epoch."""
         record = self.read(epoch)
         return record is not None and bool(writer.start) and record.start == writer.start
 
-    def _is_in_the_way(self, epoch: int, writer: Writer) -> bool:
+    def _is_in_the_way(self, epoch: int, writer: Trainer) -> bool:
         record = self.read(epoch)
         if record is None or record.orphan or self.is_of(epoch, writer):
             return False
@@ -308,7 +308,7 @@ class Epochs:
             self._store.make_folder(names.EPOCHS_FOLDER)
 
 
-def _record(number: int, continues: Point | None, writer: Writer, *, orphan: bool) -> EpochRecord:
+def _record(number: int, continues: Point | None, writer: Trainer, *, orphan: bool) -> EpochRecord:
     return EpochRecord(
         format=FORMAT_VERSION,
         epoch=number,

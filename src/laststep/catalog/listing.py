@@ -6,7 +6,7 @@ while it is looked at is left out. Any thread may call.
 
 In a job of many ranks the files lie in folders within that of the checkpoint. Every rank looks at
 the run when it restores, so the folders of very many files, and of attempts, are passed over unless
-a look is to go `Through` them. Of a checkpoint of very many files it then counts names, since the
+a look is to go `ScanDepth` them. Of a checkpoint of very many files it then counts names, since the
 manifest knows their bytes: only where some are missing, all sizes are asked for. A linked folder is
 not looked into: what is in there is not in the run.
 """
@@ -23,7 +23,7 @@ from laststep.catalog.names import FATE_NAME, PIN_NAME, AttemptName, parse_folde
 from laststep.errors import Corrupt, LaststepError, StorageFailed
 from laststep.format.group import GROUPS_FOLDER
 from laststep.format.manifest import DAMAGE_REMEDY, Abort, Commit
-from laststep.storage.store import Entry
+from laststep.storage.store import StoreEntry
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _VERY_MANY = 4096
 _DATA_FILE = ".safetensors"
 
 
-class Through(enum.Enum):
+class ScanDepth(enum.Enum):
     """What a look goes through, folders of very many files and all."""
 
     NOTHING = enum.auto()
@@ -78,7 +78,7 @@ class Listed(AttemptName, frozen=True, kw_only=True, gc=True):
         return self.commit is not None and self.incomplete is None
 
 
-class Attempt(AttemptName, frozen=True, kw_only=True):
+class OpenAttempt(AttemptName, frozen=True, kw_only=True):
     """An undecided attempt, and whether its writer is alive. Its bytes are those that were seen: in
     a job of many ranks most lie in folders, for a look that goes through them."""
 
@@ -86,14 +86,14 @@ class Attempt(AttemptName, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt's folder as it was found; `decided` is None where there is no manifest."""
 
     name: AttemptName
     touched_s: float
     """When a name in the folder was made or removed last."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[StoreEntry, ...]
     """What is in the folder, and in those folders within it that were looked through, by names with
     a `/`."""
 
@@ -135,7 +135,7 @@ def _is_deep(commit: Commit) -> bool:
 
 
 def _incomplete(
-    decided: Commit | Abort | LaststepError | None, entries: Iterable[Entry], *, is_part: bool
+    decided: Commit | Abort | LaststepError | None, entries: Iterable[StoreEntry], *, is_part: bool
 ) -> str | None:
     """What a commit lists and is not there like that; with `is_part` not all was looked at."""
     if not isinstance(decided, Commit):
@@ -176,7 +176,7 @@ class Scanner:
         found = map(parse_folder, self._store.folder_names(""))
         return tuple(name for name in found if name is not None)
 
-    def scan(self, through: Through = Through.NOTHING) -> tuple[Found, ...]:
+    def scan(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
         """Every attempt and what was decided about it."""
         found = tuple(self._look(name, entry, through) for name, entry in self.folders())
         if any(item.decided is None for item in found):
@@ -189,19 +189,21 @@ class Scanner:
                 self._read.pop(name, None)
         return found
 
-    def folders(self) -> list[tuple[AttemptName, Entry]]:
+    def folders(self) -> list[tuple[AttemptName, StoreEntry]]:
         """The folders of all attempts, to be looked at one by one."""
         entries = [entry for entry in self._store.list("") if entry.is_folder]
         parsed = [(parse_folder(entry.name), entry) for entry in entries]
         return [(name, entry) for name, entry in parsed if name is not None]
 
-    def look(self, name: AttemptName, folder: Entry) -> Found:
+    def look(self, name: AttemptName, folder: StoreEntry) -> ScannedAttempt:
         """One attempt, as `scan` finds it."""
-        return self._look(name, folder, Through.NOTHING)
+        return self._look(name, folder, ScanDepth.NOTHING)
 
-    def _look(self, name: AttemptName, folder: Entry, through: Through) -> Found:
+    def _look(self, name: AttemptName, folder: StoreEntry, through: ScanDepth) -> ScannedAttempt:
         found = self._look_once(name, folder, fully=False)
-        wanted = through is Through.ALL or (through is Through.ATTEMPTS and not found.is_committed)
+        wanted = through is ScanDepth.ALL or (
+            through is ScanDepth.ATTEMPTS and not found.is_committed
+        )
         if wanted and found.passed_over and not self._has_all_names(found):
             found = self._look_once(name, folder, fully=True)
         if found.incomplete is not None:
@@ -209,7 +211,7 @@ class Scanner:
             found = self._look_once(name, folder, fully=not found.passed_over)
         return found
 
-    def _look_once(self, name: AttemptName, folder: Entry, *, fully: bool) -> Found:
+    def _look_once(self, name: AttemptName, folder: StoreEntry, *, fully: bool) -> ScannedAttempt:
         entries = self._store.list(folder.name)
         manifest = next((entry for entry in entries if entry.name == MANIFEST_NAME), None)
         decided = None if manifest is None else self._decided(name, manifest)
@@ -225,13 +227,13 @@ class Scanner:
                 ]
             else:
                 passed_over.append(inner)
-        return Found(
+        return ScannedAttempt(
             name=name, touched_s=folder.modified_s, entries=tuple(entries), decided=decided,
             passed_over=tuple(passed_over), is_link=folder.is_link,
             incomplete=_incomplete(decided, entries, is_part=bool(passed_over)),
         )  # fmt: skip
 
-    def _has_all_names(self, found: Found) -> bool:
+    def _has_all_names(self, found: ScannedAttempt) -> bool:
         """Whether there are as many data files as the manifest counts."""
         if not isinstance(found.decided, Commit):
             return False
@@ -240,7 +242,9 @@ class Scanner:
             names += self._store.file_names(f"{found.name.folder}/{inner}")
         return sum(name.endswith(_DATA_FILE) for name in names) >= found.decided.file_count
 
-    def _decided(self, name: AttemptName, entry: Entry) -> Commit | Abort | LaststepError | None:
+    def _decided(
+        self, name: AttemptName, entry: StoreEntry
+    ) -> Commit | Abort | LaststepError | None:
         known = self._read.get(name)
         if known is not None and known[:2] == (entry.size_bytes, entry.modified_s):
             return known[2]
@@ -264,7 +268,7 @@ class Scanner:
         return decided
 
 
-def checkpoints(found: tuple[Found, ...], chain: lineage.Chain) -> tuple[Listed, ...]:
+def checkpoints(found: tuple[ScannedAttempt, ...], chain: lineage.Chain) -> tuple[Listed, ...]:
     """The committed ones in the order of commits. Pure."""
     committed = {item.name: item for item in found if item.is_committed}
     on_lineage = lineage.order(committed, chain)
@@ -280,7 +284,7 @@ def checkpoints(found: tuple[Found, ...], chain: lineage.Chain) -> tuple[Listed,
     return tuple(_listed(committed[name], among, replaced) for name in ordered)
 
 
-def attempts(found: tuple[Found, ...], epochs: Epochs) -> tuple[Attempt, ...]:
+def attempts(found: tuple[ScannedAttempt, ...], epochs: Epochs) -> tuple[OpenAttempt, ...]:
     """The undecided ones in the order of attempts. A link is none: no writer has made it, and
     what is behind it is not the run's to decide about."""
     undecided = sorted(
@@ -289,7 +293,7 @@ def attempts(found: tuple[Found, ...], epochs: Epochs) -> tuple[Attempt, ...]:
     )
     alive = {epoch: epochs.is_alive(epoch) for epoch in {item.name.epoch for item in undecided}}
     return tuple(
-        Attempt(
+        OpenAttempt(
             step=item.name.step,
             epoch=item.name.epoch,
             attempt=item.name.attempt,
@@ -301,7 +305,9 @@ def attempts(found: tuple[Found, ...], epochs: Epochs) -> tuple[Attempt, ...]:
 
 
 def _listed(
-    item: Found, on_lineage: frozenset[AttemptName], replaced: Mapping[AttemptName, AttemptName]
+    item: ScannedAttempt,
+    on_lineage: frozenset[AttemptName],
+    replaced: Mapping[AttemptName, AttemptName],
 ) -> Listed:
     name = item.name
     commit = item.decided if isinstance(item.decided, Commit) else None

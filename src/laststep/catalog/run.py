@@ -23,7 +23,7 @@ from laststep.catalog.epochs import (
     shares_pids,
     this_writer,
 )
-from laststep.catalog.listing import Attempt, Listed, Scanner, Through
+from laststep.catalog.listing import Listed, OpenAttempt, ScanDepth, Scanner
 from laststep.catalog.names import (
     PIN_NAME,
     RUN_NAME,
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from laststep.catalog.cleaning import Orphan
-    from laststep.catalog.epochs import Writer
+    from laststep.catalog.epochs import Trainer
     from laststep.catalog.lineage import Chain, Link, Point
-    from laststep.catalog.listing import Found
+    from laststep.catalog.listing import ScannedAttempt
     from laststep.catalog.prune import PrunePlan
     from laststep.catalog.retention import Keep
     from laststep.storage.store import Lock, Store
@@ -118,13 +118,13 @@ class Run:
 
     def checkpoints(self) -> tuple[Listed, ...]:
         """All committed checkpoints in the order of commits, on the lineage or not."""
-        return self._checkpoints(Through.NOTHING)
+        return self._checkpoints(ScanDepth.NOTHING)
 
-    def _checkpoints(self, through: Through) -> tuple[Listed, ...]:
+    def _checkpoints(self, through: ScanDepth) -> tuple[Listed, ...]:
         found = self._scanner.scan(through)
         return listing.checkpoints(found, self._chain(found))
 
-    def _chain(self, found: tuple[Found, ...]) -> Chain:
+    def _chain(self, found: tuple[ScannedAttempt, ...]) -> Chain:
         committed = [item.name for item in found if item.is_committed]
         return self._chain_of(committed, lambda _: True)
 
@@ -142,10 +142,10 @@ class Run:
 
         return self._epochs.chain(is_there if newest_first else None)
 
-    def look(self) -> tuple[tuple[Listed, ...], tuple[Attempt, ...]]:
+    def look(self) -> tuple[tuple[Listed, ...], tuple[OpenAttempt, ...]]:
         """The committed checkpoints and the undecided attempts, as they were at one look, which
         goes through all folders: for a person, or before a deletion."""
-        found = self._scanner.scan(Through.ALL)
+        found = self._scanner.scan(ScanDepth.ALL)
         return (
             listing.checkpoints(found, self._chain(found)),
             listing.attempts(found, self._epochs),
@@ -170,7 +170,7 @@ class Run:
                     return listed
         return None
 
-    def attempts(self) -> tuple[Attempt, ...]:
+    def attempts(self) -> tuple[OpenAttempt, ...]:
         """The undecided attempts."""
         return listing.attempts(self._scanner.scan(), self._epochs)
 
@@ -207,7 +207,7 @@ class Run:
         continues: Point | None,
         *,
         seen: Point | None = None,
-        writer: Writer | None = None,
+        writer: Trainer | None = None,
         orphan: bool = False,
     ) -> int:
         """Become the writer: take the next epoch, then give up what older, dead writers left open.
@@ -244,7 +244,7 @@ class Run:
                 folder,
             )
 
-    def _check_unchanged(self, seen: Point, writer: Writer) -> None:
+    def _check_unchanged(self, seen: Point, writer: Trainer) -> None:
         """`Aborted` if another start has committed anything since: it would be abandoned, and what
         is to be continued may be pruned by now."""
         later = sorted((n for n in self._scanner.names() if n.point > seen), key=lambda n: n.point)
@@ -273,7 +273,7 @@ class Run:
         if not any(_is_committed(self.store, name) for name in there):
             return
         # By the records alone: what a writer passes over that continues nothing, it does not own.
-        found = self._scanner.scan(Through.ALL)
+        found = self._scanner.scan(ScanDepth.ALL)
         for item in listing.checkpoints(found, self._epochs.chain()):
             if item.on_lineage and item.step == step and item.is_whole:
                 raise Exists(
@@ -336,7 +336,7 @@ class Run:
     def orphans(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
         """What crashes left behind and no live writer can want."""
         now = time.time() if now_s is None else now_s
-        found = self._scanner.scan(Through.ATTEMPTS)
+        found = self._scanner.scan(ScanDepth.ATTEMPTS)
         return cleaning.orphans(self.store, self._epochs, found, now_s=now)
 
     def clean(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:

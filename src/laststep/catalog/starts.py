@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Coming(msgspec.Struct, frozen=True, kw_only=True):
+class AnnouncedSaves(msgspec.Struct, frozen=True, kw_only=True):
     """Saves of one start that were announced and are not over."""
 
     witness: str
@@ -105,7 +105,7 @@ def forget(store: Store, witness: str, lock: Lock) -> None:
     lock.close()
 
 
-def coming(store: Store) -> tuple[Coming, ...]:
+def coming(store: Store) -> tuple[AnnouncedSaves, ...]:
     """The saves that are announced now."""
     found = []
     for name in store.file_names(names.EPOCHS_FOLDER):
@@ -117,11 +117,11 @@ def coming(store: Store) -> tuple[Coming, ...]:
             place for first, last in store.marked(path) for place in range(first, last + 1)
         )
         if places:
-            found.append(Coming(witness=path, pid=pid, places=places))
+            found.append(AnnouncedSaves(witness=path, pid=pid, places=places))
     return tuple(found)
 
 
-def still_coming(store: Store, before: Coming) -> bool:
+def still_coming(store: Store, before: AnnouncedSaves) -> bool:
     """Whether any of those is not over."""
     return any(
         first <= place <= last

@@ -34,7 +34,7 @@ MARK = "demo.json"
 _SHOWN_EVERY = 5
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _LogLine(msgspec.Struct, frozen=True):
     """One line of a child's log; which fields are there depends on the event."""
 
     event: str
@@ -58,18 +58,18 @@ class _Result:
     reference: dict[int, str]
     resumed: list[tuple[int, str]]
     """Every loss of the interrupted run, in order; steps that were done again are there twice."""
-    attempts: tuple[_Line, ...]
+    attempts: tuple[_LogLine, ...]
     """Saves that were committed, and those in which somebody was killed, in order."""
-    resumes: tuple[_Line, ...]
+    resumes: tuple[_LogLine, ...]
     reference_s: float
 
     @property
-    def saves(self) -> list[_Line]:
+    def saves(self) -> list[_LogLine]:
         """The saves whose costs are known."""
         return [line for line in self.attempts if line.event == "save"]
 
     @property
-    def kills(self) -> list[_Line]:
+    def kills(self) -> list[_LogLine]:
         """The deaths, each in the middle of a save."""
         return [line for line in self.attempts if line.event == "kill"]
 
@@ -156,12 +156,12 @@ def _child(log: Path, arguments: list[str], *, killed: bool = False) -> None:
         )
 
 
-def _lines(log: Path) -> list[_Line]:
+def _lines(log: Path) -> list[_LogLine]:
     text = log.read_text(encoding="utf-8")
-    return [msgspec.json.decode(line, type=_Line) for line in text.splitlines()]
+    return [msgspec.json.decode(line, type=_LogLine) for line in text.splitlines()]
 
 
-def _step(line: _Line) -> int:
+def _step(line: _LogLine) -> int:
     return -1 if line.step is None else line.step
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 
-class Part(NamedTuple):
+class ShownPart(NamedTuple):
     """A box of a tensor, and the file that it lies in."""
 
     box: Box
@@ -32,14 +32,14 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class ShownTensor:
     """A whole tensor, in all the parts of it that are known."""
 
     name: str
     rank: int | None
     """Whose it is, if each rank has its own."""
     spec: TensorSpec
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ShownPart] = field(default_factory=list)
 
     @property
     def size_bytes(self) -> int:
@@ -64,10 +64,10 @@ def read_files(store: Store, folder: str, commit: Commit) -> list[Opened]:
     return files
 
 
-def tensors_of(commit: Commit, files: list[Opened]) -> list[Tensor]:
+def tensors_of(commit: Commit, files: list[Opened]) -> list[ShownTensor]:
     """The tensors, by item; those of different ranks under one name follow each other."""
     per_rank = {item.name for item in commit.items if item.per_rank and commit.ranks > 1}
-    found: dict[tuple[str, str, int | None, TensorSpec], Tensor] = {}
+    found: dict[tuple[str, str, int | None, TensorSpec], ShownTensor] = {}
     items = {item.name: at for at, item in enumerate(commit.items)}
     seen: dict[tuple[str, str], int] = {}
     for file in files:
@@ -79,9 +79,9 @@ def tensors_of(commit: Commit, files: list[Opened]) -> list[Tensor]:
             seen.setdefault((stored.item, stored.tensor), len(seen))
             tensor = found.setdefault(
                 (stored.item, stored.tensor, rank, stored.spec),
-                Tensor(name=stored.name, rank=rank, spec=stored.spec),
+                ShownTensor(name=stored.name, rank=rank, spec=stored.spec),
             )
-            tensor.parts.append(Part(stored.box, entry.stop - entry.start, file.record.name))
+            tensor.parts.append(ShownPart(stored.box, entry.stop - entry.start, file.record.name))
     keys = sorted(found, key=lambda key: (items.get(key[0], len(items)), seen[key[:2]]))
     return [found[key] for key in keys]
 

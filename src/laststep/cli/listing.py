@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from laststep.catalog.listing import Attempt, Listed
+    from laststep.catalog.listing import Listed, OpenAttempt
 
 
 def ls(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
@@ -53,12 +53,12 @@ def lineage_of(listed: Listed) -> str:
     return "abandoned" if listed.superseded_by is None else "superseded"
 
 
-def is_in_progress(attempt: Attempt, checkpoints: Sequence[Listed]) -> bool:
+def is_in_progress(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> bool:
     """Whether a writer that is alive may still commit it."""
     return attempt.alive and not _is_overtaken(attempt, checkpoints)
 
 
-def why_no_manifest(attempt: Attempt, checkpoints: Sequence[Listed]) -> str:
+def why_no_manifest(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> str:
     """What a folder without a manifest may be, where it is not in progress: the folder alone does
     not tell what never had one from what lost it."""
     if _is_overtaken(attempt, checkpoints):
@@ -66,7 +66,7 @@ def why_no_manifest(attempt: Attempt, checkpoints: Sequence[Listed]) -> str:
     return "an unfinished save, or one whose manifest was lost"
 
 
-def _is_overtaken(attempt: Attempt, checkpoints: Sequence[Listed]) -> bool:
+def _is_overtaken(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> bool:
     """Whether a folder without a manifest had one: it loses that first when it is deleted.
 
     A writer commits in the order of its attempts, and a new one gives up what the dead left open.
@@ -130,7 +130,7 @@ def _print_table(console: Console, checkpoints: Sequence[Listed]) -> None:
     console.print(table)
 
 
-def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[Attempt]) -> None:
+def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttempt]) -> None:
     console = output.console()
     if not checkpoints:
         console.print(f"{run} has no checkpoint yet")

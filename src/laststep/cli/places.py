@@ -38,7 +38,7 @@ StepOption = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CheckpointPath:
     """A checkpoint's folder, and what its run says of it where it lies in one."""
 
     store: Store
@@ -107,12 +107,12 @@ def find(run: Run, step: int | None) -> Listed:
     return choice[-1]
 
 
-def resolve(path: str, step: int | None) -> Place:
+def resolve(path: str, step: int | None) -> CheckpointPath:
     """The one checkpoint that a path and a step mean."""
     if not is_checkpoint(path):
         run = open_run(path)
         listed = find(run, step)
-        return Place(store=run.store, folder=listed.folder, listed=listed)
+        return CheckpointPath(store=run.store, folder=listed.folder, listed=listed)
     if step is not None:
         raise typer.BadParameter("a checkpoint's folder has but one step", param_hint="--step")
     local = local_path(path)
@@ -120,8 +120,8 @@ def resolve(path: str, step: int | None) -> Place:
     if parse_folder(folder) is not None:
         for listed in Run.open(store).checkpoints():
             if listed.folder == folder:
-                return Place(store=store, folder=folder, listed=listed)
-    return Place(store=store, folder=folder, listed=None)
+                return CheckpointPath(store=store, folder=folder, listed=listed)
+    return CheckpointPath(store=store, folder=folder, listed=None)
 
 
 def _is_run(folder: Path) -> bool:

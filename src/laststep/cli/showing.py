@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from laststep.cli.holdings import Tensor
+    from laststep.cli.holdings import ShownTensor
     from laststep.format.manifest import Commit
     from laststep.read.files import Opened
 
@@ -70,7 +70,7 @@ def show(
         console.print(f"{count} no readable header: what lies only there is not listed")
 
 
-def _commit(place: places.Place) -> Commit:
+def _commit(place: places.CheckpointPath) -> Commit:
     name = f"{place.folder}/{MANIFEST_NAME}"
     try:
         data = place.store.read(name, limit_bytes=decision.MANIFEST_LIMIT_BYTES)
@@ -86,7 +86,9 @@ def _commit(place: places.Place) -> Commit:
     return decided
 
 
-def _document(place: places.Place, commit: Commit, files: list[Opened]) -> dict[str, object]:
+def _document(
+    place: places.CheckpointPath, commit: Commit, files: list[Opened]
+) -> dict[str, object]:
     listed = place.listed
     held_by = holdings.files_by_item(commit, files)
     return {
@@ -143,7 +145,7 @@ def _document(place: places.Place, commit: Commit, files: list[Opened]) -> dict[
     }
 
 
-def _tensor_document(tensor: Tensor) -> dict[str, object]:
+def _tensor_document(tensor: ShownTensor) -> dict[str, object]:
     return {
         "name": tensor.name,
         "rank": tensor.rank,
@@ -163,7 +165,7 @@ def _tensor_document(tensor: Tensor) -> dict[str, object]:
     }
 
 
-def _print_facts(console: Console, place: places.Place, commit: Commit) -> None:
+def _print_facts(console: Console, place: places.CheckpointPath, commit: Commit) -> None:
     size = output.size_text(commit.size_bytes)
     size += f" in {output.count_text(commit.file_count, 'data file')}"
     listed = place.listed
@@ -234,7 +236,7 @@ def _damage_text(file: Opened) -> str:
 
 
 def _print_tensors(
-    console: Console, tensors: list[Tensor], *, limit: int | None, parts: bool
+    console: Console, tensors: list[ShownTensor], *, limit: int | None, parts: bool
 ) -> None:
     # Where files are named, what ranks have alike is not one line.
     alike = [[tensor] for tensor in tensors] if parts else _alike(tensors)
@@ -255,15 +257,15 @@ def _print_rest(console: Console, left: int, what: str) -> None:
         console.print(f"… and {output.count_text(left, f'more {what}')}; --all lists them")
 
 
-def _alike(tensors: list[Tensor]) -> list[list[Tensor]]:
+def _alike(tensors: list[ShownTensor]) -> list[list[ShownTensor]]:
     """Tensors that differ only in the rank that has them, together."""
-    found: dict[object, list[Tensor]] = {}
+    found: dict[object, list[ShownTensor]] = {}
     for one in tensors:
         found.setdefault((one.name, one.spec, len(one.parts), one.missing_bytes), []).append(one)
     return list(found.values())
 
 
-def _row(some: list[Tensor], *, parts: bool) -> tuple[str, ...]:
+def _row(some: list[ShownTensor], *, parts: bool) -> tuple[str, ...]:
     tensor = some[0]
     notes = []
     if parts and len(tensor.parts) == 1:

@@ -28,7 +28,7 @@ from laststep.storage.registry import open_store
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from laststep.catalog.listing import Attempt
+    from laststep.catalog.listing import OpenAttempt
     from laststep.read.blocks import Damage
     from laststep.read.verify import Progress
 
@@ -49,7 +49,7 @@ def verify(
     """Check every byte of a run's checkpoints, or of one, against its digests."""
     named = step is not None or places.is_checkpoint(path)
     found = _one(path, step) if named else _all(path)
-    reports: list[tuple[places.Place, VerifyReport]] = []
+    reports: list[tuple[places.CheckpointPath, VerifyReport]] = []
     deleted: list[str] = []
     console = output.console()
     for place in found.places:
@@ -86,23 +86,23 @@ def verify(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _ToVerify:
     """What there is to check, what there is besides, and damage to the records of the run."""
 
-    places: tuple[places.Place, ...] = ()
-    attempts: tuple[Attempt, ...] = ()
+    places: tuple[places.CheckpointPath, ...] = ()
+    attempts: tuple[OpenAttempt, ...] = ()
     error: Corrupt | None = None
 
 
-def _one(path: str, step: int | None) -> _Found:
+def _one(path: str, step: int | None) -> _ToVerify:
     """The checkpoint that was asked for."""
     try:
-        return _Found(places=(places.resolve(path, step),))
+        return _ToVerify(places=(places.resolve(path, step),))
     except Corrupt as error:  # a record of the run
-        return _Found(error=error)
+        return _ToVerify(error=error)
 
 
-def _all(path: str) -> _Found:
+def _all(path: str) -> _ToVerify:
     """All checkpoints of a run; they are found without the run's record, if that is damaged."""
     damage: Corrupt | None = None
     try:
@@ -113,10 +113,10 @@ def _all(path: str) -> _Found:
     try:
         checkpoints, attempts = run.look()
     except Corrupt as error:  # the record of an epoch
-        return _Found(error=damage or error)
-    return _Found(
+        return _ToVerify(error=damage or error)
+    return _ToVerify(
         places=tuple(
-            places.Place(store=run.store, folder=listed.folder, listed=listed)
+            places.CheckpointPath(store=run.store, folder=listed.folder, listed=listed)
             for listed in checkpoints
         ),
         attempts=tuple(attempt for attempt in attempts if attempt.size_bytes),
@@ -124,7 +124,7 @@ def _all(path: str) -> _Found:
     )
 
 
-def _print_rest(path: str, found: _Found) -> None:
+def _print_rest(path: str, found: _ToVerify) -> None:
     console = output.console()
     listed = [place.listed for place in found.places if place.listed is not None]
     for attempt in found.attempts:
@@ -139,11 +139,11 @@ def _print_rest(path: str, found: _Found) -> None:
         console.print(f"{path} has no checkpoint yet")
 
 
-def _step_of(place: places.Place) -> int | None:
+def _step_of(place: places.CheckpointPath) -> int | None:
     return None if place.listed is None else place.listed.step
 
 
-def _document(place: places.Place, report: VerifyReport) -> dict[str, object]:
+def _document(place: places.CheckpointPath, report: VerifyReport) -> dict[str, object]:
     return {
         "step": _step_of(place),
         "folder": place.folder,
@@ -155,7 +155,7 @@ def _document(place: places.Place, report: VerifyReport) -> dict[str, object]:
     }
 
 
-def _print(place: places.Place, report: VerifyReport) -> None:
+def _print(place: places.CheckpointPath, report: VerifyReport) -> None:
     console = output.console()
     checked = (
         f"{output.count_text(report.files, 'file')}, {output.count_text(report.blocks, 'block')}, "

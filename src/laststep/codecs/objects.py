@@ -13,15 +13,15 @@ Values that are shared are written as often as they are met: identity of objects
 from __future__ import annotations
 
 from laststep.codecs import strict
-from laststep.codecs.typed_decoder import Decoder, Malformed
-from laststep.codecs.typed_encoder import Encoder, Kept, json_bytes
+from laststep.codecs.typed_decoder import Malformed, TypedDecoder
+from laststep.codecs.typed_encoder import EncodedDicts, TypedEncoder, json_bytes
 from laststep.codecs.typed_values import MAX_DEPTH, MAX_NAMEDTUPLES, Tagged, TensorRef
 from laststep.errors import Corrupt
 
 __all__ = [
     "MAX_DEPTH",
     "MAX_NAMEDTUPLES",
-    "Kept",
+    "EncodedDicts",
     "Tagged",
     "TensorRef",
     "decode",
@@ -30,12 +30,12 @@ __all__ = [
 ]
 
 
-def encode(value: object, kept: Kept | None = None) -> bytes:
+def encode(value: object, kept: EncodedDicts | None = None) -> bytes:
     """`value` as typed JSON; `Usage` with the path of the first value that cannot be expressed.
     With `kept`, parts that were encoded with it the last time are not walked again."""
     if kept is not None:
         kept.begin()
-    encoder = Encoder(kept)
+    encoder = TypedEncoder(kept)
     try:
         return json_bytes(encoder.value(value))
     except RecursionError:
@@ -50,6 +50,6 @@ def decode(data: bytes, *, where: str) -> object:
 def from_parsed(plain: object, *, where: str) -> object:
     """The same from a part of a document that `strict.parse` has parsed; `plain` is used up."""
     try:
-        return Decoder().value(plain)
+        return TypedDecoder().value(plain)
     except Malformed as error:
         raise Corrupt("cannot read typed JSON", where=where, found=str(error)) from None

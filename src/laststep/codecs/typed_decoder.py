@@ -33,7 +33,7 @@ class Malformed(Exception):
     """What is wrong with a document; `decode` adds where it lies."""
 
 
-class Decoder:
+class TypedDecoder:
     """One document. The walk keeps its own stack: a deep call stack must not make data unreadable.
 
     Containers are listed from the outside in and then replaced by their values from the inside
@@ -139,43 +139,43 @@ def _from_base64(mapping: dict[str, object]) -> bytes:
         raise Malformed(f"invalid base64 in a {mapping['$']}") from None
 
 
-def _decode_int(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_int(_: TypedDecoder, mapping: dict[str, object]) -> object:
     text = _str(mapping, "hex")
     if _HEX.fullmatch(text) is None:
         raise Malformed("an int that is not lower-case hex")
     return int(text, 16)  # linear in the text, and without the limit that decimals have
 
 
-def _decode_float(_: Decoder, mapping: dict[str, object]) -> float:
+def _decode_float(_: TypedDecoder, mapping: dict[str, object]) -> float:
     text = _str(mapping, "bits")
     if _BITS.fullmatch(text) is None:
         raise Malformed("a float that is not 16 hex digits")
     return cast("float", struct.unpack(">d", bytes.fromhex(text))[0])
 
 
-def _decode_complex(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_complex(_: TypedDecoder, mapping: dict[str, object]) -> object:
     re, im = mapping["re"], mapping["im"]
     if type(re) is not float or type(im) is not float:
         raise Malformed("a complex number whose parts are no floats")
     return complex(re, im)
 
 
-def _decode_str(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_str(_: TypedDecoder, mapping: dict[str, object]) -> object:
     try:
         return _from_base64(mapping).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         raise Malformed("a str that is no UTF-8") from None
 
 
-def _decode_bytes(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_bytes(_: TypedDecoder, mapping: dict[str, object]) -> object:
     return _from_base64(mapping)
 
 
-def _decode_bytearray(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_bytearray(_: TypedDecoder, mapping: dict[str, object]) -> object:
     return bytearray(_from_base64(mapping))
 
 
-def _decode_tuple(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_tuple(_: TypedDecoder, mapping: dict[str, object]) -> object:
     return tuple(_list(mapping, "items"))
 
 
@@ -189,23 +189,23 @@ def _fill(into: dict[object, object], items: list[object]) -> dict[object, objec
     return into
 
 
-def _decode_dict(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_dict(_: TypedDecoder, mapping: dict[str, object]) -> object:
     return _fill({}, _list(mapping, "items"))
 
 
-def _decode_ordereddict(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_ordereddict(_: TypedDecoder, mapping: dict[str, object]) -> object:
     return _fill(collections.OrderedDict(), _list(mapping, "items"))
 
 
-def _decode_set(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_set(_: TypedDecoder, mapping: dict[str, object]) -> object:
     return _distinct(_list(mapping, "items"))
 
 
-def _decode_frozenset(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_frozenset(_: TypedDecoder, mapping: dict[str, object]) -> object:
     return frozenset(_distinct(_list(mapping, "items")))
 
 
-def _decode_deque(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_deque(_: TypedDecoder, mapping: dict[str, object]) -> object:
     items, limit = _list(mapping, "items"), mapping["maxlen"]
     if limit is None:
         return collections.deque(items)
@@ -214,7 +214,7 @@ def _decode_deque(_: Decoder, mapping: dict[str, object]) -> object:
     return collections.deque(items, limit)
 
 
-def _decode_range(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_range(_: TypedDecoder, mapping: dict[str, object]) -> object:
     items = _list(mapping, "items")
     numbers = [item for item in items if type(item) is int]
     if len(items) != 3 or len(numbers) != 3 or numbers[2] == 0:
@@ -222,14 +222,14 @@ def _decode_range(_: Decoder, mapping: dict[str, object]) -> object:
     return range(numbers[0], numbers[1], numbers[2])
 
 
-def _decode_slice(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_slice(_: TypedDecoder, mapping: dict[str, object]) -> object:
     items = _list(mapping, "items")
     if len(items) != 3:
         raise Malformed("a slice that has not three parts")
     return slice(items[0], items[1], items[2])
 
 
-def _decode_namedtuple(decoder: Decoder, mapping: dict[str, object]) -> object:
+def _decode_namedtuple(decoder: TypedDecoder, mapping: dict[str, object]) -> object:
     items, name = _list(mapping, "items"), _str(mapping, "type")
     fields = tuple(field for field in _list(mapping, "fields") if type(field) is str)
     if len(fields) != len(_list(mapping, "fields")) or len(fields) != len(items):
@@ -243,15 +243,17 @@ def _decode_namedtuple(decoder: Decoder, mapping: dict[str, object]) -> object:
     return tuple.__new__(made, items)
 
 
-def _decode_tensor(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_tensor(_: TypedDecoder, mapping: dict[str, object]) -> object:
     return TensorRef(_str(mapping, "name"))
 
 
-def _decode_ext(_: Decoder, mapping: dict[str, object]) -> object:
+def _decode_ext(_: TypedDecoder, mapping: dict[str, object]) -> object:
     return Tagged(_str(mapping, "tag"), mapping["value"])
 
 
-_decoders: dict[str, tuple[Callable[[Decoder, dict[str, object]], object], tuple[str, ...]]] = {
+_decoders: dict[
+    str, tuple[Callable[[TypedDecoder, dict[str, object]], object], tuple[str, ...]]
+] = {
     "int": (_decode_int, ("hex",)),
     "float": (_decode_float, ("bits",)),
     "complex": (_decode_complex, ("re", "im")),

@@ -1,7 +1,7 @@
 """Python values to what the JSON encoder takes: one function per type, and the walk over them.
 
 Knows nothing of decoding beyond that `typed_decoder` has a function for each tag written here. An
-`Encoder` serves one walk, on one thread; after a refusal it is spent.
+`TypedEncoder` serves one walk, on one thread; after a refusal it is spent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 json_bytes = msgspec.json.Encoder().encode
 
 
-class Kept:
+class EncodedDicts:
     """What the last walk made of large dicts, for the next one that meets the very same dicts.
     Only for values that are never changed."""
 
@@ -56,12 +56,12 @@ class Kept:
         return encoded
 
 
-class Encoder:
+class TypedEncoder:
     """One walk over a value. `path` is where the walk is, for the message of a refusal."""
 
     __slots__ = ("active", "classes", "kept", "path")
 
-    def __init__(self, kept: Kept | None = None) -> None:
+    def __init__(self, kept: EncodedDicts | None = None) -> None:
         self.kept = kept
         self.path: list[str | tuple[object]] = []
         self.active: set[int] = set()
@@ -139,29 +139,29 @@ def _is_short_int(value: object) -> bool:
     return type(value) is int and INT_MIN <= value <= INT_MAX  # repr refuses 4,300 digits
 
 
-def _encode_plain(_: Encoder, value: object) -> object:
+def _encode_plain(_: TypedEncoder, value: object) -> object:
     return value
 
 
-def _encode_int(_: Encoder, value: object) -> object:
+def _encode_int(_: TypedEncoder, value: object) -> object:
     number = cast("int", value)
     return number if INT_MIN <= number <= INT_MAX else {"$": "int", "hex": f"{number:x}"}
 
 
-def _encode_float(_: Encoder, value: object) -> object:
+def _encode_float(_: TypedEncoder, value: object) -> object:
     number = cast("float", value)
     if number - number == 0:  # false for inf and nan only
         return number
     return {"$": "float", "bits": struct.pack(">d", number).hex()}
 
 
-def _encode_complex(encoder: Encoder, value: object) -> object:
+def _encode_complex(encoder: TypedEncoder, value: object) -> object:
     number = cast("complex", value)
     re, im = _encode_float(encoder, number.real), _encode_float(encoder, number.imag)
     return {"$": "complex", "re": re, "im": im}
 
 
-def _encode_str(_: Encoder, value: object) -> object:
+def _encode_str(_: TypedEncoder, value: object) -> object:
     text = cast("str", value)
     if text.isascii() or is_utf8(text):
         return text
@@ -172,19 +172,19 @@ def _to_base64(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _encode_bytes(_: Encoder, value: object) -> object:
+def _encode_bytes(_: TypedEncoder, value: object) -> object:
     return {"$": type(value).__name__, "base64": _to_base64(cast("bytes", value))}
 
 
-def _encode_list(encoder: Encoder, value: object) -> object:
+def _encode_list(encoder: TypedEncoder, value: object) -> object:
     return encoder.items(value, cast("list[object]", value))
 
 
-def _encode_tuple(encoder: Encoder, value: object) -> object:
+def _encode_tuple(encoder: TypedEncoder, value: object) -> object:
     return {"$": "tuple", "items": encoder.items(value, cast("tuple[object, ...]", value))}
 
 
-def _encode_set(encoder: Encoder, value: object) -> object:
+def _encode_set(encoder: TypedEncoder, value: object) -> object:
     entered = encoder.enter(value)
     encoder.path.append("{}")
     items = list(map(encoder.value, cast("set[object]", value)))  # map adds no frame
@@ -194,9 +194,9 @@ def _encode_set(encoder: Encoder, value: object) -> object:
     return {"$": type(value).__name__, "items": sorted(items, key=json_bytes)}
 
 
-def _encode_dict(encoder: Encoder, value: object) -> object:
+def _encode_dict(encoder: TypedEncoder, value: object) -> object:
     mapping = cast("dict[object, object]", value)
-    kept = encoder.kept if len(mapping) >= Kept.LEAST else None
+    kept = encoder.kept if len(mapping) >= EncodedDicts.LEAST else None
     if kept is not None and (known := kept.find(value)) is not None:
         return known
     for key in mapping:
@@ -215,7 +215,7 @@ def _encode_dict(encoder: Encoder, value: object) -> object:
     return encoded if kept is None else kept.note(value, encoded)
 
 
-def _encode_pairs(encoder: Encoder, value: object) -> object:
+def _encode_pairs(encoder: TypedEncoder, value: object) -> object:
     entered, path = encoder.enter(value), encoder.path
     items: list[object] = []
     for key, item in cast("dict[object, object]", value).items():
@@ -228,22 +228,22 @@ def _encode_pairs(encoder: Encoder, value: object) -> object:
     return {"$": "dict" if type(value) is dict else "ordereddict", "items": items}
 
 
-def _encode_deque(encoder: Encoder, value: object) -> object:
+def _encode_deque(encoder: TypedEncoder, value: object) -> object:
     deque = cast("collections.deque[object]", value)
     return {"$": "deque", "maxlen": deque.maxlen, "items": encoder.items(value, deque)}
 
 
-def _encode_range(encoder: Encoder, value: object) -> object:
+def _encode_range(encoder: TypedEncoder, value: object) -> object:
     span = cast("range", value)
     return {"$": "range", "items": encoder.items(value, (span.start, span.stop, span.step))}
 
 
-def _encode_slice(encoder: Encoder, value: object) -> object:
+def _encode_slice(encoder: TypedEncoder, value: object) -> object:
     span = cast("slice", value)
     return {"$": "slice", "items": encoder.items(value, (span.start, span.stop, span.step))}
 
 
-def _encode_namedtuple(encoder: Encoder, value: tuple[object, ...]) -> object:
+def _encode_namedtuple(encoder: TypedEncoder, value: tuple[object, ...]) -> object:
     name, fields = type(value).__name__, cast("tuple[str, ...]", getattr(value, "_fields", ()))
     if not all(type(field) is str for field in fields) or namedtuple_class(name, fields) is None:
         raise encoder.refusal(f"a {_type_name(value)}, whose names namedtuple would not take")
@@ -256,11 +256,11 @@ def _encode_namedtuple(encoder: Encoder, value: tuple[object, ...]) -> object:
     return {"$": "namedtuple", "type": name, "fields": list(fields), "items": items}
 
 
-def _encode_tensor(encoder: Encoder, value: object) -> object:
+def _encode_tensor(encoder: TypedEncoder, value: object) -> object:
     return {"$": "tensor", "name": encoder.text(cast("TensorRef", value).name)}
 
 
-def _encode_tagged(encoder: Encoder, value: object) -> object:
+def _encode_tagged(encoder: TypedEncoder, value: object) -> object:
     tagged = cast("Tagged", value)
     entered = encoder.enter(value)
     encoded = encoder.value(tagged.value)
@@ -268,7 +268,7 @@ def _encode_tagged(encoder: Encoder, value: object) -> object:
     return {"$": "ext", "tag": encoder.text(tagged.tag), "value": encoded}
 
 
-_encoders: dict[type, Callable[[Encoder, object], object]] = {
+_encoders: dict[type, Callable[[TypedEncoder, object], object]] = {
     type(None): _encode_plain,
     bool: _encode_plain,
     int: _encode_int,

@@ -64,7 +64,7 @@ def on_some_ranks(agreement: Agreement) -> dict[str, tuple[int, ...]]:
     }
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True):
+class _GatheredDigests(msgspec.Struct, frozen=True, kw_only=True):
     """What the first rank says: the digests of all, or who is missing."""
 
     digests: bytes = b""
@@ -179,7 +179,7 @@ class Agreements:
                 )  # fmt: skip
         self._on_some = found
 
-    def _lead(self, mine: bytes, until_s: float) -> tuple[int, _Told]:
+    def _lead(self, mine: bytes, until_s: float) -> tuple[int, _GatheredDigests]:
         """Collect the digests of all ranks, as the first of them, and tell."""
         self._generation += 1  # whatever comes of it: nobody can join this one later
         name = f"a/{self._generation}"
@@ -190,18 +190,18 @@ class Agreements:
         missing = [rank for rank, one in enumerate(names) if one not in notes]
         if missing:
             shown = listed(map(self.last_of, missing))
-            told = _Told(problem=f"nothing from {shown} within {self._deadline_s:g} s")
+            told = _GatheredDigests(problem=f"nothing from {shown} within {self._deadline_s:g} s")
         else:
-            told = _Told(digests=b"".join(notes[one] for one in names))
+            told = _GatheredDigests(digests=b"".join(notes[one] for one in names))
         self.board.put(f"{name}/all", msgspec.msgpack.encode(told))
         return self._generation, told
 
-    def _follow(self, mine: bytes, until_s: float) -> tuple[int, _Told]:
+    def _follow(self, mine: bytes, until_s: float) -> tuple[int, _GatheredDigests]:
         """Leave one's digest where the first rank looks for it, and hear those of all."""
         generation, told = self._generation, None
         while (note := self.board.look(f"a/{generation + 1}/all")) is not None:
             generation += 1  # settled without this rank, or while it was late
-            told = msgspec.msgpack.decode(note, type=_Told)
+            told = msgspec.msgpack.decode(note, type=_GatheredDigests)
         if (
             told is not None
             and told.digests
@@ -216,11 +216,13 @@ class Agreements:
         if note is None:
             # Not settled: should the first rank come late, this one's note is there.
             problem = f"nothing from {self.last_of(0)} within {self._deadline_s:g} s"
-            return generation, _Told(problem=problem)
-        told = msgspec.msgpack.decode(note, type=_Told)
+            return generation, _GatheredDigests(problem=problem)
+        told = msgspec.msgpack.decode(note, type=_GatheredDigests)
         if told.digests and _cut(told.digests)[self._rank.number] != mine:
             # An earlier note of this rank's was read.
-            return generation + 1, _Told(problem=f"an old note of rank {self._rank.number}")
+            return generation + 1, _GatheredDigests(
+                problem=f"an old note of rank {self._rank.number}"
+            )
         return generation + 1, told
 
 

@@ -27,7 +27,7 @@ from laststep.commit.receipts import (
     summarise,
 )
 from laststep.commit.replicas import gone_apart, incomparable, seen_by, unequal
-from laststep.commit.round import COMMITTED, GATHERED, Decision, Now, Over, Past
+from laststep.commit.round import COMMITTED, GATHERED, CurrentRound, Decision, EndedRound, GivenUp
 from laststep.errors import Aborted, LaststepError
 from laststep.flush.protocol import Decide
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from laststep.catalog.names import AttemptName
-    from laststep.commit.replicas import Unequal
-    from laststep.commit.round import Desk, Round
+    from laststep.commit.replicas import UnequalRanks
+    from laststep.commit.round import Round, RoundContext
     from laststep.events import Bus
     from laststep.flush.link import SaveLink
     from laststep.format.manifest import ClassRecord
@@ -49,10 +49,10 @@ _PAST = 16
 _STUCK = "it may be stopped, or its disk may be; the next save tries again"
 
 
-class Leading:
+class Leader:
     """What the first rank does; on its team's thread. It numbers the saves."""
 
-    def __init__(self, desk: Desk, groups: Groups, bus: Bus) -> None:
+    def __init__(self, desk: RoundContext, groups: Groups, bus: Bus) -> None:
         self._desk = desk
         self._bus = bus
         self._board = desk.board
@@ -60,7 +60,7 @@ class Leading:
         self._number = time.time_ns() // 1_000_000
         """Of the last save that this rank led. It begins with the time: a launcher may start ranks
         again in the store of those that died, whose notes have lower numbers."""
-        self._past: deque[Past] = deque(maxlen=_PAST)
+        self._past: deque[EndedRound] = deque(maxlen=_PAST)
         self._told_incomparable = False
         self._before: list[str] = []
         """Notes of the save before, which nobody needs any more when the next is decided."""
@@ -75,7 +75,7 @@ class Leading:
         if one.place is None or one.link is None or one.agreement is None:
             reason = self._desk.trouble(self._desk.own_receipt(one, self._listen).problem)
             self._post(one, problem=reason)
-            self._past.append(Past(number=one.number, step=one.step, reason=reason))
+            self._past.append(EndedRound(number=one.number, step=one.step, reason=reason))
             return
         self._post(one)
         mine = self._desk.own_receipt(one, self._listen)
@@ -113,7 +113,7 @@ class Leading:
         """Has another rank failed, so that this one need not go on?"""
         note = self._board.look(one.key("failed"))
         if note is not None:
-            raise Over(note.decode())
+            raise GivenUp(note.decode())
 
     def _begun(self, one: Round) -> AttemptName | None:
         """Where this rank's flusher has begun; None where there is nothing to begin."""
@@ -132,7 +132,7 @@ class Leading:
         return link.at
 
     def _post(self, one: Round, *, problem: str = "") -> None:
-        now = Now(
+        now = CurrentRound(
             number=one.number, step=one.step, place=None if problem else one.place,
             problem=problem, past=tuple(self._past), group_size=self._groups.size,
         )  # fmt: skip
@@ -208,7 +208,7 @@ class Leading:
             log.warning("replicas of ranks %d and %d are not compared: some are on a device here "
                         "and on the host there", *ranks)  # fmt: skip
 
-    def _ask(self, one: Round, asked: Differing | Unequal) -> dict[int, bytes]:
+    def _ask(self, one: Round, asked: Differing | UnequalRanks) -> dict[int, bytes]:
         """What ranks answer that differ, by rank; those who do so in time."""
         self._board.put(one.key("decision"), msgspec.msgpack.encode(Decision(asks=asked)))
         names = {one.answer_key(asked, rank): rank for rank in asked.ranks if rank != 0}
@@ -232,7 +232,7 @@ class Leading:
             self._number += 1
             one.number = self._number
             self._post(one, problem=reason)
-        self._past.append(Past(number=one.number, step=one.step, reason=reason))
+        self._past.append(EndedRound(number=one.number, step=one.step, reason=reason))
         self._board.put(one.key("decision"), msgspec.msgpack.encode(Decision(reason=reason)))
         self._board.remove(self._before)
         names = ["decision", "failed"]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from laststep.codecs.digests import digest
 from laststep.commit.agreement import Agreements
 from laststep.commit.replicas import Comparing
-from laststep.commit.round import Desk
-from laststep.commit.thread import Team
+from laststep.commit.round import RoundContext
+from laststep.commit.thread import CommitThread
 from laststep.errors import Usage
 from laststep.plan.groups import cut
 from laststep.ranks.board import Board
-from laststep.ranks.group import Alone, Group
+from laststep.ranks.group import Alone, RankGroup
 from laststep.ranks.rank import ranks_per_node
 from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.state.values import PerRank
@@ -57,18 +57,18 @@ def check_own(providers: Mapping[str, StateProvider]) -> None:
             )  # fmt: skip
 
 
-def all_ranks(rank: Rank, settings: Settings, team: Team | None) -> Ranks:
+def all_ranks(rank: Rank, settings: Settings, team: CommitThread | None) -> Ranks:
     """Who restores together, and saves as that team."""
     if team is None:
         return Alone(rank)
     # The first rank may wait for a save that another process has not finished.
     name = team.agreements.board.prefix
-    group = Group(rank, name, deadline_s=settings.deadline_s + WAIT_FOR_OTHERS_S)
+    group = RankGroup(rank, name, deadline_s=settings.deadline_s + WAIT_FOR_OTHERS_S)
     team.meet(group)
     return group
 
 
-def gather(rank: Rank, run: str, client: Client, settings: Settings, bus: Bus) -> Team:
+def gather(rank: Rank, run: str, client: Client, settings: Settings, bus: Bus) -> CommitThread:
     """This rank's side of the team."""
     _made[run] += 1
     prefix = f"laststep/{digest(run.encode()).hex()}/{_made[run]}"
@@ -77,6 +77,6 @@ def gather(rank: Rank, run: str, client: Client, settings: Settings, bus: Bus) -
     boards = [Board(prefix, ranks=rank.ranks, patience_s=deadline_s) for _ in range(2)]
     agreements = Agreements(rank, boards[0], deadline_s=deadline_s)
     store = open_store(run)
-    desk = Desk(rank, boards[1], client, agreements, store, deadline_s=deadline_s)
+    desk = RoundContext(rank, boards[1], client, agreements, store, deadline_s=deadline_s)
     comparing = Comparing(settings.compare_replicas)
-    return Team(desk, cut(rank.ranks, ranks_per_node()), comparing, bus)
+    return CommitThread(desk, cut(rank.ranks, ranks_per_node()), comparing, bus)

@@ -19,7 +19,7 @@ import msgspec
 
 from laststep.commit.agreement import SAME_STEPS, grace_s
 from laststep.commit.receipts import Receipt, summarise
-from laststep.commit.round import BEGUN, DECIDED, SUMMARISED, Decision, Now, Over
+from laststep.commit.round import BEGUN, DECIDED, SUMMARISED, CurrentRound, Decision, GivenUp
 from laststep.flush.protocol import Decide, Located
 from laststep.plan.groups import Groups
 
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
     from laststep.catalog.names import AttemptName
     from laststep.commit.differences import Differing
     from laststep.commit.receipts import Summary
-    from laststep.commit.replicas import Unequal
-    from laststep.commit.round import Desk, Round
+    from laststep.commit.replicas import UnequalRanks
+    from laststep.commit.round import Round, RoundContext
 
 log = logging.getLogger(__name__)
 
 _SEE_FIRST = "it may be stopped, slow or dead: see its log"
 
 
-class Following:
+class Member:
     """What a rank does that is not the first; on its team's thread."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: RoundContext) -> None:
         self._desk = desk
         self._board = desk.board
         self._number = 0
         """Of the last save that this rank joined."""
         self._refused = 0
         """Of the last save that waits for this rank in vain, which it has told."""
-        self._passed_by: Now | None = None
+        self._passed_by: CurrentRound | None = None
         """The save of a higher step that the first rank led when this rank last saved another."""
         self._passed_with, self._passed_s = 0, 0.0
         """That other step, and when it was."""
@@ -57,7 +57,7 @@ class Following:
         """Receipts of this rank's group, which nobody needs once it has summed them up."""
 
     def take_part(self, one: Round) -> None:
-        """Go through a save that the first rank leads; `Over` where it comes to nothing."""
+        """Go through a save that the first rank leads; `GivenUp` where it comes to nothing."""
         place, link = self._join(one), one.link
         if link is not None:
             self._listen(one)  # where it came late
@@ -73,7 +73,7 @@ class Following:
             self._speak(one, one.groups, mine)
         decision = self._decision(one)
         if decision.reason:
-            raise Over(decision.reason)
+            raise GivenUp(decision.reason)
         self._desk.client.send(Decide(save=link.number))
         self._desk.await_flusher(link)
 
@@ -85,7 +85,7 @@ class Following:
     def _join(self, one: Round) -> AttemptName:
         """Find the first rank's save of this step."""
 
-        def look() -> Now | None:
+        def look() -> CurrentRound | None:
             now = self._now()
             if now is not None and now.number > max(self._number, self._refused):
                 self._check_missed(one, now)
@@ -93,7 +93,7 @@ class Following:
                     return now
                 self._part_ways(one, now)
             elif now is not None and time.monotonic() >= self._until_s:
-                raise Over(_apart(now, one))
+                raise GivenUp(_apart(now, one))
             self._desk.join()
             return None
 
@@ -105,20 +105,20 @@ class Following:
         self._passed_by = None
         one.groups, one.place = Groups(self._desk.rank.ranks, now.group_size), now.place
         if now.place is None:
-            raise Over(now.problem)
+            raise GivenUp(now.problem)
         return now.place
 
-    def _part_ways(self, one: Round, now: Now) -> None:
-        """The first rank saves another step. `Over` where this rank's is wrong, or gives way."""
+    def _part_ways(self, one: Round, now: CurrentRound) -> None:
+        """The first rank saves another step. `GivenUp` where this rank's is wrong, or gives way."""
         if now.step > one.step:
             if self._passed_by is None or self._passed_by.number != now.number:
                 # Perhaps it has left this one out, and the next of this rank's is that step.
                 self._passed_by, self._passed_with = now, one.step
                 self._passed_s = time.monotonic()
-                raise Over(_apart(now, one))
+                raise GivenUp(_apart(now, one))
             self._refuse(now, one.step)
         elif self._until_s < math.inf:  # it has gone on, and not to this step
-            raise Over(_apart(now, one))
+            raise GivenUp(_apart(now, one))
         else:
             self._until_s = time.monotonic() + grace_s(self._desk.deadline_s)
             self._refuse(now, one.step)
@@ -135,19 +135,19 @@ class Following:
         if self._passed_by is not None:
             self._refuse(self._passed_by, self._passed_with)
 
-    def _refuse(self, now: Now, step: int) -> None:
+    def _refuse(self, now: CurrentRound, step: int) -> None:
         """The first rank waits for this one in vain: tell it, once."""
         self._refused, self._passed_by = now.number, None
         told = f"rank {self._desk.rank.number} saves step {step} and not {now.step}"
         log.warning("step %d: the save of rank 0 fails: %s; %s", now.step, told, SAME_STEPS)
         self._board.put(f"s/{now.number}/failed", f"{told}; {SAME_STEPS}".encode())
 
-    def _now(self) -> Now | None:
+    def _now(self) -> CurrentRound | None:
         note = self._board.look("now")
-        return None if note is None else msgspec.msgpack.decode(note, type=Now)
+        return None if note is None else msgspec.msgpack.decode(note, type=CurrentRound)
 
-    def _check_missed(self, one: Round, now: Now) -> None:
-        """`Over`, and why, where the first rank has gone on without this one."""
+    def _check_missed(self, one: Round, now: CurrentRound) -> None:
+        """`GivenUp`, and why, where the first rank has gone on without this one."""
         # One of this step that this rank has refused, or parted from, is none that it has missed.
         parted = 0 if self._passed_by is None else self._passed_by.number
         known = max(self._number, self._refused, parted)
@@ -155,7 +155,7 @@ class Following:
             if past.step == one.step and past.number > known:
                 self._number = past.number
                 late = f"rank {self._desk.rank.number} took no part, and came late"
-                raise Over(past.reason or f"{late}; {SAME_STEPS}")
+                raise GivenUp(past.reason or f"{late}; {SAME_STEPS}")
 
     def _speak(self, one: Round, groups: Groups, mine: Receipt) -> None:
         """Gather the receipts of this rank's group, and leave one summary."""
@@ -191,14 +191,14 @@ class Following:
         told = self._board.until(look, self._desk.until_s(one, DECIDED))
         if told is None:
             why = f"rank 0 did not commit step {one.step} within {self._desk.deadline_s:g} s"
-            raise Over(self._desk.by_me(f"{why}; {_SEE_FIRST}").decode())
+            raise GivenUp(self._desk.by_me(f"{why}; {_SEE_FIRST}").decode())
         return told
 
     def _listen(self, one: Round) -> None:
         """Has the save been given up, so that this rank need not go on?"""
         told = self._told(one)
         if told is not None:
-            raise Over(told.reason)
+            raise GivenUp(told.reason)
 
     def _told(self, one: Round) -> Decision | None:
         """What became of a save that this rank has joined, as far as anybody has said."""
@@ -216,7 +216,7 @@ class Following:
                 return Decision(reason=past.reason)
         return Decision(reason=f"rank {self._desk.rank.number} heard nothing of its end in time")
 
-    def _answer(self, one: Round, asked: Differing | Unequal) -> None:
+    def _answer(self, one: Round, asked: Differing | UnequalRanks) -> None:
         """Show what differs from another rank's, once, if that is this one's."""
         name = one.answer_key(asked, self._desk.rank.number)
         if self._desk.rank.number in asked.ranks and self._answered != name:
@@ -224,5 +224,5 @@ class Following:
             self._board.put(name, one.answer_to(asked))
 
 
-def _apart(now: Now, one: Round) -> str:
+def _apart(now: CurrentRound, one: Round) -> str:
     return f"rank 0 saves step {now.step} and not {one.step}; {SAME_STEPS}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from laststep.plan.job import Agreement
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class ItemTally(msgspec.Struct, frozen=True, kw_only=True):
     """What was written of an item, by a rank or by several."""
 
     kind: str
@@ -33,11 +33,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     """Where that lies, or the first of it; nowhere, if it was nothing."""
 
-    def plus(self, more: Part) -> Part:
+    def plus(self, more: ItemTally) -> ItemTally:
         """Together with what later ranks wrote."""
         if not more.file:
             return self
-        return Part(
+        return ItemTally(
             kind=self.kind, per_rank=self.per_rank, tensors=self.tensors + more.tensors,
             size_bytes=self.size_bytes + more.size_bytes, file=self.file or more.file,
         )  # fmt: skip
@@ -48,7 +48,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     agreement: bytes = b""
     files: tuple[FileRecord, ...] = ()
-    items: dict[str, Part] = {}
+    items: dict[str, ItemTally] = {}
     trees: dict[str, bytes] = {}
     """Of the items that ranks have in common: the digest of their plain values."""
     replicas: dict[int, bytes] = {}
@@ -77,7 +77,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks take for agreed, and the first of them that does."""
     trees: dict[int, Trees]
     """The plain values of each class, as its first rank in the group has them."""
-    items: dict[str, Part]
+    items: dict[str, ItemTally]
     replicas: Seen = {}
     differing: Differing | None = None
     group: GroupRecord | None = None
@@ -87,7 +87,7 @@ def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
     """The receipts of a group, by rank, under what the rank that gathers them takes for agreed."""
     agreements: dict[bytes, int] = {}
     firsts: dict[int, Trees] = {}
-    items: dict[str, Part] = {}
+    items: dict[str, ItemTally] = {}
     differing = None
     for rank in sorted(receipts):
         receipt = receipts[rank]
@@ -128,7 +128,7 @@ def objection_to(summaries: Sequence[Summary], agreement: Agreement) -> str | Di
 def items_of(summaries: Sequence[Summary], agreement: Agreement) -> tuple[ItemRecord, ...]:
     """The items of a checkpoint, from what all ranks wrote of them."""
     shared = Counter(item for item, _ in agreement.keys)
-    parts: dict[str, Part] = {}
+    parts: dict[str, ItemTally] = {}
     for summary in summaries:
         for name, part in summary.items.items():
             parts[name] = parts[name].plus(part) if name in parts else part

@@ -14,7 +14,7 @@ import msgspec
 from laststep.capture.contents import Contents
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.events import ReplicasDiffer
-from laststep.plan.replicas import Held, held_alike
+from laststep.plan.replicas import ReplicatedTensors, held_alike
 from laststep.settings import CompareReplicas
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from laststep.flush.handle import SaveHandle
     from laststep.plan.job import Agreement
-    from laststep.saving.describe import Taken
+    from laststep.saving.describe import TakenState
 
 _NAMED = 4
 """So many ranks that have other contents than what is stored are asked in which tensors."""
 
 
-class Alike(msgspec.Struct, frozen=True, kw_only=True):
+class EqualRanks(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that have the same contents: the first few of them, and how many there are."""
 
     digest: bytes
@@ -40,16 +40,16 @@ class Alike(msgspec.Struct, frozen=True, kw_only=True):
         """In which ways they have digested: only ranks that did so alike can be compared."""
         return self.digest[:DIGEST_BYTES]
 
-    def plus(self, more: Alike) -> Alike:
+    def plus(self, more: EqualRanks) -> EqualRanks:
         ranks = tuple(sorted((*self.ranks, *more.ranks))[:_NAMED])
-        return Alike(digest=self.digest, ranks=ranks, count=self.count + more.count)
+        return EqualRanks(digest=self.digest, ranks=ranks, count=self.count + more.count)
 
 
-Seen = dict[int, tuple[Alike, ...]]
+Seen = dict[int, tuple[EqualRanks, ...]]
 """What was seen on some ranks, by the number of the set of ranks that hold the same."""
 
 
-class Unequal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class UnequalRanks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Ranks of such a set that have not what is stored."""
 
     number: int
@@ -65,10 +65,10 @@ class Unequal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return self.stored, *self.others
 
 
-class Contained:
+class ReplicaContents:
     """What this rank holds of all replicas at the moment of one save."""
 
-    def __init__(self, taken: Taken, alike: tuple[Held, ...], mine: int) -> None:
+    def __init__(self, taken: TakenState, alike: tuple[ReplicatedTensors, ...], mine: int) -> None:
         """Digests begin now; `mine` is the number of this rank's class."""
         keys = {number: held.keys for number, held in enumerate(alike) if mine in held.classes}
         wanted = {key for some in keys.values() for key in some}
@@ -111,11 +111,11 @@ class Comparing:
         self._mode = mode
         self._last: SaveHandle | None = None
         """The last save with which it was done."""
-        self._known: tuple[Agreement | None, tuple[Held, ...]] = (None, ())
+        self._known: tuple[Agreement | None, tuple[ReplicatedTensors, ...]] = (None, ())
 
     def begin(
-        self, handle: SaveHandle, taken: Taken, agreement: Agreement, rank: int
-    ) -> Contained | None:
+        self, handle: SaveHandle, taken: TakenState, agreement: Agreement, rank: int
+    ) -> ReplicaContents | None:
         """What this rank holds now, if it is time to compare and there is something to."""
         if self._mode is CompareReplicas.NEVER:
             return None
@@ -127,17 +127,17 @@ class Comparing:
         alike, mine = self._known[1], agreement.class_of[rank]
         if not any(mine in held.classes for held in alike):
             return None
-        return Contained(taken, alike, mine)
+        return ReplicaContents(taken, alike, mine)
 
 
 def seen_on(rank: int, sums: Mapping[int, bytes]) -> Seen:
     """What one rank tells of itself."""
-    return {n: (Alike(digest=one, ranks=(rank,), count=1),) for n, one in sums.items()}
+    return {n: (EqualRanks(digest=one, ranks=(rank,), count=1),) for n, one in sums.items()}
 
 
 def seen_by(many: Iterable[Seen]) -> Seen:
     """What was seen on several ranks."""
-    found: dict[int, dict[bytes, Alike]] = {}
+    found: dict[int, dict[bytes, EqualRanks]] = {}
     for seen in many:
         for number, some in seen.items():
             known = found.setdefault(number, {})
@@ -146,7 +146,7 @@ def seen_by(many: Iterable[Seen]) -> Seen:
     return {number: tuple(known.values()) for number, known in found.items()}
 
 
-def unequal(seen: Seen, agreement: Agreement) -> list[Unequal]:
+def unequal(seen: Seen, agreement: Agreement) -> list[UnequalRanks]:
     """Where ranks do not have what is stored; mostly nowhere."""
     if all(len(some) == 1 for some in seen.values()):
         return []
@@ -160,7 +160,9 @@ def unequal(seen: Seen, agreement: Agreement) -> list[Unequal]:
         if others:
             ranks = sorted(rank for one in others for rank in one.ranks)[:_NAMED]
             count = sum(one.count for one in others)
-            found.append(Unequal(number=number, stored=stored, others=tuple(ranks), count=count))
+            found.append(
+                UnequalRanks(number=number, stored=stored, others=tuple(ranks), count=count)
+            )
     return found
 
 
@@ -175,7 +177,7 @@ def incomparable(seen: Seen) -> tuple[int, int] | None:
 
 
 def gone_apart(
-    step: int, differs: Unequal, shown: Mapping[int, bytes], agreement: Agreement
+    step: int, differs: UnequalRanks, shown: Mapping[int, bytes], agreement: Agreement
 ) -> ReplicasDiffer:
     """What to tell of it, from the digests of single tensors that ranks have shown in time."""
     keys = held_alike(agreement)[differs.number].keys

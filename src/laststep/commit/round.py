@@ -20,8 +20,8 @@ from laststep.catalog.names import AttemptName
 from laststep.codecs.digests import digest
 from laststep.commit.agreement import ABSENT, margin_s
 from laststep.commit.differences import Differing, values_of
-from laststep.commit.receipts import Part, Receipt
-from laststep.commit.replicas import Contained, Unequal
+from laststep.commit.receipts import ItemTally, Receipt
+from laststep.commit.replicas import ReplicaContents, UnequalRanks
 from laststep.errors import Aborted, LaststepError, Mismatch, StorageFailed
 from laststep.flush.protocol import Decided, Gathered
 from laststep.format.manifest import Commit
@@ -51,12 +51,12 @@ flusher does; and that the first rank tells of it."""
 _SHOWN = 4
 
 
-class Over(Exception):
+class GivenUp(Exception):
     """The save is given up, for a reason that everybody may read: it names the rank, and what to
     do."""
 
 
-class Past(msgspec.Struct, frozen=True, kw_only=True):
+class EndedRound(msgspec.Struct, frozen=True, kw_only=True):
     """A save that is over; without a reason, it is committed."""
 
     number: int
@@ -64,14 +64,14 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Now(msgspec.Struct, frozen=True, kw_only=True):
+class CurrentRound(msgspec.Struct, frozen=True, kw_only=True):
     """The save that the first rank leads: where, or why it does not; and the latest before it."""
 
     number: int
     step: int
     place: AttemptName | None
     problem: str
-    past: tuple[Past, ...]
+    past: tuple[EndedRound, ...]
     group_size: int
     """How the ranks are cut. The first rank says it: nodes, and what ranks know of them, differ."""
 
@@ -81,7 +81,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     ranks whose values or tensors differ are to show these."""
 
     reason: str = ""
-    asks: Differing | Unequal | None = None
+    asks: Differing | UnequalRanks | None = None
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class Round:
     agreement: Agreement | None
     trees: dict[str, bytes] = field(default_factory=dict)
     """The plain values of each item, as they are stored; filled in when they are serialised."""
-    contained: Contained | None = None
+    contained: ReplicaContents | None = None
     """What this rank holds of replicas, if they are compared in this save."""
     problem: str = ""
     """Why this rank takes no part."""
@@ -111,18 +111,18 @@ class Round:
         """The name of a note about it."""
         return f"s/{self.number}/{name}"
 
-    def answer_key(self, asked: Differing | Unequal, rank: int) -> str:
+    def answer_key(self, asked: Differing | UnequalRanks, rank: int) -> str:
         """The name of a rank's answer to a question."""
         return self.key(f"{'v' if isinstance(asked, Differing) else asked.number}/{rank}")
 
-    def answer_to(self, asked: Differing | Unequal) -> bytes:
+    def answer_to(self, asked: Differing | UnequalRanks) -> bytes:
         """What this rank has of that in which ranks differ."""
         if isinstance(asked, Differing):
             return msgspec.msgpack.encode(values_of(self.trees[asked.item]))
         return b"" if self.contained is None else self.contained.single(asked.number)
 
 
-class Desk:
+class RoundContext:
     """What this rank works with, whatever its part: notes, its flusher, the run, and patience."""
 
     def __init__(
@@ -157,25 +157,25 @@ class Desk:
 
     def join(self) -> None:
         """Agree anew if another rank has called for it. Where that comes to nothing, it is no
-        trouble of this rank's: `Over`, and who describes what."""
+        trouble of this rank's: `GivenUp`, and who describes what."""
         try:
             self.agreements.join()
         except Mismatch as error:
             told = "; ".join(error.problems.lines()[:_SHOWN])
-            raise Over(f"{error.what}: {told}; {error.remedy}") from error
+            raise GivenUp(f"{error.what}: {told}; {error.remedy}") from error
 
     def last_of(self, rank: int) -> str:
         """A rank, and what is known of it."""
         return self.agreements.last_of(rank)
 
-    def absent(self, one: Round, who: Sequence[str]) -> Over:
+    def absent(self, one: Round, who: Sequence[str]) -> GivenUp:
         """Those have not saved in time."""
         late = f"did not save step {one.step} within {self.deadline_s:g} s"
-        return Over(f"{listed(who)} {late}; {ABSENT}")
+        return GivenUp(f"{listed(who)} {late}; {ABSENT}")
 
     def own_receipt(self, one: Round, listen: Callable[[Round], None]) -> Receipt:
         """Once this rank's files are durable, or never will be. `listen` looks whether another rank
-        has failed, and raises `Over` then."""
+        has failed, and raises `GivenUp` then."""
         if one.link is None or one.plan is None or one.agreement is None:
             return Receipt(problem=one.problem)
         began_s, durable = time.monotonic(), one.link.handle.durable
@@ -194,7 +194,7 @@ class Desk:
             return Receipt(problem=error.without_remedy())
         names = {file.name for file in one.link.files}
         items = {
-            item.name: Part(
+            item.name: ItemTally(
                 kind=item.kind, per_rank=item.per_rank, tensors=len(item.pieces),
                 size_bytes=item.size_bytes,
                 file=file if (file := one.plan.file_of[item.name]) in names else "",
@@ -219,7 +219,7 @@ class Desk:
         missing: Callable[[Sequence[str]], list[str]],
     ) -> dict[str, bytes]:
         """What others have to leave about a save. Raises at the first problem, or, when the time is
-        up, `Over` with those who are `missing`."""
+        up, `GivenUp` with those who are `missing`."""
 
         def meanwhile() -> None:
             self.join()
@@ -258,7 +258,7 @@ class Desk:
 
         group = self.board.until(look, began_s + self.deadline_s, rest=link.rest)
         if group is None:
-            raise Over(self.trouble(f"its flusher wrote nothing within {self.deadline_s:g} s"))
+            raise GivenUp(self.trouble(f"its flusher wrote nothing within {self.deadline_s:g} s"))
         one.own_s += time.monotonic() - began_s
         return group
 

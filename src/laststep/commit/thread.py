@@ -15,16 +15,16 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from laststep.commit.leader import Leading
-from laststep.commit.member import Following
-from laststep.commit.round import Over, Round
+from laststep.commit.leader import Leader
+from laststep.commit.member import Member
+from laststep.commit.round import GivenUp, Round
 from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.flush.protocol import Decide
 from laststep.process import threads
 
 if TYPE_CHECKING:
     from laststep.commit.replicas import Comparing
-    from laststep.commit.round import Desk
+    from laststep.commit.round import RoundContext
     from laststep.events import Bus
     from laststep.flush.handle import SaveHandle
     from laststep.flush.link import SaveLink
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     from laststep.plan.groups import Groups
     from laststep.plan.job import Agreement
     from laststep.ranks.group import Ranks
-    from laststep.saving.describe import Taken
+    from laststep.saving.describe import TakenState
 
 log = logging.getLogger(__name__)
 
 _NAME_BYTES = 8
 
 
-class Team:
+class CommitThread:
     """The ranks of a job, as this one sees them."""
 
-    def __init__(self, desk: Desk, groups: Groups, comparing: Comparing, bus: Bus) -> None:
+    def __init__(self, desk: RoundContext, groups: Groups, comparing: Comparing, bus: Bus) -> None:
         self.rank = desk.rank
         self.agreements = desk.agreements
         self._desk = desk
         self._comparing = comparing
-        self._part = Leading(desk, groups, bus) if desk.rank.is_first else Following(desk)
+        self._part = Leader(desk, groups, bus) if desk.rank.is_first else Member(desk)
         self._has_begun = False
         """Whether anything was left on a board."""
         self._rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
@@ -66,7 +66,7 @@ class Team:
         self,
         handle: SaveHandle,
         plan: SavePlan,
-        taken: Taken,
+        taken: TakenState,
         agreement: Agreement,
         *,
         overwrite: bool,
@@ -125,7 +125,7 @@ class Team:
             out = f", in which it takes no part: {one.problem}" if one.problem else ""
             self._desk.board.put(f"last/{self.rank.number}", f"step {one.step}{out}".encode())
             self._part.take_part(one)
-        except Over as over:
+        except GivenUp as over:
             return self._give_up(one, Aborted(str(over)), str(over))
         except LaststepError as error:
             return self._give_up(one, error, self._desk.trouble(error.without_remedy()))

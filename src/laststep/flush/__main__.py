@@ -7,7 +7,7 @@ import socket
 
 import msgspec
 
-from laststep.catalog.epochs import Writer
+from laststep.catalog.epochs import Trainer
 from laststep.catalog.retention import Keep
 from laststep.flush.protocol import Connection
 from laststep.flush.server import Flusher
@@ -28,7 +28,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     pool_fd: int
     pool_bytes: int
     socket_fd: int
-    trainer: Writer
+    trainer: Trainer
     trainer_pidfd: int
     writers: int
     keep: Keep | None

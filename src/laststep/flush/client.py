@@ -40,13 +40,13 @@ from laststep.flush.protocol import (
     Freed,
     Grouped,
     NoMetric,
-    Progress,
     Ready,
     Removed,
     Role,
     ToFlusher,
     ToTrainer,
     Witness,
+    WrittenBytes,
 )
 from laststep.process import interrupts, threads
 
@@ -80,7 +80,7 @@ class Helper(Protocol):
     def how_it_ended(self) -> str: ...
 
 
-class Start(Protocol):
+class JobStart(Protocol):
     """This start of the job, as its run knows it."""
 
     @property
@@ -103,7 +103,7 @@ Launch = Callable[[socket.socket], Helper]
 class Client:
     """Talks to one flusher at a time."""
 
-    def __init__(self, launch: Launch, pool: Pool, bus: Bus, start: Start) -> None:
+    def __init__(self, launch: Launch, pool: Pool, bus: Bus, start: JobStart) -> None:
         self._launch = launch
         self._job = start
         self._pool = pool
@@ -332,7 +332,7 @@ class Client:
             if not self._told_no_metric:  # it comes after every commit until one has it
                 self._told_no_metric = True
                 self._bus.emit(MetricMissing(reason=message.reason))
-        elif isinstance(message, Progress):
+        elif isinstance(message, WrittenBytes):
             link = self._links.get(message.save)
             if link is not None:
                 self._bus.emit(Written(step=link.handle.step, done_bytes=message.done_bytes,

@@ -27,7 +27,7 @@ from laststep.storage.registry import import_path
 if TYPE_CHECKING:
     import socket
 
-    from laststep.catalog.epochs import Writer
+    from laststep.catalog.epochs import Trainer
     from laststep.catalog.retention import Keep
     from laststep.flush.client import Helper
 
@@ -114,7 +114,7 @@ def start_process(
     end: socket.socket,
     *,
     run: str,
-    trainer: Writer,
+    trainer: Trainer,
     pool_fd: int,
     pool_bytes: int,
     writers: int,
@@ -153,7 +153,7 @@ def start_thread(
     pool: memoryview,
     *,
     run: str,
-    trainer: Writer,
+    trainer: Trainer,
     writers: int,
     keep: Keep | None,
 ) -> Helper:

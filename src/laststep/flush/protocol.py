@@ -140,7 +140,7 @@ class Begun(_Message, frozen=True, kw_only=True):
     at: AttemptName
 
 
-class Progress(_Message, frozen=True, kw_only=True):
+class WrittenBytes(_Message, frozen=True, kw_only=True):
     save: int
     done_bytes: int
 
@@ -199,7 +199,7 @@ class Ready(_Message, frozen=True, kw_only=True):
 
 ToFlusher = Begin | Located | Chunks | Seal | Gathered | Decide | Drop | Continue | Witness | Bye
 ToTrainer = (
-    Begun | Freed | Progress | Flushed | Grouped | Decided | Failed | Removed | NoMetric | Ready
+    Begun | Freed | WrittenBytes | Flushed | Grouped | Decided | Failed | Removed | NoMetric | Ready
 )
 
 _LENGTH = struct.Struct("<Q")

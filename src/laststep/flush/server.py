@@ -42,13 +42,13 @@ from laststep.flush.protocol import (
     Grouped,
     Located,
     NoMetric,
-    Progress,
     Ready,
     Removed,
     Seal,
     ToFlusher,
     ToTrainer,
     Witness,
+    WrittenBytes,
 )
 from laststep.flush.under_way import Save
 from laststep.flush.writer import SaveFlush
@@ -61,7 +61,7 @@ from laststep.terms import CHUNK_BYTES
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
-    from laststep.catalog.epochs import Writer
+    from laststep.catalog.epochs import Trainer
     from laststep.memory.filled import Filled
     from laststep.storage.store import Lock
 
@@ -80,7 +80,7 @@ class Flusher:
         pool: memoryview,
         *,
         run: str,
-        trainer: Writer,
+        trainer: Trainer,
         writers: int,
         keep: Keep | None,
     ) -> None:
@@ -296,7 +296,7 @@ class Flusher:
         now = time.monotonic()
         if save.flush is not None and now - save.reported_s > _PROGRESS_S:
             save.reported_s = now
-            self._send(Progress(save=save.begin.save, done_bytes=save.flush.written_bytes))
+            self._send(WrittenBytes(save=save.begin.save, done_bytes=save.flush.written_bytes))
 
     def _finish_all(self) -> None:
         while True:

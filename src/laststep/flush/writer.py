@@ -19,18 +19,18 @@ from laststep.errors import Exists, LaststepError, StorageFailed
 from laststep.flush.protocol import FileBegin
 from laststep.format.header import Header, ObjectEntry, encode_header
 from laststep.format.manifest import FileRecord
-from laststep.storage.store import Writer
+from laststep.storage.store import FileWriting
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
 
 if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 
-class _File(msgspec.Struct):
+class _ImageFile(msgspec.Struct):
     """One data file being written; `digests` and `tail` are filled by whoever writes the chunk."""
 
     plan: FileBegin
-    writer: Writer
+    writer: FileWriting
     digests: bytearray
     tail: bytes = b""
     written_bytes: int = 0
@@ -46,7 +46,7 @@ class SaveFlush:
         self._store = store
         self._lock = threading.Lock()
         self._error: LaststepError | None = None
-        self._files: list[_File] = []
+        self._files: list[_ImageFile] = []
         self._folders = {f"{folder}/{plan.name}".rpartition("/")[0]: None for plan in files}
         """In which the files lie: the attempt's own, or one within it."""
         try:
@@ -57,7 +57,7 @@ class SaveFlush:
                 expected = plan.region_bytes + plan.tensor_bytes
                 writer = store.open_writer(f"{folder}/{plan.name}", expected_bytes=expected)
                 blocks = -(-plan.tensor_bytes // BLOCK_BYTES)
-                self._files.append(_File(plan, writer, bytearray(blocks * DIGEST_BYTES)))
+                self._files.append(_ImageFile(plan, writer, bytearray(blocks * DIGEST_BYTES)))
         except LaststepError as error:
             self.fail(error)
 
@@ -91,7 +91,7 @@ class SaveFlush:
                 )
             )
 
-    def _write(self, target: _File, start: int, image: memoryview, size_bytes: int) -> None:
+    def _write(self, target: _ImageFile, start: int, image: memoryview, size_bytes: int) -> None:
         sums = block_digests(image[:size_bytes])
         first = start // BLOCK_BYTES * DIGEST_BYTES
         target.digests[first : first + len(sums)] = sums
@@ -127,7 +127,7 @@ class SaveFlush:
         for file in self._files:
             file.writer.close()
 
-    def _finish_file(self, file: _File, objects: list[tuple[str, bytes]]) -> FileRecord:
+    def _finish_file(self, file: _ImageFile, objects: list[tuple[str, bytes]]) -> FileRecord:
         error = self.error
         if error is not None:
             raise error
@@ -161,7 +161,7 @@ class SaveFlush:
             self._store.make_folder(place, parents=False)
 
     @staticmethod
-    def _write_aligned(writer: Writer, offset: int, data: bytes) -> None:
+    def _write_aligned(writer: FileWriting, offset: int, data: bytes) -> None:
         """Write bytes from ordinary memory through a page-aligned copy."""
         with mmap.mmap(-1, align_up(max(len(data), 1), ALIGN_BYTES)) as buffer:
             buffer[: len(data)] = data

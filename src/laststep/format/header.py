@@ -86,7 +86,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 _Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_OFFSET)]
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+class _RawEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One entry as safetensors writes it."""
 
     dtype: str
@@ -177,10 +177,10 @@ def _json_of(header: Header) -> bytes:
         if code is None:
             dtypes[tensor.name] = (tensor.dtype, shape)
             code, shape = "U8", (tensor.stop - tensor.start,)
-        entries[tensor.name] = _Entry(code, shape, (tensor.start, tensor.stop))
+        entries[tensor.name] = _RawEntry(code, shape, (tensor.start, tensor.stop))
     for stored in header.objects:
         size = stored.stop - stored.start
-        entries[stored.name] = _Entry("U8", (size,), (stored.start, stored.stop))
+        entries[stored.name] = _RawEntry("U8", (size,), (stored.start, stored.stop))
     document = _Laststep(
         item=header.item,
         tensor_bytes=header.tensor_bytes,
@@ -390,9 +390,9 @@ def _document(metadata: object, where: str) -> _Laststep:
         raise _corrupt(where, f"unsound metadata: {error}") from None
 
 
-def _entries(parsed: dict[str, object], where: str) -> dict[str, _Entry]:
+def _entries(parsed: dict[str, object], where: str) -> dict[str, _RawEntry]:
     try:
-        return msgspec.convert(parsed, dict[str, _Entry])
+        return msgspec.convert(parsed, dict[str, _RawEntry])
     except msgspec.ValidationError as error:
         raise _corrupt(where, f"an unsound entry: {error}") from None
 
@@ -414,7 +414,7 @@ def _blocks(text: str, where: str) -> bytes:
         raise _corrupt(where, "block digests that are no base64") from None
 
 
-def _tensor(name: str, entry: _Entry, where: str) -> TensorEntry:
+def _tensor(name: str, entry: _RawEntry, where: str) -> TensorEntry:
     dtype = _NAME_OF_CODE.get(entry.dtype)
     if dtype is None:
         if entry.dtype in _SUB_BYTE_CODES:
@@ -430,7 +430,7 @@ def _tensor(name: str, entry: _Entry, where: str) -> TensorEntry:
 
 
 def _sorted_out(
-    entries: dict[str, _Entry],
+    entries: dict[str, _RawEntry],
     digests: dict[str, bytes],
     dtypes: dict[str, tuple[str, tuple[int, ...]]],
     where: str,
@@ -464,7 +464,7 @@ def _sorted_out(
     return tuple(tensors), tuple(objects)
 
 
-def _own_tensor(name: str, entry: _Entry, where: str) -> TensorEntry:
+def _own_tensor(name: str, entry: _RawEntry, where: str) -> TensorEntry:
     try:
         return _tensor(name, entry, where)
     except Usage as error:  # we never write such a dtype

@@ -47,7 +47,7 @@ class ItemSpec:
         return sum(piece.size_bytes for piece in self.pieces)
 
 
-class Placed(NamedTuple):
+class PlacedPiece(NamedTuple):
     """A piece (by item and index) and the byte at which it starts in its file's data."""
 
     item: int
@@ -62,7 +62,7 @@ class FilePlan:
 
     name: str
     item: str | None
-    placed: tuple[Placed, ...]
+    placed: tuple[PlacedPiece, ...]
     entries: tuple[TensorEntry, ...]
     object_names: tuple[str, ...]
     tensor_bytes: int
@@ -162,7 +162,7 @@ def _place(
     for index, number in refs:
         spec = items[index].pieces[number]
         alike.setdefault((spec.device, spec.dtype), []).append((index, number, spec))
-    placed: list[Placed] = []
+    placed: list[PlacedPiece] = []
     entries: list[TensorEntry] = []
     parts: dict[str, PartEntry] = {}
     offset = 0
@@ -170,7 +170,7 @@ def _place(
         for index, number, spec in alike[key]:
             stop = offset + spec.size_bytes
             name_in_file = spec.name if item is not None else f"{items[index].name}/{spec.name}"
-            placed.append(Placed(index, number, offset, stop))
+            placed.append(PlacedPiece(index, number, offset, stop))
             entries.append(TensorEntry(name_in_file, key[1], spec.shape, offset, stop))
             if spec.part is not None:
                 parts[name_in_file] = PartEntry(*spec.part)

@@ -18,11 +18,11 @@ from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from laststep.plan.sources import Source
+    from laststep.plan.sources import WriterSource
     from laststep.plan.wants import Wants
 
 
-class Stored(NamedTuple):
+class FileBox(NamedTuple):
     """A box of a tensor that lies in a file, at bytes [start, stop) of its tensor area."""
 
     tensor: int
@@ -40,9 +40,9 @@ class Chunk:
     file: int
     start: int
     stop: int
-    stored: tuple[Stored, ...]
+    stored: tuple[FileBox, ...]
 
-    def boxes(self) -> Iterator[tuple[Stored, Box, int]]:
+    def boxes(self) -> Iterator[tuple[FileBox, Box, int]]:
         """The boxes that lie in it, each with the byte at which it begins, in the chunk."""
         for one in self.stored:
             first = max(self.start - one.start, 0) // one.itemsize
@@ -62,14 +62,14 @@ def _moved(box: Box, by: tuple[int, ...]) -> Box:
 
 def chunks_of(
     rank: int,
-    source: Source,
-    stored: Sequence[Stored],
+    source: WriterSource,
+    stored: Sequence[FileBox],
     wants: Wants,
     tensor_bytes: Mapping[int, int],
 ) -> list[Chunk]:
     """The chunks that a rank reads of a source's files, in which `stored` lies; `tensor_bytes` says
     how long the tensor area of each is."""
-    grid: dict[tuple[int, int], list[Stored]] = {}
+    grid: dict[tuple[int, int], list[FileBox]] = {}
     for one in stored:
         for number in range(one.start // CHUNK_BYTES, -(-one.stop // CHUNK_BYTES)):
             grid.setdefault((one.file, number), []).append(one)
@@ -80,7 +80,7 @@ def chunks_of(
     readers = frozenset(source.readers)
 
     @functools.cache
-    def everybody(one: Stored) -> list[tuple[int, int]]:
+    def everybody(one: FileBox) -> list[tuple[int, int]]:
         ranks = wants.ranks(wants.of_box(one.tensor, one.box))
         return _outer(reach(one) if readers.issuperset(ranks) else _reach(one, ranks, wants))
 
@@ -106,7 +106,7 @@ def chunks_of(
 
 
 def _reach(
-    stored: Stored, ranks: tuple[int, ...], wants: Wants
+    stored: FileBox, ranks: tuple[int, ...], wants: Wants
 ) -> list[tuple[int, int, tuple[int, ...]]]:
     """The bytes of the file that these ranks want of a stored box, from the first to the last."""
     return [
@@ -125,7 +125,7 @@ def _outer(reach: list[tuple[int, int, tuple[int, ...]]]) -> list[tuple[int, int
     return found
 
 
-def _trimmed(chunk: Chunk, reach: Callable[[Stored], list[tuple[int, int]]]) -> Chunk | None:
+def _trimmed(chunk: Chunk, reach: Callable[[FileBox], list[tuple[int, int]]]) -> Chunk | None:
     """The blocks of a chunk from the first to the last of which somebody wants something."""
     start, stop = chunk.stop, chunk.start
     for one in chunk.stored:
@@ -140,7 +140,7 @@ def _trimmed(chunk: Chunk, reach: Callable[[Stored], list[tuple[int, int]]]) -> 
     return Chunk(chunk.file, start, stop, held)
 
 
-def _ranges(stored: Stored, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:
+def _ranges(stored: FileBox, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]]:
     """The bytes of the file from the first to the last element that is wanted of a stored box."""
     for box in boxes:
         common = stored.box.meet(box)

@@ -46,7 +46,7 @@ class Replicas(enum.IntEnum):
     """A forward pass changes it on each of them: likewise, and they need not be equal."""
 
 
-class Tensor(NamedTuple):
+class TableTensor(NamedTuple):
     """A tensor as a rank describes it; without a layout, the rank holds all of it."""
 
     name: str
@@ -56,19 +56,19 @@ class Tensor(NamedTuple):
     replicas: Replicas = Replicas.EQUAL
 
 
-class Item(NamedTuple):
+class TableItem(NamedTuple):
     """An item as a rank describes it. What is `per_rank` is written by every rank for itself."""
 
     name: str
     kind: str
     per_rank: bool
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TableTensor, ...]
     ties: tuple[tuple[str, str], ...] = ()
     """Names of tensors that are others by another name, and of which. Told where tensors lie in
     parts: a rank cannot see that two of which it holds nothing are one."""
 
 
-Table = tuple[Item, ...]
+Table = tuple[TableItem, ...]
 Key = tuple[str, str]
 """An item and the name of a tensor of it."""
 
@@ -94,7 +94,7 @@ def decode_table(data: bytes) -> Table:
     items, plain = msgspec.msgpack.decode(data)
     layouts = [from_plain(one) for one in plain]
     return tuple(
-        Item(name, kind, per_rank, tuple(_tensor(layouts, *tensor) for tensor in tensors),
+        TableItem(name, kind, per_rank, tuple(_tensor(layouts, *tensor) for tensor in tensors),
              tuple((name, first) for name, first in ties))
         for name, kind, per_rank, tensors, ties in items
     )  # fmt: skip
@@ -107,9 +107,9 @@ def _tensor(
     shape: Sequence[int],
     number: int | None,
     replicas: int = 0,
-) -> Tensor:
+) -> TableTensor:
     layout = None if number is None else layouts[number]
-    found = Tensor(name, dtype, counts(shape), layout, Replicas(replicas))
+    found = TableTensor(name, dtype, counts(shape), layout, Replicas(replicas))
     if found.layout is not None and found.layout.shape != found.shape:
         raise ValueError(f"{name} has not the shape of its layout")
     return found
@@ -162,7 +162,7 @@ def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
         members.setdefault(table, []).append(rank)
     classes = tuple(RankClass(tables[table], tuple(ranks)) for table, ranks in members.items())
     class_of = {rank: number for number, one in enumerate(classes) for rank in one.ranks}
-    told: dict[Key, list[tuple[Tensor, int]]] = {}
+    told: dict[Key, list[tuple[TableTensor, int]]] = {}
     problems = _item_problems(classes)
     for number, one in enumerate(classes):
         for item in one.table:
@@ -194,7 +194,7 @@ def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
 
 
 def _drop_unseen_ties(
-    told: dict[Key, list[tuple[Tensor, int]]], classes: Sequence[RankClass]
+    told: dict[Key, list[tuple[TableTensor, int]]], classes: Sequence[RankClass]
 ) -> None:
     """What ranks that hold nothing of a tensor take for one of its own, and others know to be tied,
     is tied."""
@@ -218,7 +218,7 @@ def _item_problems(classes: Sequence[RankClass]) -> list[str]:
 
 
 def _tensor_problems(
-    key: Key, tellings: list[tuple[Tensor, int]], classes: Sequence[RankClass]
+    key: Key, tellings: list[tuple[TableTensor, int]], classes: Sequence[RankClass]
 ) -> list[str]:
     forms: dict[str, list[int]] = {}
     for tensor, number in tellings:
@@ -240,7 +240,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _layouts(
-    tellings: list[tuple[Tensor, int]],
+    tellings: list[tuple[TableTensor, int]],
     classes: Sequence[RankClass],
     wholes: dict[tuple[tuple[int, ...], Shape, bool], Layout],
 ) -> tuple[Layout, ...]:
@@ -264,7 +264,9 @@ def _layouts(
     return tuple(found)
 
 
-def _gaps(told: dict[Key, list[tuple[Tensor, int]]], classes: Sequence[RankClass]) -> list[str]:
+def _gaps(
+    told: dict[Key, list[tuple[TableTensor, int]]], classes: Sequence[RankClass]
+) -> list[str]:
     """Ranks of a mesh that do not describe a tensor that is laid out on it: their part of it would
     be written by nobody."""
     meshes: dict[tuple[Mesh, tuple[int, ...]], int | None] = {}

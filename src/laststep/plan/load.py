@@ -20,7 +20,7 @@ class Want(NamedTuple):
     target: int
 
 
-class Part(NamedTuple):
+class ReadPart(NamedTuple):
     """The piece of a read that belongs to one target."""
 
     target: int
@@ -38,7 +38,7 @@ class Read:
     file: int
     start: int
     stop: int
-    parts: tuple[Part, ...]
+    parts: tuple[ReadPart, ...]
 
 
 def plan_reads(file: int, tensor_bytes: int, wants: list[Want]) -> list[Read]:
@@ -73,7 +73,7 @@ def _ranges(wants: list[Want], tensor_bytes: int) -> list[tuple[int, int]]:
 
 def _with_parts(reads: list[Read], wants: list[Want]) -> list[Read]:
     """Hand each read the parts of the wants that it holds; both are sorted by offset."""
-    parts: list[list[Part]] = [[] for _ in reads]
+    parts: list[list[ReadPart]] = [[] for _ in reads]
     first = 0
     for want in wants:
         while first < len(reads) and reads[first].stop <= want.start:
@@ -83,7 +83,7 @@ def _with_parts(reads: list[Read], wants: list[Want]) -> list[Read]:
             read = reads[number]
             start, stop = max(read.start, want.start), min(read.stop, want.stop)
             parts[number].append(
-                Part(want.target, start - read.start, start - want.start, stop - start)
+                ReadPart(want.target, start - read.start, start - want.start, stop - start)
             )
             number += 1
     return [

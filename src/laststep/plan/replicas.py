@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from laststep.plan.job import Agreement, Key
 
 
-class Held(NamedTuple):
+class ReplicatedTensors(NamedTuple):
     """Tensors that the ranks of the same classes hold, and the lowest of these ranks, whose are
     stored."""
 
@@ -23,7 +23,7 @@ class Held(NamedTuple):
     lowest: int
 
 
-def held_alike(agreement: Agreement) -> tuple[Held, ...]:
+def held_alike(agreement: Agreement) -> tuple[ReplicatedTensors, ...]:
     """All that should be equal on several ranks, in an order that is the same for everybody."""
     holders: dict[Key, list[int]] = {}
     for number, one in enumerate(agreement.classes):
@@ -36,6 +36,8 @@ def held_alike(agreement: Agreement) -> tuple[Held, ...]:
         if sum(len(agreement.classes[number].ranks) for number in numbers) > 1:
             alike.setdefault(tuple(numbers), []).append(key)
     return tuple(
-        Held(numbers, tuple(keys), min(agreement.classes[one].ranks[0] for one in numbers))
+        ReplicatedTensors(
+            numbers, tuple(keys), min(agreement.classes[one].ranks[0] for one in numbers)
+        )
         for numbers, keys in alike.items()
     )

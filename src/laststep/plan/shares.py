@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.state.boxes import Box
-from laststep.state.layouts import Copies
+from laststep.state.layouts import Holders
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Share(NamedTuple):
     held: Box
 
 
-class Entry(NamedTuple):
+class LineBox(NamedTuple):
     """A box that all ranks of a line hold."""
 
     tensor: int
@@ -65,8 +65,8 @@ class Entry(NamedTuple):
 class Line:
     """What some ranks hold in common, cut into pieces, one for each writer."""
 
-    copies: tuple[Copies, ...]
-    entries: tuple[Entry, ...]
+    copies: tuple[Holders, ...]
+    entries: tuple[LineBox, ...]
     starts: tuple[int, ...] = field(repr=False)
     """The byte of the line at which each entry begins, and its end."""
 
@@ -141,18 +141,18 @@ class Line:
         return ((byte + 1) * self.pieces - 1) // max(self.size_bytes, 1)
 
 
-class _Part(NamedTuple):
+class _HeldBoxes(NamedTuple):
     """What a rank holds under a layout: the ranks that hold the same, its boxes, their elements."""
 
-    copies: tuple[Copies, ...]
+    copies: tuple[Holders, ...]
     held: tuple[Box, ...]
     volumes: tuple[int, ...]
 
 
 def lines_of(rank: int, tensors: Sequence[Spread]) -> list[Line]:
     """All that a rank holds together with others, or alone."""
-    lines: dict[tuple[Copies, ...], list[Entry]] = {}
-    parts: dict[int, _Part] = {}
+    lines: dict[tuple[Holders, ...], list[LineBox]] = {}
+    parts: dict[int, _HeldBoxes] = {}
     for number, (itemsize, layouts) in enumerate(tensors):
         writing = writing_layouts(layouts)
         for layout in writing:
@@ -166,7 +166,7 @@ def lines_of(rank: int, tensors: Sequence[Spread]) -> list[Line]:
                 if len(writing) > 1:
                     copies = tuple(c for one in writing if (c := one.copies(held)) is not None)
                 lines.setdefault(copies, []).extend(
-                    Entry(number, box, volume * itemsize)
+                    LineBox(number, box, volume * itemsize)
                     for box, volume in zip(held, part.volumes, strict=True)
                 )
                 break
@@ -177,14 +177,14 @@ def lines_of(rank: int, tensors: Sequence[Spread]) -> list[Line]:
     ]  # fmt: skip
 
 
-def _part(rank: int, layout: Layout) -> _Part:
+def _part(rank: int, layout: Layout) -> _HeldBoxes:
     at = layout.mesh.coordinate(rank)
     if at is None:
-        return _Part((), (), ())
+        return _HeldBoxes((), (), ())
     cutting, held = layout.cutting, layout.held(rank)
     place = tuple(one if axis in cutting else 0 for axis, one in enumerate(at))
-    copies = (Copies(layout.mesh, place, cutting),)
-    return _Part(copies, held, tuple(box.volume for box in held))
+    copies = (Holders(layout.mesh, place, cutting),)
+    return _HeldBoxes(copies, held, tuple(box.volume for box in held))
 
 
 def shares_of(rank: int, tensors: Sequence[Spread]) -> list[Share]:
@@ -206,7 +206,7 @@ def writing_layouts(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
     return tuple(layout for layout in layouts if layout.cuts() == cuts)
 
 
-def _rows(entry: Entry, low: int, high: int) -> Box | None:
+def _rows(entry: LineBox, low: int, high: int) -> Box | None:
     """The whole rows that begin at bytes [low, high) of a held box."""
     if low <= 0 < entry.size_bytes <= high:
         return entry.held

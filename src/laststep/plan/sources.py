@@ -14,20 +14,20 @@ import bisect
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.plan.shares import Line, Spread, lines_of, size_of, writing_layouts
-from laststep.plan.wants import Some, Wants, union
+from laststep.plan.wants import RanksWanting, Wants, union
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from laststep.plan.gather import Stored
+    from laststep.plan.gather import FileBox
     from laststep.state.layouts import Mesh
 
 FEW_READERS = 16
 """Up to so many ranks look at the same files; of more, only as many as there is to read for."""
 
 
-class Source(NamedTuple):
+class WriterSource(NamedTuple):
     """A rank that wrote, and the ranks that read its files now."""
 
     writer: int
@@ -54,13 +54,13 @@ def _turns(ranks: int, size_bytes: int, pieces: int) -> int:
     return min(ranks, chunks, max(2, -(-2 * ranks // pieces)))
 
 
-def known_sources(stored: Mapping[int, Sequence[Stored]], wants: Wants) -> Iterator[Source]:
+def known_sources(stored: Mapping[int, Sequence[FileBox]], wants: Wants) -> Iterator[WriterSource]:
     """All sources, where everything is known of what lies in the files of each writer."""
     for writer, some in stored.items():
         ranks = wants.ranks(union([wants.of_box(one.tensor, one.box) for one in some]))
         if ranks:
             size_bytes = sum(one.stop - one.start for one in some)
-            yield Source(writer, readers_of(ranks, writer, size_bytes))
+            yield WriterSource(writer, readers_of(ranks, writer, size_bytes))
 
 
 class Ledger:
@@ -73,18 +73,18 @@ class Ledger:
         for spread in spreads:
             for layout in writing_layouts(spread.layouts):
                 self._cuts[layout.mesh, layout.cutting] = None
-        self._standing: dict[int, _Standing] = {}
-        self._alike: dict[tuple[object, ...], _Standing] = {}
+        self._standing: dict[int, _LinesOfPlace] = {}
+        self._alike: dict[tuple[object, ...], _LinesOfPlace] = {}
         self._known: dict[tuple[object, ...], Line] = {}
-        self._common: dict[int, frozenset[Some] | None] = {}
+        self._common: dict[int, frozenset[RanksWanting] | None] = {}
 
-    def sources(self, rank: int) -> Iterator[Source]:
+    def sources(self, rank: int) -> Iterator[WriterSource]:
         """The sources that a rank is a reader of."""
         for line, pieces in self._pieces_for(rank):
             for piece, readers in self._turns_of(rank, line, pieces):
                 writer = line.writer(piece)
                 if self._leading(writer) is line:
-                    yield Source(writer, readers)
+                    yield WriterSource(writer, readers)
 
     def _pieces_for(self, rank: int) -> Iterator[tuple[Line, list[range]]]:
         """The lines that hold something for a rank, and in which of their pieces."""
@@ -123,7 +123,7 @@ class Ledger:
                 if rank in readers:
                     yield piece, readers
 
-    def _place(self, rank: int, some: frozenset[Some]) -> tuple[int, int]:
+    def _place(self, rank: int, some: frozenset[RanksWanting]) -> tuple[int, int]:
         """Which of these a rank is, and how many they are."""
         ranks = self._wants.ranks(some)
         return bisect.bisect_left(ranks, rank), len(ranks)
@@ -136,7 +136,7 @@ class Ledger:
             common = union([self._wants.of_box(share.tensor, share.box) for share in shares])
         return self._wants.ranks(common)
 
-    def _wanted_alike(self, line: Line) -> frozenset[Some] | None:
+    def _wanted_alike(self, line: Line) -> frozenset[RanksWanting] | None:
         """Who wants something of each piece of a line, if those are always the same."""
         if id(line) not in self._common:
             found = {self._wants.of_box(entry.tensor, entry.held) for entry in line.entries}
@@ -157,7 +157,7 @@ class Ledger:
                 best = size, line
         return None if best is None else best[1]
 
-    def _of(self, rank: int) -> _Standing:
+    def _of(self, rank: int) -> _LinesOfPlace:
         """What a rank holds; who stands alike in every way in which tensors are cut holds that
         too."""
         found = self._standing.get(rank)
@@ -171,13 +171,13 @@ class Ledger:
             if found is None:
                 lines = lines_of(rank, self._spreads)
                 # Others hold some of these too, and not all: one object each, whoever asks.
-                found = _Standing([self._known.setdefault(line.copies, line) for line in lines])
+                found = _LinesOfPlace([self._known.setdefault(line.copies, line) for line in lines])
                 self._alike[where] = found
             self._standing[rank] = found
         return found
 
 
-class _Standing:
+class _LinesOfPlace:
     """The lines that ranks hold which stand alike."""
 
     def __init__(self, lines: list[Line]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from laststep.state.boxes import Box, whole
-from laststep.state.layouts import Layout, Mesh, Replicate, Sharded, Span, from_plain, to_plain
+from laststep.state.layouts import Layout, Mesh, MeshRange, Replicate, Sharded, from_plain, to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -41,14 +41,14 @@ def decode_wish(data: bytes) -> Wish:
     return {int(t): None if number < 0 else layouts[number] for t, number in table.items()}
 
 
-class Some(NamedTuple):
+class RanksWanting(NamedTuple):
     """Ranks that want something of a box: those of a span, or of them only some classes."""
 
-    span: Span
+    span: MeshRange
     classes: tuple[int, ...] | None
 
 
-class _Told(NamedTuple):
+class _WantedLayout(NamedTuple):
     """A layout in which a tensor is wanted, and by which classes, unless by its whole mesh."""
 
     layout: Layout
@@ -68,10 +68,10 @@ class Wants:
         self._shapes = shapes
         self._wholes: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
         self._complete: dict[tuple[Mesh, tuple[int, ...]], bool] = {}
-        self._ranks: dict[frozenset[Some], tuple[int, ...]] = {}
+        self._ranks: dict[frozenset[RanksWanting], tuple[int, ...]] = {}
         self._told = functools.cache(self._work_out)
         # By the identity of layouts, which many tensors share, and which live as long as this.
-        self._spans: dict[tuple[int, Box], tuple[Span, ...]] = {}
+        self._spans: dict[tuple[int, Box], tuple[MeshRange, ...]] = {}
         self._held: dict[tuple[int, int], tuple[Box, ...]] = {}
 
     def tensors(self, rank: int) -> list[int]:
@@ -100,15 +100,15 @@ class Wants:
         """Whether all who want something of a tensor want all of it."""
         return not any(told.layout.cutting for told in self._told(tensor))
 
-    def of_box(self, tensor: int, box: Box) -> frozenset[Some]:
+    def of_box(self, tensor: int, box: Box) -> frozenset[RanksWanting]:
         """Who wants something of a box."""
         return frozenset(
-            Some(span, told.classes)
+            RanksWanting(span, told.classes)
             for told in self._told(tensor)
             for span in self._holders(told.layout, box)
         )
 
-    def ranks(self, some: frozenset[Some]) -> tuple[int, ...]:
+    def ranks(self, some: frozenset[RanksWanting]) -> tuple[int, ...]:
         """All ranks of these, in order."""
         if some not in self._ranks:
             found: set[int] = set()
@@ -140,13 +140,13 @@ class Wants:
             self._held[case] = layout.held(rank)
         return self._held[case]
 
-    def _holders(self, layout: Layout, box: Box) -> tuple[Span, ...]:
+    def _holders(self, layout: Layout, box: Box) -> tuple[MeshRange, ...]:
         case = (id(layout), box)
         if case not in self._spans:
             self._spans[case] = layout.holders(box)
         return self._spans[case]
 
-    def _work_out(self, tensor: int) -> tuple[_Told, ...]:
+    def _work_out(self, tensor: int) -> tuple[_WantedLayout, ...]:
         tellers: dict[Layout | None, list[int]] = {}
         for number, wish in enumerate(self._wishes):
             if tensor in wish:
@@ -155,10 +155,10 @@ class Wants:
         for layout, numbers in tellers.items():
             classes = tuple(numbers)
             if layout is None:
-                found.append(_Told(self._whole_on(classes, self._shapes[tensor]), None))
+                found.append(_WantedLayout(self._whole_on(classes, self._shapes[tensor]), None))
             else:
                 complete = self._is_complete(layout.mesh, classes)
-                found.append(_Told(layout, None if complete else classes))
+                found.append(_WantedLayout(layout, None if complete else classes))
         return tuple(found)
 
     def _whole_on(self, classes: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
@@ -190,6 +190,6 @@ def _standing_alike(
     return [tuple(some) for some in found.values()]
 
 
-def union(parts: Iterable[frozenset[Some]]) -> frozenset[Some]:
+def union(parts: Iterable[frozenset[RanksWanting]]) -> frozenset[RanksWanting]:
     """Whoever wants something of any."""
     return frozenset(itertools.chain.from_iterable(parts))

@@ -31,7 +31,7 @@ _NAMES = ("INT", "TERM", "HUP", "QUIT", "ALRM", "USR1", "USR2", "VTALRM", "PROF"
 _NUMBERS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(signal, f"SIG{name}"))
 """Those that people, launchers and timers send. To look at all of them takes five times as long."""
 
-_holding: Held | None = None
+_holding: HeldHandlers | None = None
 """Of the main thread."""
 
 
@@ -39,7 +39,7 @@ def _on_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
-class Held:
+class HeldHandlers:
     """Handlers wait until the outermost of these is over: `with held(): …`."""
 
     def __init__(self) -> None:
@@ -90,9 +90,9 @@ class Held:
         self._before[number](number, frame)
 
 
-def held() -> Held:
+def held() -> HeldHandlers:
     """Let no handler run inside, except where one is let in. May be nested."""
-    return Held()
+    return HeldHandlers()
 
 
 def let_in() -> None:

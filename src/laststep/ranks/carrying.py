@@ -31,7 +31,7 @@ T = TypeVar("T")
 _WAIT_ON_HOST = "TORCH_NCCL_BLOCKING_WAIT"
 
 
-class Under:
+class Transit:
     """Bytes that are under way, both ways."""
 
     def __init__(self, works: list[Work], came: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class Carrier:
         self.group = group
         self.device = device
 
-    def swap(self, to: int, data: torch.Tensor, source: int, come_bytes: int, tag: int) -> Under:
+    def swap(self, to: int, data: torch.Tensor, source: int, come_bytes: int, tag: int) -> Transit:
         """Begin to send bytes to one rank and to take bytes from another; either may be none. The
         other two do the same at the same point of their own swaps."""
         came = torch.empty(come_bytes, dtype=torch.uint8, device=self.device)
@@ -61,7 +61,7 @@ class Carrier:
             both.append(dist.P2POp(dist.isend, data, group=self.group, tag=tag, group_peer=to))
         if come_bytes:
             both.append(dist.P2POp(dist.irecv, came, group=self.group, tag=tag, group_peer=source))
-        return Under(dist.batch_isend_irecv(both) if both else [], came)
+        return Transit(dist.batch_isend_irecv(both) if both else [], came)
 
     def tell(self, who: int, data: torch.Tensor | None, size_bytes: int) -> torch.Tensor:
         """One rank's bytes, on all."""
@@ -86,7 +86,7 @@ class DeviceCarrier(Carrier):
             self.abandon()
             raise
 
-    def swap(self, to: int, data: torch.Tensor, source: int, come_bytes: int, tag: int) -> Under:
+    def swap(self, to: int, data: torch.Tensor, source: int, come_bytes: int, tag: int) -> Transit:
         swap = super().swap
         return _within(lambda: swap(to, data, source, come_bytes, tag))
 

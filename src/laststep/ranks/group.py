@@ -29,7 +29,7 @@ from laststep.errors import (
 )
 from laststep.process import shortage
 from laststep.ranks.arriving import awaited
-from laststep.ranks.carrying import HOST, Carrier, DeviceCarrier, Under, has_nccl
+from laststep.ranks.carrying import HOST, Carrier, DeviceCarrier, Transit, has_nccl
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -52,11 +52,11 @@ WORTH_BYTES = 256 << 20
 """Where no rank passes on as much, connecting over NCCL would take longer than it saves."""
 
 
-class _Coming(NamedTuple):
+class _IncomingParcel(NamedTuple):
     """A parcel that is coming, while another goes."""
 
-    head: Under
-    data: Under
+    head: Transit
+    data: Transit
 
 
 class Ranks(Protocol):
@@ -117,7 +117,7 @@ class Alone:
         return iter(())
 
 
-class Group:
+class RankGroup:
     """The ranks of a job of several; made by all of them at once."""
 
     def __init__(self, rank: Rank, name: str, *, deadline_s: float) -> None:
@@ -239,7 +239,7 @@ class Group:
         come = torch.empty_like(told)
         _asked(lambda: dist.all_to_all_single(come, told, group=self._group))
         sizes = come.tolist()
-        coming: _Coming | None = None
+        coming: _IncomingParcel | None = None
         for apart in range(1, self.size):
             to, source = (mine + apart) % self.size, (mine - apart) % self.size
             (head, data), (head_bytes, data_bytes) = out[to], sizes[source]
@@ -248,7 +248,7 @@ class Group:
             swap = functools.partial(self._swap, to=to, source=source)
             before, coming = (
                 coming,
-                _Coming(
+                _IncomingParcel(
                     swap(self._host, _tensor(head), come_bytes=head_bytes, tag=0),
                     swap(self._carrier, data, come_bytes=data_bytes, tag=1),
                 ),
@@ -259,7 +259,7 @@ class Group:
     @staticmethod
     def _swap(
         carrier: Carrier, data: torch.Tensor, *, to: int, source: int, come_bytes: int, tag: int
-    ) -> Under:
+    ) -> Transit:
         return _asked(lambda: carrier.swap(to, data, source, come_bytes, tag))
 
     @staticmethod
@@ -272,7 +272,7 @@ class Group:
         self._host.close()
 
 
-def _arrived(coming: _Coming | None) -> Iterator[Parcel]:
+def _arrived(coming: _IncomingParcel | None) -> Iterator[Parcel]:
     if coming is None:
         return
     head, data = _asked(coming.head.wait), _asked(coming.data.wait)

@@ -18,7 +18,7 @@ from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from laststep.storage.store import Reader
+    from laststep.storage.store import FileReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Damage:
 class Extent(NamedTuple):
     """Bytes [start, stop) of a data file and their digests: of each block, or one of all of it."""
 
-    reader: Reader
+    reader: FileReading
     file: str
     where: str
     start: int

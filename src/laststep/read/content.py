@@ -20,7 +20,7 @@ from laststep.errors import Corrupt, Mismatch, NotFound, Usage
 from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.plan.files import SHARED_FILE, TABLE_NAME, tree_name
 from laststep.plan.job import Agreement, Table, agree, decode_table
-from laststep.read.entries import Stored, stored_in
+from laststep.read.entries import StoredBox, stored_in
 from laststep.read.files import DataFile, close_files, open_file
 from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.stored import StoredItem, TensorSpec, decode_item
@@ -214,7 +214,7 @@ class Content:
                     place = Place(number, entry.start, entry.stop, stored.box)
                     yield (stored.item, stored.tensor), place
 
-    def _check_spec(self, stored: Stored, where: str) -> None:
+    def _check_spec(self, stored: StoredBox, where: str) -> None:
         """Note what a tensor is, and see that all its parts say the same of it."""
         spec = stored.spec
         known = self._specs.setdefault((stored.item, stored.tensor), spec)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from laststep.format.header import Header, TensorEntry
 
 
-class Stored(NamedTuple):
+class StoredBox(NamedTuple):
     """What one entry holds: a box of a tensor of an item, mostly all of it."""
 
     item: str
@@ -40,16 +40,16 @@ class Stored(NamedTuple):
         return f"{self.name}[{box_text(self.box)}]"
 
 
-def stored_in(header: Header, entry: TensorEntry) -> Stored:
+def stored_in(header: Header, entry: TensorEntry) -> StoredBox:
     """What an entry of a file is; names in a file of one item do not repeat the item's name."""
     item, name = header.item, entry.name
     if item is None:
         item, _, name = entry.name.partition("/")
     part = header.parts.get(entry.name)
     if part is None:
-        return Stored(item, name, TensorSpec(entry.dtype, entry.shape), whole(entry.shape))
+        return StoredBox(item, name, TensorSpec(entry.dtype, entry.shape), whole(entry.shape))
     stop = tuple(map(operator.add, part.start, entry.shape))
-    return Stored(item, part.tensor, TensorSpec(entry.dtype, part.shape), Box(part.start, stop))
+    return StoredBox(item, part.tensor, TensorSpec(entry.dtype, part.shape), Box(part.start, stop))
 
 
 def item_of_object(name: str) -> str | None:

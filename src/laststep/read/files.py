@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from laststep.format.header import ObjectEntry
-    from laststep.storage.store import Reader, Store
+    from laststep.storage.store import FileReading, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class DataFile:
 
     record: FileRecord
     header: Header
-    reader: Reader
+    reader: FileReading
     where: str
 
     def blocks(self, start: int, stop: int) -> Extent:
@@ -137,7 +137,7 @@ def _wrong_size(there_bytes: int, record: FileRecord, where: str) -> list[Damage
     return [damage]
 
 
-def _own_record(reader: Reader, name: str, where: str) -> FileRecord:
+def _own_record(reader: FileReading, name: str, where: str) -> FileRecord:
     """What a manifest would say of a file, had its header been right."""
     prefix = bytearray(8)
     got = reader.read_into(0, memoryview(prefix))
@@ -150,7 +150,7 @@ def _own_record(reader: Reader, name: str, where: str) -> FileRecord:
     )  # fmt: skip
 
 
-def _header(reader: Reader, record: FileRecord, where: str) -> Header:
+def _header(reader: FileReading, record: FileRecord, where: str) -> Header:
     size = record.header_bytes
     if size > 2 * MAX_HEADER_BYTES:
         raise Corrupt("a header is too large", where=where, found=f"{size} bytes")

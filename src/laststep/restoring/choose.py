@@ -64,7 +64,7 @@ class Chosen(AttemptName, frozen=True, kw_only=True):
     """The steps up to it that the state has then come by."""
 
 
-class Verdict(enum.Enum):
+class StandsOrGone(enum.Enum):
     """What the first rank finds out about a checkpoint in which something was missing."""
 
     STANDS = "stands"
@@ -191,19 +191,19 @@ class Choosing:
         self._unseen_s = None
         together(self._ranks, self._list)
 
-    def judge(self, chosen: Chosen, error: Corrupt | NotFound) -> Verdict:
+    def judge(self, chosen: Chosen, error: Corrupt | NotFound) -> StandsOrGone:
         """What to make of an error that all ranks have, of one at least that has found it."""
 
-        def look() -> Verdict:
+        def look() -> StandsOrGone:
             if not self._ranks.rank.is_first:
-                return Verdict.STANDS
+                return StandsOrGone.STANDS
             if decision.deleted(self._store, chosen.folder) is not None:
-                return Verdict.DELETED
+                return StandsOrGone.DELETED
             seen = error.missing is not None and _is_there(self._store, error.missing)
-            return Verdict.UNSEEN if seen else Verdict.STANDS
+            return StandsOrGone.UNSEEN if seen else StandsOrGone.STANDS
 
         mine = together(self._ranks, look)
-        return Verdict(self._ranks.tell(0, mine.value.encode()).decode())
+        return StandsOrGone(self._ranks.tell(0, mine.value.encode()).decode())
 
     def wait_to_see(self, chosen: Chosen, error: LaststepError) -> None:
         """Give the rank that does not see something a while; `StorageFailed` when that is over."""

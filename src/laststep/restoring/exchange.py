@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from laststep.codecs.digests import digest
 from laststep.errors import Corrupt
 from laststep.format.manifest import DAMAGE_REMEDY
-from laststep.plan.gather import Chunk, Stored, chunks_of
+from laststep.plan.gather import Chunk, FileBox, chunks_of
 from laststep.plan.load import Read
 from laststep.plan.sources import Ledger, known_sources
 from laststep.plan.wants import Wants, Wish, decode_wish, encode_wish
@@ -21,14 +21,14 @@ from laststep.ranks.group import together
 from laststep.read.reader import read_all
 from laststep.restoring.parcels import BoxPlacer, Parcel
 from laststep.state.boxes import whole
-from laststep.state.tensors import Held, Laid, held_by
+from laststep.state.tensors import Laid, LocalBox, held_by
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from laststep.memory.pool import Pool
-    from laststep.plan.sources import Source
+    from laststep.plan.sources import WriterSource
     from laststep.ranks.group import Ranks
     from laststep.read.content import Content, Key
     from laststep.read.files import DataFile
@@ -117,16 +117,16 @@ def _finish(placer: BoxPlacer, error: Exception | None) -> None:
 
 def _targets(
     matches: Sequence[Match], index: dict[Key, int], rank: int
-) -> tuple[dict[int, list[Held]], Wish]:
+) -> tuple[dict[int, list[LocalBox]], Wish]:
     """The memory that each tensor's boxes go to on this rank, and how it lies over all."""
-    targets: dict[int, list[Held]] = {}
+    targets: dict[int, list[LocalBox]] = {}
     wish: Wish = {}
     for match in matches:
         for source, tensor in match.reads.items():
             at = index[match.item.name, source]
             layout = wish[at] = match.layouts.get(source)
             if layout is None:
-                targets[at] = [Held(whole(tuple(tensor.shape)), tensor.detach())]
+                targets[at] = [LocalBox(whole(tuple(tensor.shape)), tensor.detach())]
             else:
                 where = f"{match.item.name}/{source}"
                 targets[at] = held_by(rank, Laid(tensor.detach(), layout), where)
@@ -149,15 +149,15 @@ def _chunks(
 ) -> list[Chunk]:
     """All that a rank reads."""
 
-    def stored_by(writer: int) -> list[Stored]:
+    def stored_by(writer: int) -> list[FileBox]:
         return [
-            Stored(at, DTYPES[specs[at].dtype].size_bytes, *place)
+            FileBox(at, DTYPES[specs[at].dtype].size_bytes, *place)
             for key, place in content.places_of_rank(writer)
             if (at := index.get(key)) is not None
         ]
 
     agreement = content.agreement
-    sources: list[Source]
+    sources: list[WriterSource]
     if agreement is None:
         stored = {writer: stored_by(writer) for writer in range(content.commit.ranks)}
         sources = [one for one in known_sources(stored, wants) if rank in one.readers]

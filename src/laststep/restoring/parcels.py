@@ -19,7 +19,7 @@ from laststep.capture.device import CopyStreams
 from laststep.capture.exact import copy_each
 from laststep.restoring.place import MANY
 from laststep.state.boxes import Box
-from laststep.state.tensors import TORCH_DTYPES, Held, box_of
+from laststep.state.tensors import TORCH_DTYPES, LocalBox, box_of
 from laststep.terms import align_up
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Parcels:
     all: Parcel | None
 
 
-class _Place(NamedTuple):
+class _ParcelPlace(NamedTuple):
     """Where in a parcel a box goes."""
 
     move: _Move
@@ -97,7 +97,7 @@ class BoxPlacer:
         self,
         pool: Pool,
         rank: Rank,
-        targets: Mapping[int, Sequence[Held]],
+        targets: Mapping[int, Sequence[LocalBox]],
         dtypes: Sequence[str],
         wants: Wants,
     ) -> None:
@@ -106,7 +106,7 @@ class BoxPlacer:
         self._targets = targets
         self._dtypes = [TORCH_DTYPES[dtype] for dtype in dtypes]
         self._wants = wants
-        self._places: dict[tuple[int, int], list[_Place]] = {}
+        self._places: dict[tuple[int, int], list[_ParcelPlace]] = {}
         self._placed: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._streams = CopyStreams(h.memory.device for some in targets.values() for h in some)
@@ -149,7 +149,9 @@ class BoxPlacer:
             places = self._places[chunk.file, chunk.start] = []
             for move in some:
                 parcel = parcels.get(move.who)
-                places.append(_Place(move, None if parcel is None else parcel.data, at[move.who]))
+                places.append(
+                    _ParcelPlace(move, None if parcel is None else parcel.data, at[move.who])
+                )
                 at[move.who] += align_up(move.size_bytes, _ALIGN_BYTES)
         to_all = parcels.pop(_ALL, None)
         return Parcels(parcels, to_all)

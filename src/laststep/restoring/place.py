@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.memory.pool import Pool
-    from laststep.plan.load import Part, Read
+    from laststep.plan.load import Read, ReadPart
 
 MANY = 16
 """From so many small parts on, a chunk is moved to the device whole and scattered there."""
@@ -36,7 +36,7 @@ class Placer:
 
     def deliver(self, read: Read, slot: int) -> None:
         """Copy a read's parts to where they belong; the slot is free afterwards."""
-        by_device: dict[torch.device, list[Part]] = {}
+        by_device: dict[torch.device, list[ReadPart]] = {}
         for part in read.parts:
             by_device.setdefault(self._devices[part.target], []).append(part)
         chunk = self._pool.tensor(slot)
@@ -51,7 +51,7 @@ class Placer:
         """Make the streams that training uses wait for all copies."""
         self._streams.lead()
 
-    def _scatter(self, chunk: torch.Tensor, parts: list[Part]) -> None:
+    def _scatter(self, chunk: torch.Tensor, parts: list[ReadPart]) -> None:
         into = [self._bytes[p.target][p.target_at : p.target_at + p.size_bytes] for p in parts]
         source = [chunk[p.at : p.at + p.size_bytes] for p in parts]
         copy_each(into, source, non_blocking=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from laststep.state.stored import StoredItem
 
 
-class Module(NamedTuple):
+class ModuleNames(NamedTuple):
     """The names that a module has, and which of them are of one tensor."""
 
     names: Collection[str]
@@ -34,7 +34,7 @@ class Module(NamedTuple):
     """Every name of a tied tensor → all names of it."""
 
 
-Modules = dict[str, Module]
+Modules = dict[str, ModuleNames]
 """By their items' names, `group.key` where they are in a group."""
 
 
@@ -57,7 +57,7 @@ def _modules_in(
         if one[:-1] == first[:-1] == path:
             alike.setdefault(str(first[-1]), [str(first[-1])]).append(str(one[-1]))
     by_name = {name: tuple(names) for names in alike.values() for name in names}
-    return found | {item: Module(tree, by_name)}
+    return found | {item: ModuleNames(tree, by_name)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from laststep.events import Bus, PassedOver
 from laststep.events import Restored as RestoredEvent
 from laststep.process import interrupts
 from laststep.ranks.group import together
-from laststep.restoring.choose import Asked, Choosing, Verdict, check_asked, open_run
+from laststep.restoring.choose import Asked, Choosing, StandsOrGone, check_asked, open_run
 from laststep.restoring.transfer import Fit, Transfer, fit, judge_twins, state_of_rank
 from laststep.saving.describe import naming
 from laststep.settings import WAIT_FOR_OTHERS_S
@@ -83,7 +83,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RestoreRequest:
     """What to restore, and how."""
 
     step: int | None
@@ -99,7 +99,7 @@ def restore_into(
     providers: Mapping[str, StateProvider],
     pool: Pool,
     bus: Bus,
-    wanted: Wanted,
+    wanted: RestoreRequest,
     *,
     touched: Callable[[str], None],
     saw: Callable[[tuple[int, int]], None],
@@ -118,7 +118,7 @@ def restore_into(
             raise
         return None
     choosing = Choosing(run, wanted.step, ranks, saw)
-    attempt = _Attempt(choosing, providers, pool, wanted, ranks, touched)
+    attempt = _Attempts(choosing, providers, pool, wanted, ranks, touched)
     skipped: list[Skipped] = []
     deleted: list[Chosen] = []
     last: LaststepError | None = None
@@ -129,9 +129,9 @@ def restore_into(
             done = attempt.restore(chosen)
         except (Corrupt, NotFound) as error:
             verdict = choosing.judge(chosen, error)
-            if verdict is Verdict.UNSEEN:
+            if verdict is StandsOrGone.UNSEEN:
                 choosing.wait_to_see(chosen, error)
-            elif verdict is Verdict.DELETED and wanted.step is None:
+            elif verdict is StandsOrGone.DELETED and wanted.step is None:
                 log.warning("%s is gone, and the run is listed again: %s", chosen.folder, error)
                 deleted.append(chosen)
                 choosing.list_again()
@@ -167,7 +167,7 @@ class _Done(NamedTuple):
     size_bytes: int
 
 
-class _Attempt:
+class _Attempts:
     """Tries to restore checkpoints, one after the other."""
 
     def __init__(
@@ -175,7 +175,7 @@ class _Attempt:
         choosing: Choosing,
         providers: Mapping[str, StateProvider],
         pool: Pool,
-        wanted: Wanted,
+        wanted: RestoreRequest,
         ranks: Ranks,
         touched: Callable[[str], None],
     ) -> None:
@@ -247,7 +247,7 @@ def hand_over(
 
 
 def _pass_over(
-    chosen: Chosen, error: Corrupt, wanted: Wanted, bus: Bus, skipped: list[Skipped]
+    chosen: Chosen, error: Corrupt, wanted: RestoreRequest, bus: Bus, skipped: list[Skipped]
 ) -> None:
     """Go on to an older one and say so; a step that was asked for has none to stand in for it."""
     if wanted.step is not None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class TakenState:
     """The state of all items at the moment of `save()`."""
 
     specs: tuple[ItemSpec, ...]
@@ -39,7 +39,7 @@ class Taken:
     collected: dict[str, Collected]
     metrics: dict[str, object]
     metadata: object
-    kept: dict[str, objects.Kept]
+    kept: dict[str, objects.EncodedDicts]
     """What the capture thread keeps of each item's tree from one save to the next."""
     table: bytes = b""
     """How the ranks of this one's class describe what they hold, if this one says it for them."""
@@ -58,7 +58,7 @@ class Taken:
                 (0, ()),
             )
             encoded = {
-                name: _encoded(name, one, self.kept.setdefault(name, objects.Kept()))
+                name: _encoded(name, one, self.kept.setdefault(name, objects.EncodedDicts()))
                 for name, one in self.collected.items()
             }
             if note is not None:
@@ -88,7 +88,7 @@ class Memory:
         self.caches: dict[str, CollectCache] = {}
         self.specs: dict[str, ItemSpec] = {}
         self.pieces: tuple[Piece, ...] = ()
-        self.kept: dict[str, objects.Kept] = {}
+        self.kept: dict[str, objects.EncodedDicts] = {}
 
     def spec(
         self,
@@ -118,7 +118,7 @@ def take_state(
     metadata: object,
     *,
     allow_pickle: bool,
-) -> Taken:
+) -> TakenState:
     """Describe every item now."""
     specs: list[ItemSpec] = []
     sources: list[torch.Tensor] = []
@@ -138,7 +138,7 @@ def take_state(
     if not memory.pieces:
         memory.pieces = tuple(piece for spec in specs for piece in spec.pieces)
     held = {name: _metric(name, value) for name, value in (metrics or {}).items()}
-    return Taken(
+    return TakenState(
         specs=tuple(specs), pieces=memory.pieces, sources=tuple(sources), collected=collected,
         metrics=held,
         metadata=_plain_metadata(metadata), kept=memory.kept,
@@ -168,7 +168,7 @@ def _about(error: Usage | Mismatch, whose: str, *, remedy: str | None = None) ->
     return told
 
 
-def _encoded(name: str, collected: Collected, kept: objects.Kept) -> bytes:
+def _encoded(name: str, collected: Collected, kept: objects.EncodedDicts) -> bytes:
     try:
         return encode_item(collected, kept)
     except Usage as error:

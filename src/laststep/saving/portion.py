@@ -15,30 +15,30 @@ from laststep.errors import Usage
 from laststep.plan.files import TABLE_NAME, ItemSpec, tree_name
 from laststep.plan.job import (
     Agreement,
-    Item,
     Replicas,
     Table,
-    Tensor,
+    TableItem,
+    TableTensor,
     agree,
     digest_of,
     encode_table,
 )
 from laststep.state.boxes import Box, whole
 from laststep.state.layouts import Layout
-from laststep.state.pieces import Part, Piece
+from laststep.state.pieces import BoxPart, Piece
 from laststep.state.tensors import box_of, check_held
 
 if TYPE_CHECKING:
     import torch
 
     from laststep.plan.shares import Share
-    from laststep.saving.describe import Taken
+    from laststep.saving.describe import TakenState
     from laststep.state.pieces import Collected
 
 _Described = tuple[ItemSpec, dict[str, Layout]]
 
 
-class Sharing:
+class PortionPlanner:
     """Works out what this rank writes, and keeps it: from one save to the next mostly nothing
     changes but the numbers."""
 
@@ -48,7 +48,7 @@ class Sharing:
         self._table: Table = ()
         self._worked_out: _WorkedOut | None = None
 
-    def table(self, taken: Taken) -> Table:
+    def table(self, taken: TakenState) -> Table:
         """How this rank describes its state to the others: the very same value while it stays."""
         described = tuple((spec, taken.collected[spec.name].layouts) for spec in taken.specs)
         same = len(described) == len(self._described) and all(
@@ -58,7 +58,7 @@ class Sharing:
         if not same:
             _refuse_parts_of_one(taken)
             self._table = tuple(
-                Item(spec.name, spec.kind, spec.per_rank,
+                TableItem(spec.name, spec.kind, spec.per_rank,
                      () if spec.per_rank else _tensors(spec, layouts),
                      () if spec.per_rank else _ties(spec.name, taken.collected[spec.name]))
                 for spec, layouts in described
@@ -66,7 +66,7 @@ class Sharing:
         self._described = described
         return self._table
 
-    def own(self, taken: Taken, agreement: Agreement) -> tuple[Taken, tuple[str, ...]]:
+    def own(self, taken: TakenState, agreement: Agreement) -> tuple[TakenState, tuple[str, ...]]:
         """The part of the state that this rank writes, and the names of the objects with it."""
         known = self._worked_out
         sources: tuple[torch.Tensor, ...] | None = None
@@ -84,7 +84,7 @@ class Sharing:
         )
         return own, objects + ((TABLE_NAME,) if known.encoded else ())
 
-    def alone(self, taken: Taken) -> Taken:
+    def alone(self, taken: TakenState) -> TakenState:
         """What a rank that saves alone writes: all of it. `Mismatch` where it holds only a part of
         a tensor, which lies over other ranks as well."""
         if not any(collected.layouts for collected in taken.collected.values()):
@@ -128,7 +128,7 @@ class _WorkedOut(NamedTuple):
     encoded: bytes = b""
     """The table, if this rank says it for its class."""
 
-    def sources(self, taken: Taken) -> tuple[torch.Tensor, ...] | None:
+    def sources(self, taken: TakenState) -> tuple[torch.Tensor, ...] | None:
         """What is written, of this memory. None where a piece lies in it otherwise than it did: of
         that a table says nothing, and two strides of a tensor can differ in it for a window."""
         found = tuple(window.of(taken.sources[window.source]) for window in self.windows)
@@ -137,12 +137,12 @@ class _WorkedOut(NamedTuple):
         return found if same else None
 
 
-def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[Tensor, ...]:
+def _tensors(spec: ItemSpec, layouts: dict[str, Layout]) -> tuple[TableTensor, ...]:
     found = []
     for piece in spec.pieces:
         layout = layouts.get(piece.name)
         shape = piece.shape if layout is None else layout.shape
-        found.append(Tensor(piece.name, piece.dtype, shape, layout, _replicas(piece, layout)))
+        found.append(TableTensor(piece.name, piece.dtype, shape, layout, _replicas(piece, layout)))
     return tuple(found)
 
 
@@ -153,7 +153,7 @@ def _replicas(piece: Piece, layout: Layout | None) -> Replicas:
     return Replicas.UNPROVEN if layout is None else Replicas.EQUAL
 
 
-def _refuse_parts_of_one(taken: Taken) -> None:
+def _refuse_parts_of_one(taken: TakenState) -> None:
     """`Usage` where a rank is said to have for itself what it shares with others: such tensors
     would come back as if the part were the whole."""
     for spec in taken.specs:
@@ -180,7 +180,7 @@ def _ties(item: str, collected: Collected) -> tuple[tuple[str, str], ...]:
 
 
 def _work_out(
-    taken: Taken, agreement: Agreement, table: Table, rank: int
+    taken: TakenState, agreement: Agreement, table: Table, rank: int
 ) -> tuple[_WorkedOut, tuple[torch.Tensor, ...]]:
     """What a rank writes, and the memory that it writes it from."""
     shares: dict[tuple[str, str], list[Share]] = {}
@@ -236,5 +236,5 @@ def _piece(piece: Piece, shape: tuple[int, ...], share: Share, window: torch.Ten
         shape=share.box.shape,
         size_bytes=window.numel() * window.element_size(),
         contiguous=window.is_contiguous(),
-        part=Part(piece.name, shape, start),
+        part=BoxPart(piece.name, shape, start),
     )

@@ -25,7 +25,7 @@ from laststep.state.values import (
     ValueProvider,
     refuse_immutable,
 )
-from laststep.state.wrappers import Behind, layers_of
+from laststep.state.wrappers import Unwrapped, layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,7 +116,7 @@ def _provider(name: str, item: Any, names: Names) -> StateProvider:
         return ModuleProvider(item)
     layers = layers_of(item)
     if len(layers) > 1:
-        return Behind(layers, _provider(name, layers[-1], names))
+        return Unwrapped(layers, _provider(name, layers[-1], names))
     if is_optimizer(item):
         return OptimizerProvider(item, names)
     if type(item).__name__ == "GradScaler" and hasattr(item, "_growth_tracker"):

@@ -123,7 +123,7 @@ class _FirstWalk(_Walk):
         return self.parts[-1]
 
 
-class Known:
+class KnownState:
     """How a state is built."""
 
     def __init__(self, walk: _FirstWalk) -> None:
@@ -156,7 +156,7 @@ class Known:
             return None
 
 
-def know(value: object, leaves: Sequence[object], refs: Sequence[TensorRef]) -> Known | None:
+def know(value: object, leaves: Sequence[object], refs: Sequence[TensorRef]) -> KnownState | None:
     """How a state is built whose leaves are these, in order, and stand in its tree as `refs`; None
     if a walk would meet others, such as sets and arrays, which are taken apart anew each time."""
     walk = _FirstWalk(refs)
@@ -166,7 +166,7 @@ def know(value: object, leaves: Sequence[object], refs: Sequence[TensorRef]) -> 
         return None
     if tree is None or list(map(id, walk.leaves)) != list(map(id, leaves)):
         return None
-    return Known(walk)
+    return KnownState(walk)
 
 
 def _walked(walk: _Walk, value: object) -> object | None:

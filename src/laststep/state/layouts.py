@@ -16,14 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 from laststep.errors import Usage
 from laststep.state.boxes import Box, Index, boxes_of_range, counts, runs_of, whole
-from laststep.state.meshes import Copies, Mesh, Span
+from laststep.state.meshes import Holders, Mesh, MeshRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = [
-    "Copies", "Flat", "Layout", "Mesh", "Placement", "Replicate", "Shard", "Sharded", "Span",
-    "from_plain", "of_one_replica", "to_plain",
+    "Flat",
+    "Holders",
+    "Layout",
+    "Mesh",
+    "MeshRange",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "Sharded",
+    "from_plain",
+    "of_one_replica",
+    "to_plain",
 ]  # fmt: skip
 
 
@@ -97,14 +107,14 @@ class Sharded:
         orders = [[sizes[axis] for axis in self._order(dim)] for dim in range(len(self.shape))]
         return self.shape, tuple(tuple(n for n in order if n > 1) for order in orders)
 
-    def copies(self, held: tuple[Box, ...]) -> Copies | None:
+    def copies(self, held: tuple[Box, ...]) -> Holders | None:
         """Where on the mesh just these boxes are held; None where nowhere."""
         if len(held) != 1 or len(held[0].start) != len(self.shape):
             return None
         at = self.place_of(held[0].start)
         if at is None or self.held(self.mesh.rank(at)) != held:
             return None
-        return Copies(self.mesh, at, self.cutting)
+        return Holders(self.mesh, at, self.cutting)
 
     def place_of(self, element: Index) -> Index | None:
         """Where along the dimensions that cut an element is held, 0 along the others; None where
@@ -125,7 +135,7 @@ class Sharded:
         """The dimensions of the mesh that cut the tensor."""
         return tuple(i for i, place in enumerate(self.placements) if isinstance(place, Shard))
 
-    def holders(self, box: Box) -> tuple[Span, ...]:
+    def holders(self, box: Box) -> tuple[MeshRange, ...]:
         """Who holds something of a box, exactly: spans that do not overlap."""
         if not box.volume or not math.prod(self.shape):
             return ()
@@ -185,9 +195,9 @@ def _cut_ways(
     return ways
 
 
-def _span(mesh: Mesh, ranges: dict[int, tuple[int, int]]) -> Span:
+def _span(mesh: Mesh, ranges: dict[int, tuple[int, int]]) -> MeshRange:
     low, high = zip(*(ranges[axis] for axis in range(len(mesh.sizes))), strict=True)
-    return Span(mesh, low, high)
+    return MeshRange(mesh, low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +282,7 @@ class Flat:
         """Equal for layouts that cut a tensor into the same boxes, whoever holds them."""
         return self.shape, self._cut.cuts(), self.offset, self._each
 
-    def copies(self, held: tuple[Box, ...]) -> Copies | None:
+    def copies(self, held: tuple[Box, ...]) -> Holders | None:
         """Where on the mesh just these boxes are held; None where nowhere."""
         if not held or len(held[0].start) != len(self.shape):
             return None
@@ -286,14 +296,14 @@ class Flat:
         at = self._standing(place, (self.offset + first) // self._each)
         if self.held(self.mesh.rank(at)) != held:
             return None
-        return Copies(self.mesh, at, self.cutting)
+        return Holders(self.mesh, at, self.cutting)
 
     @property
     def cutting(self) -> tuple[int, ...]:
         """The dimensions of the mesh that cut the tensor."""
         return tuple(sorted((*self._flattening, *self._cut.cutting)))
 
-    def holders(self, box: Box) -> tuple[Span, ...]:
+    def holders(self, box: Box) -> tuple[MeshRange, ...]:
         """Who holds something of a box, exactly: spans that do not overlap."""
         if not box.volume:
             return ()
@@ -324,7 +334,7 @@ class Flat:
             number, at[axis] = divmod(number, self.mesh.sizes[axis])
         return tuple(at)
 
-    def _span_at(self, at: Index) -> Span:
+    def _span_at(self, at: Index) -> MeshRange:
         """The ranks that hold the same as the one there."""
         cutting = self.cutting
         ways = enumerate(zip(at, self.mesh.sizes, strict=True))

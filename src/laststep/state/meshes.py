@@ -110,7 +110,7 @@ class Mesh:
         return map(self.rank, itertools.product(*map(range, self.sizes)))
 
 
-class Copies(NamedTuple):
+class Holders(NamedTuple):
     """The ranks of a mesh that hold the same bytes: those that stand at `at` along `cutting`."""
 
     mesh: Mesh
@@ -151,7 +151,7 @@ class Copies(NamedTuple):
         return self.mesh.rank(tuple(at))
 
 
-class Span(NamedTuple):
+class MeshRange(NamedTuple):
     """The ranks of a mesh that stand at low <= i < high along every dimension."""
 
     mesh: Mesh

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class BoxPart(NamedTuple):
     """What a piece is that is not a whole tensor but a box of one."""
 
     tensor: str
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
     contiguous: bool
     volatile: bool
     """Whether a forward pass may change it (BatchNorm's statistics): then it is never lazy."""
-    part: Part | None = None
+    part: BoxPart | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

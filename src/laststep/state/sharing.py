@@ -12,7 +12,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 
-class Extent(NamedTuple):
+class MemoryRange(NamedTuple):
     """Where a tensor's bytes lie: its storage's address, first and last byte, exact window."""
 
     name: str
@@ -28,10 +28,10 @@ class Overlap(NamedTuple):
 
     start: int
     stop: int
-    members: tuple[Extent, ...]
+    members: tuple[MemoryRange, ...]
 
 
-def find_ties(extents: list[Extent]) -> dict[str, str]:
+def find_ties(extents: list[MemoryRange]) -> dict[str, str]:
     """Name → first name with the very same window."""
     first: dict[tuple[object, ...], str] = {}
     ties: dict[str, str] = {}
@@ -44,9 +44,9 @@ def find_ties(extents: list[Extent]) -> dict[str, str]:
     return ties
 
 
-def find_overlaps(extents: list[Extent]) -> list[Overlap]:
+def find_overlaps(extents: list[MemoryRange]) -> list[Overlap]:
     """Groups of at least two different windows whose byte ranges touch, by storage."""
-    by_storage: dict[int, list[Extent]] = defaultdict(list)
+    by_storage: dict[int, list[MemoryRange]] = defaultdict(list)
     for extent in extents:
         if extent.start < extent.stop:
             by_storage[extent.storage].append(extent)
@@ -57,7 +57,7 @@ def find_overlaps(extents: list[Extent]) -> list[Overlap]:
     return overlaps
 
 
-def _groups(members: list[Extent]) -> list[Overlap]:
+def _groups(members: list[MemoryRange]) -> list[Overlap]:
     found: list[Overlap] = []
     group, stop = [members[0]], members[0].stop
     for extent in [*members[1:], None]:

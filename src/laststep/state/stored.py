@@ -62,7 +62,7 @@ class StoredItem:
         return tensor_names(self.tree)
 
 
-def encode_item(collected: Collected, kept: objects.Kept | None = None) -> bytes:
+def encode_item(collected: Collected, kept: objects.EncodedDicts | None = None) -> bytes:
     """The tree and the sharing of an item as one object; `kept` from one save to the next spares
     the parts of a tree that these share."""
     views = {

@@ -41,7 +41,7 @@ _MOST = 8
 """So many wrappers around each other are looked through."""
 
 
-class Behind(StateProvider):
+class Unwrapped(StateProvider):
     """What is inside of mere wrappers; looks at each save whether they still are that."""
 
     def __init__(self, layers: Sequence[Any], inner: StateProvider) -> None:

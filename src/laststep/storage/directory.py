@@ -20,7 +20,7 @@ from laststep.errors import Exists, StorageFailed, Usage
 from laststep.storage import files, locks
 from laststep.storage.disk import UNSUPPORTED, Disk, absent, failed, open_to_read
 from laststep.storage.paths import absolute
-from laststep.storage.store import Entry, Store, check_name
+from laststep.storage.store import Store, StoreEntry, check_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,10 @@ TEMPORARY = ".tmp-"
 _NO_LINKS = UNSUPPORTED | {errno.EPERM, errno.EMLINK}
 
 
-def _entry(item: os.DirEntry[str]) -> Entry | None:
+__all__ = ["DirectoryStore"]
+
+
+def _entry(item: os.DirEntry[str]) -> StoreEntry | None:
     """What there is by a name; None for what has vanished meanwhile, and for a link to nowhere."""
     is_link = item.is_symlink()
     try:
@@ -43,7 +46,7 @@ def _entry(item: os.DirEntry[str]) -> Entry | None:
         if is_link or isinstance(error, FileNotFoundError):
             return None
         raise
-    return Entry(
+    return StoreEntry(
         name=item.name, is_folder=is_folder, size_bytes=status.st_size,
         modified_s=status.st_mtime, is_link=is_link,
     )  # fmt: skip
@@ -81,7 +84,7 @@ class DirectoryStore(Store):
 
     # Looking
 
-    def list(self, folder: str) -> list[Entry]:
+    def list(self, folder: str) -> list[StoreEntry]:
         path = self._path(folder) if folder else self._root
         try:
             with os.scandir(path) as found:

@@ -28,7 +28,7 @@ _FLOCK = "@hhqqi"  # l_type, l_whence, l_start, l_len, l_pid of Linux on 64 bits
 _LAST_PLACE = (1 << 63) - 1
 
 
-class _Held:
+class _HeldLocks:
     """What this process holds; a forked child starts with nothing."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class FileLock:
                 raise failed("mark a place of the lock", self._path, error) from error
 
 
-_held = _Held()
+_held = _HeldLocks()
 os.register_at_fork(
     before=_held.before_fork,
     after_in_parent=_held.in_parent,

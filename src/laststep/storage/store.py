@@ -4,8 +4,8 @@ A store of one's own subclasses `Store` and writes what is abstract; the rest ha
 right where there is no disk. Knows nothing of checkpoints. Names are relative, `/`-separated and
 checked by `check_name`. A call that fails raises `NotFound`, `Exists` or `StorageFailed`, never a
 bare `OSError`; one that would change what lies behind a symbolic link in the store, `Usage`. All
-methods are safe to call from several threads; a `Writer` or `Reader` is too, as long as ranges do
-not overlap.
+methods are safe to call from several threads; a `FileWriting` or `FileReading` is too, as long as
+ranges do not overlap.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import msgspec
 
 from laststep.errors import Usage
 
+__all__ = ["FileReading", "FileWriting", "Lock", "Store", "StoreEntry", "check_name"]
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+
+class StoreEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One name in a folder."""
 
     name: str
@@ -29,7 +31,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whether it points elsewhere; the rest then tells of what it points to."""
 
 
-class Writer(Protocol):
+class FileWriting(Protocol):
     """A new file being written at given offsets; not durable before `finish`."""
 
     alignment_bytes: int
@@ -45,7 +47,7 @@ class Writer(Protocol):
         """Close without promising anything; does nothing after `finish`."""
 
 
-class Reader(Protocol):
+class FileReading(Protocol):
     """An existing file, read at given offsets."""
 
     alignment_bytes: int
@@ -71,7 +73,7 @@ class Store(Protocol):
         """
 
     @abstractmethod
-    def list(self, folder: str) -> list[Entry]:
+    def list(self, folder: str) -> list[StoreEntry]:
         """The entries of one folder, by name; an absent folder is empty. "" is the root."""
 
     def file_names(self, folder: str) -> tuple[str, ...]:
@@ -120,14 +122,14 @@ class Store(Protocol):
         """
 
     @abstractmethod
-    def open_writer(self, name: str, *, expected_bytes: int) -> Writer:
+    def open_writer(self, name: str, *, expected_bytes: int) -> FileWriting:
         """A new file; `Exists` where the name is taken, `NotFound` where its folder is absent.
 
         Room for it is asked for where possible (`StorageFailed` where there is not enough).
         """
 
     @abstractmethod
-    def open_reader(self, name: str, *, cached: bool = False) -> Reader:
+    def open_reader(self, name: str, *, cached: bool = False) -> FileReading:
         """`cached=False` reads past the page cache where it can: what is read is what is stored."""
 
     @abstractmethod

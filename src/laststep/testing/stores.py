@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from laststep.storage.store import Store, Writer
+    from laststep.storage.store import FileWriting, Store
 
 _BAD_NAMES = ("", "/", "/etc/x", "..", "../x", "a/../b", "a/./b", "a//b", "a/", ".", "a\0b")
+
+
+__all__ = ["SharedStoreConformance", "StoreConformance"]
 
 
 class StoreConformance:
@@ -439,7 +442,7 @@ def aligned(size_bytes: int) -> Iterator[memoryview]:
         yield view[:size_bytes]
 
 
-def write_piece(writer: Writer, offset: int, data: bytes) -> None:
+def write_piece(writer: FileWriting, offset: int, data: bytes) -> None:
     """Write bytes from memory that begins on a page, padded to what the writer wants."""
     padded = -(-len(data) // writer.alignment_bytes) * writer.alignment_bytes
     with aligned(padded) as view:

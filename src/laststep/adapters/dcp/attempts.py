@@ -22,7 +22,7 @@ from laststep.format.manifest import Abort
 from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
-    from laststep.catalog.epochs import EpochRecord, Writer
+    from laststep.catalog.epochs import EpochRecord, Trainer
     from laststep.format.manifest import Commit
     from laststep.storage.store import Lock
 
@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Attempt:
+class DcpSave:
     """One save under way; `commit` or `give_up` ends it, and whatever comes after does nothing."""
 
-    tenure: Tenure
+    tenure: DcpWriter
     run: Run
     step: int
     epoch: int
@@ -88,10 +88,10 @@ class Attempt:
             self.tenure.ended(self.number)
 
 
-class Tenure:
+class DcpWriter:
     """This process as a writer of one run."""
 
-    def __init__(self, path: str, trainer: Writer) -> None:
+    def __init__(self, path: str, trainer: Trainer) -> None:
         self._store = open_store(path)
         self._trainer = trainer
         self._mutex = threading.RLock()  # a collected Writer may give up within any call
@@ -99,11 +99,11 @@ class Tenure:
         self._epoch: int | None = None
         self._lock: Lock | None = None
         self._attempts = 0
-        self._under_way: dict[int, Attempt | None] = {}
+        self._under_way: dict[int, DcpSave | None] = {}
         """By their numbers; None: just about to begin."""
         self.last_folder: str | None = None
 
-    def begin(self, step: int, *, overwrite: bool) -> Attempt:
+    def begin(self, step: int, *, overwrite: bool) -> DcpSave:
         """A new attempt and its folder; `Exists` where the step is taken, `Aborted` where the run
         is another trainer's."""
         with self._mutex:
@@ -126,7 +126,7 @@ class Tenure:
             except BaseException:
                 self.ended(number)
                 raise
-            attempt = self._under_way[number] = Attempt(
+            attempt = self._under_way[number] = DcpSave(
                 tenure=self, run=run, step=step, epoch=epoch, number=number, folder=folder,
                 continues=self.last_folder, overwrite=overwrite,
             )  # fmt: skip
@@ -189,7 +189,7 @@ def _check_step_free(run: Run, step: int) -> None:
         ) from error  # fmt: skip
 
 
-def _same(record: EpochRecord, trainer: Writer) -> bool:
+def _same(record: EpochRecord, trainer: Trainer) -> bool:
     return (record.host, record.pid, record.boot, record.process_started) == (
         trainer.host, trainer.pid, trainer.boot, trainer.process_started,
     )  # fmt: skip
@@ -203,17 +203,17 @@ class _Tenures:
 
     def reset(self) -> None:
         self.mutex = threading.Lock()
-        self.known: dict[tuple[str, Writer], Tenure] = {}
+        self.known: dict[tuple[str, Trainer], DcpWriter] = {}
 
 
 _tenures = _Tenures()
 os.register_at_fork(after_in_child=_tenures.reset)
 
 
-def tenure_of(path: str, trainer: Writer) -> Tenure:
+def tenure_of(path: str, trainer: Trainer) -> DcpWriter:
     """This process as a writer of the run at that path or URL."""
     with _tenures.mutex:
         known = _tenures.known.get((path, trainer))
         if known is None:
-            known = _tenures.known[path, trainer] = Tenure(path, trainer)
+            known = _tenures.known[path, trainer] = DcpWriter(path, trainer)
         return known

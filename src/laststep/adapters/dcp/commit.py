@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from laststep.adapters.dcp import record as dcp_record
 from laststep.adapters.dcp.layout import tensor_name
-from laststep.adapters.dcp.record import Entry, Kind, Record
-from laststep.adapters.dcp.writing import KIND, Written
+from laststep.adapters.dcp.record import DcpRecord, Kind, RecordEntry
+from laststep.adapters.dcp.writing import KIND, WrittenEntry
 from laststep.adapters.nesting import nest
 from laststep.codecs import objects
 from laststep.codecs.objects import TensorRef
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from laststep.adapters.dcp.attempts import Attempt
+    from laststep.adapters.dcp.attempts import DcpSave
     from laststep.storage.store import Store
 
 _SHARED = f"{SHARED_FILE}.safetensors"
 
 
 @dataclass(slots=True)
-class _Item:
+class _ManifestItem:
     """What is told of an item in the manifest."""
 
     file: str | None = None
@@ -52,16 +52,16 @@ class _Item:
 
 
 @dataclass(slots=True)
-class _Told:
+class _AllTold:
     """What the ranks tell, put together."""
 
-    written: dict[str, list[Written]] = field(default_factory=dict)
+    written: dict[str, list[WrittenEntry]] = field(default_factory=dict)
     files: list[FileRecord] = field(default_factory=list)
-    items: dict[str, _Item] = field(default_factory=dict)
+    items: dict[str, _ManifestItem] = field(default_factory=dict)
 
 
 def make_commit(
-    attempt: Attempt,
+    attempt: DcpSave,
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
     *,
@@ -76,7 +76,7 @@ def make_commit(
     unknown = sorted(told.written.keys() - metadata.state_dict_metadata.keys())
     if unknown:
         raise Usage("the planner's metadata lacks what was written", found=", ".join(unknown[:4]))
-    record = Record(entries=tuple(entries), planner_data=metadata.planner_data, save_id=save_id)
+    record = DcpRecord(entries=tuple(entries), planner_data=metadata.planner_data, save_id=save_id)
     trees = nest(((entry.location, _node(entry, told)) for entry in entries), where=attempt.folder)
     stored = [(tree_name(item), _tree_object(tree)) for item, tree in trees.items()]
     stored.append((dcp_record.OBJECT_NAME, dcp_record.encode(record, allow_pickle=allow_pickle)))
@@ -95,12 +95,12 @@ def make_commit(
     )  # fmt: skip
 
 
-def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _Told:
-    told = _Told()
+def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _AllTold:
+    told = _AllTold()
     for result in (one for of_rank in results for one in of_rank):
-        written: Written = result.storage_data
+        written: WrittenEntry = result.storage_data
         known = told.written.setdefault(result.index.fqn, [])
-        item = told.items.setdefault(str(written.location[0]), _Item())
+        item = told.items.setdefault(str(written.location[0]), _ManifestItem())
         if written.tree is not None or not known:  # a tensor counts once, whatever its parts
             item.tensors += written.tensors
         item.size_bytes += written.tensor_bytes
@@ -114,12 +114,12 @@ def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _Told:
                 )  # fmt: skip
             told.files += written.files.records
             for name, file in written.files.file_of.items():
-                first = told.items.setdefault(name, _Item())
+                first = told.items.setdefault(name, _ManifestItem())
                 first.file = first.file or file
     return told
 
 
-def _checked(fqn: str, told: _Told, content: object) -> Entry:
+def _checked(fqn: str, told: _AllTold, content: object) -> RecordEntry:
     """An entry of the metadata, of which everything MUST have been written, once."""
     written = told.written.get(fqn)
     if not written:
@@ -135,7 +135,7 @@ def _checked(fqn: str, told: _Told, content: object) -> Entry:
         kind: Kind = "raw" if first.is_raw else "value"
         if len(written) > 1 or first.tree is None:
             raise Usage(f"{fqn} was written {len(written)} times, or as a tensor")
-        return Entry(fqn=fqn, location=first.location, kind=kind)
+        return RecordEntry(fqn=fqn, location=first.location, kind=kind)
     boxes = [one.box for one in written if one.box is not None]
     shape = tuple(content.size)
     alike = len(boxes) == len(written) and len({one.dtype for one in written}) == 1
@@ -146,10 +146,10 @@ def _checked(fqn: str, told: _Told, content: object) -> Entry:
             found=", ".join(_shown(box) for box in boxes[:4]) + (", …" if len(boxes) > 4 else ""),
             remedy="save on all ranks that hold a part of it, without no_dist",
         )
-    return Entry(fqn=fqn, location=first.location, kind="tensor")
+    return RecordEntry(fqn=fqn, location=first.location, kind="tensor")
 
 
-def _node(entry: Entry, told: _Told) -> object:
+def _node(entry: RecordEntry, told: _AllTold) -> object:
     if entry.kind == "tensor":
         return TensorRef(tensor_name(entry.location))
     tree = told.written[entry.fqn][0].tree
@@ -160,7 +160,7 @@ def _tree_object(tree: object) -> bytes:
     return objects.encode({"tree": tree, "ties": {}, "views": {}})
 
 
-def _empty_tensors(told: _Told, metadata: Metadata) -> tuple[TensorEntry, ...]:
+def _empty_tensors(told: _AllTold, metadata: Metadata) -> tuple[TensorEntry, ...]:
     """Tensors without elements: of their chunks no rank has written any."""
     found = []
     for fqn, content in metadata.state_dict_metadata.items():

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 
-class Stored(NamedTuple):
+class DcpStorageInfo(NamedTuple):
     """Where DCP's metadata say that an entry lies: in that item, at that path or under that name;
     of a tensor, which of its boxes."""
 
@@ -57,7 +57,7 @@ class Stored(NamedTuple):
     box: Box | None
 
 
-class _Leaf(NamedTuple):
+class _DcpLeaf(NamedTuple):
     """An entry of the flat state: a tensor of an item, or any other node of its tree."""
 
     fqn: str
@@ -98,10 +98,10 @@ class DcpContent:
             else:
                 found.state_dict_metadata[leaf.fqn] = BytesStorageMetadata()
                 index = MetadataIndex(leaf.fqn)
-                found.storage_data[index] = Stored(leaf.item, "", None)
+                found.storage_data[index] = DcpStorageInfo(leaf.item, "", None)
         return found
 
-    def _tell_tensor(self, leaf: _Leaf, name: str, into: Metadata) -> None:
+    def _tell_tensor(self, leaf: _DcpLeaf, name: str, into: Metadata) -> None:
         dtype, shape = self._content.item(leaf.item).spec_of(name)
         boxes = [place.box for place in self._places(leaf.item, name)] or [whole(shape)]
         boxes.sort()
@@ -115,7 +115,7 @@ class DcpContent:
         )
         for number, box in enumerate(boxes):
             index = MetadataIndex(leaf.fqn, box.start, number)
-            into.storage_data[index] = Stored(leaf.item, name, box)
+            into.storage_data[index] = DcpStorageInfo(leaf.item, name, box)
 
     def _places(self, item: str, name: str) -> tuple[Place, ...]:
         """Where the bytes of a tensor lie; nowhere of their own for one that shares bytes."""
@@ -124,7 +124,7 @@ class DcpContent:
             return ()
         return self._content.places(item, stored.ties.get(name, name))
 
-    def _find_leaves(self) -> Iterator[_Leaf]:
+    def _find_leaves(self) -> Iterator[_DcpLeaf]:
         found = self._record()
         if found is None:
             yield from self._leaves_of_items()
@@ -138,14 +138,14 @@ class DcpContent:
                     "what a checkpoint says of its DCP state contradicts its trees",
                     where=self._where, found=repr(entry)[:200],
                 )  # fmt: skip
-            yield _Leaf(entry.fqn, item, node, entry.kind)
+            yield _DcpLeaf(entry.fqn, item, node, entry.kind)
 
-    def _record(self) -> dcp_record.Record | None:
+    def _record(self) -> dcp_record.DcpRecord | None:
         for data, where in self._content.objects(dcp_record.OBJECT_NAME):
             return dcp_record.decode(data, where=where, allow_pickle=self._allow_pickle)
         return None
 
-    def _leaves_of_items(self) -> Iterator[_Leaf]:
+    def _leaves_of_items(self) -> Iterator[_DcpLeaf]:
         paths: dict[str, Path] = {}
         for item in self._content.items.values():
             for leaf in leaves_of(torch_form(item.tree), (item.name,)):
@@ -157,13 +157,13 @@ class DcpContent:
                     )  # fmt: skip
                 paths[leaf.name] = leaf.path
                 kind: Kind = "tensor" if type(leaf.node) is TensorRef else "value"
-                yield _Leaf(leaf.name, item.name, leaf.node, kind)
+                yield _DcpLeaf(leaf.name, item.name, leaf.node, kind)
         self._planner_data = paths
 
     # Reading
 
     def read(
-        self, plan: LoadPlan, planner: LoadPlanner, stored: dict[MetadataIndex, Stored]
+        self, plan: LoadPlan, planner: LoadPlanner, stored: dict[MetadataIndex, DcpStorageInfo]
     ) -> None:
         """Give the planner all that it wants; tensors in the order of their files."""
         chunks: list[ChunkRead] = []

@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class FlatEntry:
     """A name of the flat state: where it came from, and whether it is a tensor in parts."""
 
     fqn: str
@@ -37,19 +37,19 @@ class Entry:
     in_parts: bool
 
 
-def entries_of(plans: Sequence[SavePlan]) -> tuple[Entry, ...]:
+def entries_of(plans: Sequence[SavePlan]) -> tuple[FlatEntry, ...]:
     """The entries of all ranks, each once."""
     paths: dict[str, Path] = {}
     for plan in plans:
         paths.update(paths_told(plan.planner_data))
-    found: dict[str, Entry] = {}
+    found: dict[str, FlatEntry] = {}
     for plan in plans:
         for item in plan.items:
             fqn, data = item.index.fqn, item.tensor_data
             in_parts = data is not None and data.chunk.sizes != data.size
             before = found.get(fqn)
             in_parts = in_parts or (before is not None and before.in_parts)
-            found[fqn] = Entry(fqn=fqn, path=paths.get(fqn, (fqn,)), in_parts=in_parts)
+            found[fqn] = FlatEntry(fqn=fqn, path=paths.get(fqn, (fqn,)), in_parts=in_parts)
     return tuple(found.values())
 
 
@@ -69,7 +69,7 @@ def _is_path(path: object) -> bool:
     )
 
 
-def locate(entries: Iterable[Entry]) -> dict[str, Path]:
+def locate(entries: Iterable[FlatEntry]) -> dict[str, Path]:
     """Where each entry lies: the name of its item, then its path within that."""
     listed = list(entries)
     nested = {entry.fqn: entry.path for entry in listed}
@@ -84,7 +84,7 @@ def locate(entries: Iterable[Entry]) -> dict[str, Path]:
     return found
 
 
-def _may_be_apart(entry: Entry) -> bool:
+def _may_be_apart(entry: FlatEntry) -> bool:
     """Whether its first key can be an item. What is an item by itself has the empty name there, and
     a part of a tensor needs one."""
     key = str(entry.path[0])

@@ -28,7 +28,7 @@ Kind = Literal["tensor", "value", "raw"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class RecordEntry:
     """A name of the flat state, and where it lies: its item, then its path in that."""
 
     fqn: str
@@ -37,15 +37,15 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class DcpRecord:
     """All entries, in order, the planner's own data, and the id of the save."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[RecordEntry, ...]
     planner_data: object
     save_id: str | None = None
 
 
-def encode(record: Record, *, allow_pickle: bool) -> bytes:
+def encode(record: DcpRecord, *, allow_pickle: bool) -> bytes:
     """The bytes of the object; `Usage` for a planner's data that would have to be pickled."""
     entries: list[object] = [
         [entry.fqn, list(entry.location), entry.kind] for entry in record.entries
@@ -69,7 +69,7 @@ def _encoded(entries: list[object], planner: object, save_id: str | None) -> byt
     )
 
 
-def decode(data: bytes, *, where: str, allow_pickle: bool) -> Record:
+def decode(data: bytes, *, where: str, allow_pickle: bool) -> DcpRecord:
     """The record again; `Corrupt` for nonsense, `Usage` for one of a later version."""
     plain = objects.decode(data, where=where)
     match plain:
@@ -90,15 +90,15 @@ def decode(data: bytes, *, where: str, allow_pickle: bool) -> Record:
         raise _corrupt(where, f"a save_id that is a {type(save_id).__name__}")
     if type(planner) is Tagged:
         planner = revive(planner, where=where, allow_pickle=allow_pickle)
-    return Record(entries=entries, planner_data=planner, save_id=save_id)
+    return DcpRecord(entries=entries, planner_data=planner, save_id=save_id)
 
 
-def _entry(told: object, where: str) -> Entry:
+def _entry(told: object, where: str) -> RecordEntry:
     match told:
         case [str(fqn), [str(), *_] as location, str(kind)] if kind in get_args(Kind):
             if all(type(part) is str or (type(part) is int and part >= 0) for part in location):
                 path = cast("Path", tuple(location))
-                return Entry(fqn=fqn, location=path, kind=cast("Kind", kind))
+                return RecordEntry(fqn=fqn, location=path, kind=cast("Kind", kind))
     raise _corrupt(where, repr(told)[:200])
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     )
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from laststep.adapters.dcp.attempts import Attempt
+    from laststep.adapters.dcp.attempts import DcpSave
     from laststep.adapters.nesting import Path
     from laststep.storage.store import Store
 
@@ -74,7 +74,7 @@ class _Assignment:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Found(StorageMeta):
+class _OpenedCheckpoint(StorageMeta):
     """What DCP is told of a checkpoint, and for other Readers the folder that was opened."""
 
     folder: str
@@ -109,7 +109,7 @@ class Writer(StorageWriter):
         if self._giving_up is not None:
             self._giving_up()
             self._giving_up = None
-        self._attempt: Attempt | None = None
+        self._attempt: DcpSave | None = None
         self._ranks = 0
         self._save_id = str(uuid.uuid4())
         self._began_s = time.monotonic()
@@ -296,7 +296,7 @@ class Reader(StorageReader):
         self._folder = chosen.folder
         content = self._opened()
         metadata = content.metadata()
-        metadata.storage_meta = _Found(
+        metadata.storage_meta = _OpenedCheckpoint(
             checkpoint_id=self.checkpoint_id, save_id=content.save_id, load_id=self._load_id,
             folder=self._folder,
         )  # fmt: skip
@@ -310,7 +310,7 @@ class Reader(StorageReader):
         **kwargs: Any,
     ) -> None:
         self._stored = metadata.storage_data
-        if self._folder is None and isinstance(metadata.storage_meta, _Found):
+        if self._folder is None and isinstance(metadata.storage_meta, _OpenedCheckpoint):
             self._folder = metadata.storage_meta.folder
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

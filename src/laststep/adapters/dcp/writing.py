@@ -27,7 +27,7 @@ from laststep.flush.protocol import FileBegin
 from laststep.flush.writer import SaveFlush
 from laststep.plan.files import ItemSpec, plan_save
 from laststep.state.boxes import Box, whole
-from laststep.state.pieces import Part, Piece
+from laststep.state.pieces import BoxPart, Piece
 from laststep.state.tensors import DTYPE_NAMES
 from laststep.state.tensors.kinds import PLAIN_TENSORS
 from laststep.terms import CHUNK_BYTES, DTYPES
@@ -57,7 +57,7 @@ class Files:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenEntry:
     """Where an entry lies: for the coordinator, and in DCP's metadata."""
 
     location: Path
@@ -74,7 +74,7 @@ class Written:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Item:
+class _WrittenItem:
     """The pieces of one item that this rank writes, and what each is made of: an entry of the plan,
     which is resolved when its turn comes, or a tensor of a value."""
 
@@ -94,11 +94,11 @@ def write_items(
     allow_pickle: bool,
 ) -> list[WriteResult]:
     """Write all of it, durably; `folder` is that of the attempt."""
-    work: dict[str, _Item] = {}
-    found: list[Written] = []
+    work: dict[str, _WrittenItem] = {}
+    found: list[WrittenEntry] = []
     for item in items:
         location = locations[item.index.fqn]
-        into = work.setdefault(str(location[0]), _Item(pieces=[], sources=[]))
+        into = work.setdefault(str(location[0]), _WrittenItem(pieces=[], sources=[]))
         if item.type is WriteItemType.BYTE_IO:
             found.append(_add_value(item, planner, location, into, allow_pickle=allow_pickle))
         else:
@@ -127,8 +127,8 @@ def write_items(
 
 
 def _add_value(
-    item: WriteItem, planner: SavePlanner, location: Path, into: _Item, *, allow_pickle: bool
-) -> Written:
+    item: WriteItem, planner: SavePlanner, location: Path, into: _WrittenItem, *, allow_pickle: bool
+) -> WrittenEntry:
     fqn = item.index.fqn
     given = planner.resolve_data(item)
     if isinstance(given, torch.Tensor):
@@ -140,13 +140,13 @@ def _add_value(
                   tensor.is_contiguous(), volatile=False)
         )  # fmt: skip
         into.sources.append(tensor)
-    return Written(
+    return WrittenEntry(
         location=location, tree=value.tree, is_raw=value.is_raw, tensors=len(value.tensors),
         tensor_bytes=sum(tensor.nbytes for tensor in value.tensors.values()),
     )  # fmt: skip
 
 
-def _add_tensor(item: WriteItem, location: Path, into: _Item) -> Written:
+def _add_tensor(item: WriteItem, location: Path, into: _WrittenItem) -> WrittenEntry:
     fqn, data = item.index.fqn, item.tensor_data
     if data is None or data.chunk is None:
         raise Usage(f"cannot save {fqn}: the planner does not say which part of which tensor it is")
@@ -164,16 +164,16 @@ def _add_tensor(item: WriteItem, location: Path, into: _Item) -> Written:
         name, part = tensor_name(location), None
         if box != whole(shape):
             # As a Checkpointer names it: `~6` stands in no name of a tensor's path.
-            name, part = f"{name}~6at{','.join(map(str, start))}", Part(name, shape, start)
+            name, part = f"{name}~6at{','.join(map(str, start))}", BoxPart(name, shape, start)
         into.pieces.append(
             Piece(name, dtype, sizes, size, "cpu", contiguous=True, volatile=False, part=part)
         )
         into.sources.append(item)
-    return Written(location=location, box=box, dtype=dtype, tensor_bytes=size)
+    return WrittenEntry(location=location, box=box, dtype=dtype, tensor_bytes=size)
 
 
 def _write_files(
-    plan: SavePlan, work: list[_Item], planner: SavePlanner, store: Store, folder: str
+    plan: SavePlan, work: list[_WrittenItem], planner: SavePlanner, store: Store, folder: str
 ) -> tuple[FileRecord, ...]:
     files = tuple(
         FileBegin(

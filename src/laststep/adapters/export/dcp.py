@@ -67,7 +67,7 @@ def export_dcp(
         for number, (tensors, some) in enumerate(zip(sources, leaves, strict=True)):
             name = f"__0_{number}.distcp"
             with new_file(folder / name) as file:
-                writer = _Writer(file, name, tensors, metadata)
+                writer = _EntryAppender(file, name, tensors, metadata)
                 for leaf in some:
                     writer.write(leaf)
                 count = sum(type(leaf.node) is TensorRef for leaf in some)
@@ -137,7 +137,7 @@ def _check_names(leaves: Sequence[Leaf], where: str) -> None:
             )  # fmt: skip
 
 
-class _Writer:
+class _EntryAppender:
     """Appends entries to one file, and notes in the metadata where they lie."""
 
     def __init__(self, file: BinaryIO, name: str, tensors: ItemTensors, metadata: Metadata) -> None:

@@ -70,7 +70,7 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ExportTensor:
     """A tensor to write: its name in the item and in the file, its dtype there."""
 
     stored: str
@@ -87,13 +87,13 @@ class Entry:
 class ExportPlan:
     """What goes into which file."""
 
-    files: dict[str, tuple[Entry, ...]]
+    files: dict[str, tuple[ExportTensor, ...]]
     dropped: dict[str, str]
     """Tied tensors that are not written, and the name under which each is."""
     left_out: tuple[str, ...]
     """Values of the item that are no tensors."""
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[ExportTensor]:
         return [entry for entries in self.files.values() for entry in entries]
 
 
@@ -224,7 +224,7 @@ def _unused(
     )  # fmt: skip
 
 
-def _entry(stored: str, name: str, tensors: ItemTensors, casts: Sequence[Cast]) -> Entry:
+def _entry(stored: str, name: str, tensors: ItemTensors, casts: Sequence[Cast]) -> ExportTensor:
     dtype, shape = tensors.spec(stored)
     if TORCH_DTYPES[dtype].is_floating_point and dtype not in _NO_CAST:
         for cast in sorted(casts, key=lambda one: one.pattern is not None):
@@ -237,11 +237,13 @@ def _entry(stored: str, name: str, tensors: ItemTensors, casts: Sequence[Cast]) 
             "safetensors does not know this dtype", where=f"{tensors.item}/{stored}", found=dtype,
             remedy=remedy if floating else "--format dcp keeps it",
         )  # fmt: skip
-    return Entry(stored=stored, name=name, dtype=dtype, shape=shape)
+    return ExportTensor(stored=stored, name=name, dtype=dtype, shape=shape)
 
 
-def _files(entries: Sequence[Entry], shard_bytes: int) -> dict[str, tuple[Entry, ...]]:
-    shards: list[list[Entry]] = [[]]
+def _files(
+    entries: Sequence[ExportTensor], shard_bytes: int
+) -> dict[str, tuple[ExportTensor, ...]]:
+    shards: list[list[ExportTensor]] = [[]]
     filled = 0
     for entry in entries:
         full = filled + entry.size_bytes > shard_bytes or len(shards[-1]) == _MAX_TENSORS
@@ -258,19 +260,19 @@ def _files(entries: Sequence[Entry], shard_bytes: int) -> dict[str, tuple[Entry,
     }
 
 
-def _ordered(shard: Sequence[Entry]) -> tuple[Entry, ...]:
+def _ordered(shard: Sequence[ExportTensor]) -> tuple[ExportTensor, ...]:
     """Larger elements first, so that each tensor is aligned to its own."""
     return tuple(sorted(shard, key=lambda entry: -DTYPES[entry.dtype].size_bytes))
 
 
-def _write(file: BinaryIO, entries: Sequence[Entry], tensors: ItemTensors) -> None:
+def _write(file: BinaryIO, entries: Sequence[ExportTensor], tensors: ItemTensors) -> None:
     file.write(_header(entries))
     for entry in entries:
         pieces = (piece for _, piece in tensors.pieces(entry.stored))
         file.writelines(_bytes(_cast(piece, entry, tensors.item)) for piece in pieces)
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def _header(entries: Sequence[ExportTensor]) -> bytes:
     document: dict[str, object] = {_RESERVED: {"format": "pt"}}
     at = 0
     for entry in entries:
@@ -286,7 +288,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
     return len(padded).to_bytes(8, "little") + padded
 
 
-def _cast(piece: torch.Tensor, entry: Entry, item: str) -> torch.Tensor:
+def _cast(piece: torch.Tensor, entry: ExportTensor, item: str) -> torch.Tensor:
     made = piece.to(TORCH_DTYPES[entry.dtype])
     if made is not piece and not torch.equal(_finite(made), _finite(piece)):
         raise Usage(

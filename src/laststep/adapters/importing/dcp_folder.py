@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from laststep.adapters.importing import dcp_metadata, safetensors_part, torch_save
-from laststep.adapters.importing.dcp_metadata import Entry, Region, TensorEntry
+from laststep.adapters.importing.dcp_metadata import CutTensor, MetadataEntry, Region
 from laststep.adapters.nesting import nest
 from laststep.errors import Corrupt, NotFound
 from laststep.state.tensors import allocate
@@ -35,7 +35,7 @@ _MAX_METADATA_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
+class _RegionBox:
     """A region and what is in it: a box of a tensor, or (None) a value."""
 
     name: str
@@ -59,12 +59,12 @@ def read_folder(folder: Path) -> dict[str, object]:
     tensors = {
         entry.name: _allocate(entry.content)
         for entry in entries
-        if isinstance(entry.content, TensorEntry)
+        if isinstance(entry.content, CutTensor)
     }
     for name, group in groupby(pieces, key=lambda piece: piece.region.file):
         path = folder / name
         with path.open("rb") as file:
-            reader = _FileReader(file=file, size_bytes=sizes[name], where=str(path))
+            reader = _DcpFileReader(file=file, size_bytes=sizes[name], where=str(path))
             for piece in group:
                 if piece.box is None:
                     values[piece.name] = reader.value(piece)
@@ -91,16 +91,16 @@ def _metadata_of(folder: Path) -> bytes:
     return path.read_bytes()
 
 
-def _pieces(entries: Iterable[Entry]) -> Iterable[_Piece]:
+def _pieces(entries: Iterable[MetadataEntry]) -> Iterable[_RegionBox]:
     for entry in entries:
         if isinstance(entry.content, Region):
-            yield _Piece(name=entry.name, region=entry.content, box=None)
+            yield _RegionBox(name=entry.name, region=entry.content, box=None)
         else:
             for box, region in entry.content.chunks:
-                yield _Piece(name=entry.name, region=region, box=box)
+                yield _RegionBox(name=entry.name, region=region, box=box)
 
 
-def _sizes_of(folder: Path, pieces: Iterable[_Piece]) -> dict[str, int]:
+def _sizes_of(folder: Path, pieces: Iterable[_RegionBox]) -> dict[str, int]:
     """The size of every file that is needed; all regions lie within."""
     sizes: dict[str, int] = {}
     for piece in pieces:
@@ -126,7 +126,7 @@ def _sizes_of(folder: Path, pieces: Iterable[_Piece]) -> dict[str, int]:
     return sizes
 
 
-def _check_sizes(entries: Iterable[Entry], sizes: dict[str, int], where: str) -> None:
+def _check_sizes(entries: Iterable[MetadataEntry], sizes: dict[str, int], where: str) -> None:
     """Every byte is stored once, so more than the files hold is damage, and taken for nothing."""
     claimed = sum(entry.content.size_bytes for entry in entries)
     held = sum(sizes.values())
@@ -136,7 +136,7 @@ def _check_sizes(entries: Iterable[Entry], sizes: dict[str, int], where: str) ->
         )
 
 
-def _allocate(entry: TensorEntry) -> torch.Tensor:
+def _allocate(entry: CutTensor) -> torch.Tensor:
     try:
         return allocate(entry.dtype, entry.shape, "cpu")
     except RuntimeError as error:  # torch has no class of its own for the memory of the CPU
@@ -147,7 +147,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
 
 
-def _checked(part: object, target: torch.Tensor, piece: _Piece, where: str) -> torch.Tensor:
+def _checked(part: object, target: torch.Tensor, piece: _RegionBox, where: str) -> torch.Tensor:
     """What was read, which MUST be just the chunk that the metadata says."""
     shape = () if piece.box is None else piece.box.shape
     if not isinstance(part, torch.Tensor):
@@ -167,25 +167,25 @@ def _checked(part: object, target: torch.Tensor, piece: _Piece, where: str) -> t
 
 
 @dataclass(slots=True, kw_only=True)
-class _FileReader:
+class _DcpFileReader:
     """One file of the folder: archives of torch.save in a row, or values and then safetensors."""
 
     file: BinaryIO
     size_bytes: int
     where: str
-    _parts: dict[int, safetensors_part.Part] = field(default_factory=dict)
+    _parts: dict[int, safetensors_part.TensorIndex] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
 
-    def value(self, piece: _Piece) -> object:
+    def value(self, piece: _RegionBox) -> object:
         return self._archive(piece)
 
-    def tensor(self, piece: _Piece) -> object:
+    def tensor(self, piece: _RegionBox) -> object:
         self.file.seek(piece.region.offset)
         if self.file.read(len(torch_save.ZIP)) == torch_save.ZIP:
             return self._archive(piece)
         return self._of_safetensors(piece)
 
-    def _archive(self, piece: _Piece) -> object:
+    def _archive(self, piece: _RegionBox) -> object:
         region = piece.region
         self.file.seek(region.offset)
         data = io.BytesIO(self.file.read(region.size_bytes))
@@ -200,7 +200,7 @@ class _FileReader:
         data.seek(0)
         return torch_save.load(data, where=where, remedy=dcp_metadata.REMEDY)
 
-    def _of_safetensors(self, piece: _Piece) -> torch.Tensor:
+    def _of_safetensors(self, piece: _RegionBox) -> torch.Tensor:
         """One header for all tensors of the file; each names its offset, and its own length."""
         start = piece.region.offset
         self.file.seek(start + 8)
@@ -221,7 +221,7 @@ class _FileReader:
         self._seen.add(piece.name)
         return safetensors_part.read_tensor(self.file, part, piece.name, where=self.where)
 
-    def _no_payload(self, piece: _Piece) -> Corrupt:
+    def _no_payload(self, piece: _RegionBox) -> Corrupt:
         return Corrupt(
             f"cannot import {piece.name[:100]!r}",
             where=f"{self.where}, byte {piece.region.offset}",

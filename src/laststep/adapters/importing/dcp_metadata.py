@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
 from laststep.adapters.importing import inert_pickle
-from laststep.adapters.importing.inert_pickle import Global, Record
+from laststep.adapters.importing.inert_pickle import Global, PickledObject
 from laststep.errors import Corrupt, Usage
 from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.tree import MAX_DEPTH
@@ -69,7 +69,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
+class CutTensor:
     """A tensor and the boxes it was cut into; none of them is empty."""
 
     shape: tuple[int, ...]
@@ -82,15 +82,15 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class MetadataEntry:
     """One entry of the flat state: its name there, its path in the nested state, its content."""
 
     name: str
     path: Path
-    content: TensorEntry | Region
+    content: CutTensor | Region
 
 
-def decode(data: bytes, *, where: str) -> tuple[Entry, ...]:
+def decode(data: bytes, *, where: str) -> tuple[MetadataEntry, ...]:
     """All entries, in the order of the metadata."""
     if data[:1] == b"{":
         raise Usage(
@@ -100,14 +100,14 @@ def decode(data: bytes, *, where: str) -> tuple[Entry, ...]:
             remedy="import the safetensors files in the folder one by one",
         )
     told = inert_pickle.read(data, admitted=ADMITTED, where=where, remedy=REMEDY)
-    return _Decoder(where).entries(told)
+    return _MetadataDecoder(where).entries(told)
 
 
 @dataclass(frozen=True, slots=True)
-class _Decoder:
+class _MetadataDecoder:
     where: str
 
-    def entries(self, told: object) -> tuple[Entry, ...]:
+    def entries(self, told: object) -> tuple[MetadataEntry, ...]:
         fields = self._fields(told, "Metadata")
         flat = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
         paths = self._dict(fields.get("planner_data") or {}, "planner_data")
@@ -117,13 +117,15 @@ class _Decoder:
         for key, content in flat.items():
             name = self._name(key)
             path = self._path(name, paths.get(name, (name,)))
-            found.append(Entry(name=name, path=path, content=self._content(name, content, places)))
+            found.append(
+                MetadataEntry(name=name, path=path, content=self._content(name, content, places))
+            )
         return tuple(found)
 
     def _content(
         self, name: str, told: object, places: dict[tuple[str, object], object]
-    ) -> TensorEntry | Region:
-        if isinstance(told, Record) and told.kind.name == "BytesStorageMetadata":
+    ) -> CutTensor | Region:
+        if isinstance(told, PickledObject) and told.kind.name == "BytesStorageMetadata":
             return self._region(name, places.get((name, None)))
         fields = self._fields(told, "TensorStorageMetadata")
         shape = self._size(fields.get("size"), f"the shape of {name[:100]!r}")
@@ -133,7 +135,7 @@ class _Decoder:
             raise self._corrupt(f"{name[:100]!r} without chunks")
         boxes = [box for box in (self._box(name, chunk) for chunk in chunks) if box.volume]
         self._check_boxes(name, shape, boxes)
-        return TensorEntry(
+        return CutTensor(
             shape=shape,
             dtype=dtype,
             chunks=tuple((box, self._region(name, places.get((name, box.start)))) for box in boxes),
@@ -180,13 +182,13 @@ class _Decoder:
         return Region(file=file, offset=offset, size_bytes=size)
 
     def _dtype(self, name: str, told: object) -> str:
-        state = told.state if isinstance(told, Record) else None
+        state = told.state if isinstance(told, PickledObject) else None
         if not isinstance(state, tuple) or len(state) < 2:
             raise self._corrupt(f"no dtype of {name[:100]!r}")
         dtype, layout = state[:2]
         if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in DTYPES:
             raise self._corrupt(f"no dtype of {name[:100]!r}")
-        if not isinstance(layout, Record) or layout.args != ("torch.strided",):
+        if not isinstance(layout, PickledObject) or layout.args != ("torch.strided",):
             raise Usage(
                 "cannot import",
                 where=self.where,
@@ -213,7 +215,7 @@ class _Decoder:
 
     def _size(self, told: object, title: str) -> tuple[int, ...]:
         """A torch.Size."""
-        sizes = told.args[0] if isinstance(told, Record) and len(told.args) == 1 else None
+        sizes = told.args[0] if isinstance(told, PickledObject) and len(told.args) == 1 else None
         if (
             not isinstance(sizes, tuple)
             or len(sizes) > _MAX_DIMS
@@ -236,8 +238,8 @@ class _Decoder:
 
     def _fields(self, told: object, kind: str) -> dict[object, object]:
         """The attributes of an object of a class of this name."""
-        if not isinstance(told, Record) or told.kind.name != kind or not told.state:
-            found = told.kind.name if isinstance(told, Record) else type(told).__name__
+        if not isinstance(told, PickledObject) or told.kind.name != kind or not told.state:
+            found = told.kind.name if isinstance(told, PickledObject) else type(told).__name__
             raise self._corrupt(f"a {found} where a {kind} belongs")
         return self._dict(told.state, kind)
 

@@ -39,7 +39,7 @@ class Global(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class PickledObject:
     """An object as it was pickled: what makes it, the arguments, and the state set afterwards."""
 
     kind: Global
@@ -48,7 +48,7 @@ class Record:
 
 
 def read(data: bytes, *, admitted: Collection[tuple[str, str]], where: str, remedy: str) -> object:
-    """What the pickle holds: plain values, dicts, lists, tuples, `Global` and `Record`.
+    """What the pickle holds: plain values, dicts, lists, tuples, `Global` and `PickledObject`.
 
     A key of a dict is text, a number or a record; a record is a key by identity.
     """
@@ -118,7 +118,7 @@ class _Machine:
         if not isinstance(target, dict) or len(items) % 2:
             raise TypeError("keys and values for something that is no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(key, str | int | Record):
+            if not isinstance(key, str | int | PickledObject):
                 raise TypeError(f"a {type(key).__name__} as a key")
             target[key] = value
 
@@ -142,11 +142,11 @@ class _Machine:
         args, kind = self.pop(), self.pop()
         if not isinstance(kind, Global) or type(args) is not tuple:
             raise TypeError("an object of no class")
-        self.stack.append({} if kind == _ORDERED and not args else Record(kind, args))
+        self.stack.append({} if kind == _ORDERED and not args else PickledObject(kind, args))
 
     def build(self, _: object) -> None:
         state, target = self.pop(), self.stack[-1]
-        if not isinstance(target, Record) or target.state is not None:
+        if not isinstance(target, PickledObject) or target.state is not None:
             raise TypeError("a state for something that takes none")
         target.state = state
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TensorIndex:
     """The tensors of one header by name, in the order of their bytes, and where those begin."""
 
     entries: dict[str, TensorEntry]
     data_at: int
 
 
-def open_part(file: BinaryIO, *, start: int, stop: int, where: str) -> Part:
+def open_part(file: BinaryIO, *, start: int, stop: int, where: str) -> TensorIndex:
     """What the header at `start` says; its data end at `stop`, the end of the file."""
     size_bytes = stop - start
     file.seek(start)
@@ -34,10 +34,12 @@ def open_part(file: BinaryIO, *, start: int, stop: int, where: str) -> Part:
     header_bytes = region_bytes_of(prefix, size_bytes=size_bytes, where=where)
     region = prefix + file.read(header_bytes - len(prefix))
     entries = decode_plain(region, data_bytes=size_bytes - header_bytes, where=where)
-    return Part(entries={entry.name: entry for entry in entries}, data_at=start + header_bytes)
+    return TensorIndex(
+        entries={entry.name: entry for entry in entries}, data_at=start + header_bytes
+    )
 
 
-def read_tensor(file: BinaryIO, part: Part, name: str, *, where: str) -> torch.Tensor:
+def read_tensor(file: BinaryIO, part: TensorIndex, name: str, *, where: str) -> torch.Tensor:
     """One tensor of a part."""
     entry = part.entries[name]
     data = bytearray(entry.stop - entry.start)

@@ -14,8 +14,8 @@ from laststep.state.tensors.kinds import (
     register_tensor_type,
 )
 from laststep.state.tensors.laid import (
-    Held,
     Laid,
+    LocalBox,
     check_held,
     held_by,
     is_dtensor,
@@ -41,16 +41,16 @@ from laststep.state.tensors.live import (
     share_bytes,
     torch_rng_states,
 )
-from laststep.state.tensors.lying import Kept
+from laststep.state.tensors.lying import KnownTensors
 from laststep.state.tensors.reviving import revive
 
 __all__ = [
     "DTYPE_NAMES",
     "TORCH_DTYPES",
     "CollectCache",
-    "Held",
-    "Kept",
+    "KnownTensors",
     "Laid",
+    "LocalBox",
     "allocate",
     "box_of",
     "check_held",

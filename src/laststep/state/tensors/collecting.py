@@ -15,14 +15,14 @@ import torch
 
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import Usage
-from laststep.state.known import Known, know
+from laststep.state.known import KnownState, know
 from laststep.state.names import name_of
 from laststep.state.pieces import Collected, Piece, View
-from laststep.state.sharing import Extent, find_overlaps, find_ties
+from laststep.state.sharing import MemoryRange, find_overlaps, find_ties
 from laststep.state.tensors.backing import is_backed, not_backed
 from laststep.state.tensors.kinds import DTYPE_NAMES, PLAIN_TENSORS, handler_for
 from laststep.state.tensors.laid import Laid, is_dtensor, laid_of
-from laststep.state.tensors.lying import Lying
+from laststep.state.tensors.lying import TensorPlaces
 from laststep.state.tree import NOT_MINE, OWNED, Owned, Path, copy_tree, show_path
 
 if TYPE_CHECKING:
@@ -232,14 +232,14 @@ class _Last:
 
     def __init__(
         self,
-        known: Known,
+        known: KnownState,
         leaves: Sequence[torch.Tensor],
         own: list[bool],
         volatile: frozenset[Path],
         collected: Collected,
     ) -> None:
         self._known = known
-        self._lying = Lying(leaves)
+        self._lying = TensorPlaces(leaves)
         self._own = own
         """Which leaves are pieces: not those that are tied to an earlier one."""
         self._volatile = volatile
@@ -358,10 +358,10 @@ def _sharing(
     return ties, views, bases
 
 
-def _extent(name: str, tensor: torch.Tensor, storage: int) -> Extent:
+def _extent(name: str, tensor: torch.Tensor, storage: int) -> MemoryRange:
     size = tensor.element_size()
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     start = int(tensor.storage_offset()) * size
     reach = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     stop = start if tensor.numel() == 0 else start + (reach + 1) * size
-    return Extent(name, storage, start, stop, (tensor.dtype, shape, stride, start))
+    return MemoryRange(name, storage, start, stop, (tensor.dtype, shape, stride, start))

@@ -32,7 +32,7 @@ class Laid(NamedTuple):
     layout: Layout
 
 
-class Held(NamedTuple):
+class LocalBox(NamedTuple):
     """A box of a logical tensor, and the local memory that holds it."""
 
     box: Box
@@ -106,15 +106,15 @@ def check_held(rank: int, boxes: tuple[Box, ...], elements: int, where: str) -> 
         )  # fmt: skip
 
 
-def held_by(rank: int, laid: Laid, where: str) -> list[Held]:
+def held_by(rank: int, laid: Laid, where: str) -> list[LocalBox]:
     """The boxes that a rank holds, each with its memory."""
     boxes = laid.layout.held(rank)
     check_held(rank, boxes, laid.local.numel(), where)
     if len(boxes) == 1:
-        return [Held(boxes[0], laid.local.view(boxes[0].shape))]
+        return [LocalBox(boxes[0], laid.local.view(boxes[0].shape))]
     flat, at, found = laid.local.reshape(-1), 0, []
     for box in boxes:
-        found.append(Held(box, flat[at : at + box.volume].view(box.shape)))
+        found.append(LocalBox(box, flat[at : at + box.volume].view(box.shape)))
         at += box.volume
     return found
 

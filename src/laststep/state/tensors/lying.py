@@ -29,7 +29,7 @@ _LAYOUT: Final = operator.attrgetter("_spec.mesh", "_spec.placements", "shape")
 """What `laid_of` makes the layout of a DTensor from."""
 
 
-class _Forms:
+class _TensorForms:
     """Shapes, dtypes and places of strided tensors. Of what has become something else no question
     need be asked: a nested tensor has no shape, a sparse or MKL-DNN one no address, and says so."""
 
@@ -54,7 +54,7 @@ class _Forms:
             return False
 
 
-class Lying:
+class TensorPlaces:
     """Where plain tensors lie, and DTensors. Their memory MUST be their values: nothing that is
     only marked as negated or conjugated."""
 
@@ -67,7 +67,7 @@ class Lying:
         self._layouts = [_LAYOUT(leaves[number]) for number in self._spread]
         memories = self._memories(leaves)
         self._memory_kinds = list(map(type, memories)) if self._spread else self._kinds
-        self._forms = _Forms(memories)
+        self._forms = _TensorForms(memories)
         self._complex = [n for n, dtype in enumerate(self._forms.dtypes) if dtype.is_complex]
         # Of these more than address, shape, dtype and being contiguous tells what they are.
         self._odd = [
@@ -115,12 +115,12 @@ def _details(memory: torch.Tensor) -> tuple[object, ...]:
     return memory.stride(), memory.device
 
 
-class Kept:
+class KnownTensors:
     """Tensors to be found again without asking whose they are, if they are alive and in place."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._refs = list(map(weakref.ref, tensors))
-        self._forms = _Forms(tensors)
+        self._forms = _TensorForms(tensors)
 
     def in_place(self) -> list[torch.Tensor] | None:
         """All of them, held, if each is alive and has the form and the memory that it had."""
