@@ -57,6 +57,7 @@ def export(
 
 def save(run: Path, **items: object) -> None:
     with laststep.Checkpointer(run, items=items, flush="thread", progress=False) as ckpt:
+        ckpt.continue_newest()
         ckpt.save(max(laststep.open(run).steps(), default=-1) + 1 if run.exists() else 0).wait()
 
 

@@ -202,7 +202,7 @@ def test_a_corrupt_header_is_found_before_anything_is_touched(
     run = saved(1)
     fresh.become(7)
     in_a_header(folder_of(run, 1))
-    with opened(fresh) as checkpointer:
+    with opened(fresh, new_lineage=True) as checkpointer:
         with pytest.raises(laststep.Corrupt):
             checkpointer.restore(1)
         assert fresh.is_wholly(7)
@@ -219,7 +219,7 @@ def test_a_mismatch_lists_everything_touches_nothing_and_takes_no_older_one(
     del fresh.blob["more"]
     extra = {"another": {"x": 1}}
     fresh.items = lambda base=fresh.items: {**base(), **extra}
-    with opened(fresh) as checkpointer:
+    with opened(fresh, new_lineage=True) as checkpointer:
         with pytest.raises(laststep.Mismatch) as caught:
             checkpointer.restore()
         text = str(caught.value)

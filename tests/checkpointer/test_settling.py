@@ -96,7 +96,8 @@ def test_what_is_not_decided_is_given_up_in_the_run_and_nobody_can_commit_it_lat
     error: LaststepError | None,
     expected: LaststepError,
 ) -> None:
-    assert settled(tmp_path, Link(lost), error) == (expected, [])
+    found, told = settled(tmp_path, Link(lost), error)
+    assert (str(found), told) == (str(expected.of_save(7)), [])
     with pytest.raises(Aborted, match="the save was given up") as raised:
         commit(run)
     assert str(expected) in str(raised.value)
@@ -111,13 +112,15 @@ def test_what_another_rank_gave_up_has_failed_with_its_reason(run: Run, tmp_path
 
 def test_what_befell_this_rank_itself_stays_its_error(run: Run, tmp_path: Path) -> None:
     run.abort("step-00000007.1-1", "a test")
-    assert settled(tmp_path, Link(LOST), None) == (LOST, [])
+    found, told = settled(tmp_path, Link(LOST), None)
+    assert (str(found), told) == (str(LOST.of_save(7)), [])
 
 
 def test_a_folder_that_is_gone_is_given_up(run: Run, tmp_path: Path) -> None:
     run.abort("step-00000007.1-1", "a test")
     run.discard("step-00000007.1-1")
-    assert settled(tmp_path, Link(None), ERROR) == (ERROR, [])
+    found, told = settled(tmp_path, Link(None), ERROR)
+    assert (str(found), told) == (str(ERROR.of_save(7)), [])
 
 
 def test_a_run_that_cannot_be_read_leaves_it_open(run: Run, tmp_path: Path) -> None:
@@ -131,4 +134,5 @@ def test_what_is_over_stays_as_it_is(run: Run, tmp_path: Path) -> None:
     link = Link(LOST)
     link.handle.fail(ERROR)
     commit(run)
-    assert settled(tmp_path, link, LOST) == (ERROR, [])
+    found, told = settled(tmp_path, link, LOST)
+    assert (str(found), told) == (str(ERROR.of_save(7)), [])

@@ -99,7 +99,7 @@ def train(say: Say, arguments: dict[str, object]) -> None:
     try:
         checkpointer = laststep.Checkpointer(
             arguments["path"], items=live.items, flush=arguments["flush"], progress=False,
-            keep=as_keep(keep), host_memory_bytes=64 << 20,
+            keep=as_keep(keep), host_memory_bytes=64 << 20, new_lineage=True,
         )  # fmt: skip
         first = 100
         if not arguments["fresh"]:

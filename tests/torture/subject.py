@@ -99,7 +99,7 @@ class Subject:
         live = Live(form, next(self._marks))
         checkpointer = laststep.Checkpointer(
             self.path, items=live.items, flush=flush, keep=as_keep(rules), progress=False,
-            host_memory_bytes=64 << 20,
+            host_memory_bytes=64 << 20, new_lineage=True,
         )  # fmt: skip
         self.writers.append(Writer(checkpointer=checkpointer, live=live, rules=rules))
 
