@@ -32,7 +32,7 @@ class Rows:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(gathering, "kernels_on", lambda _device: object())
-    monkeypatch.setattr(gathering, "Copies", Rows)
+    monkeypatch.setattr(gathering, "CopyTable", Rows)
     return SimpleNamespace(device="cuda:0")
 
 

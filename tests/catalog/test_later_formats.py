@@ -10,7 +10,7 @@ import pytest
 
 import laststep
 from laststep.catalog import epochs
-from laststep.catalog.retention import Policy
+from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.codecs.digests import digest_text
 from laststep.errors import Usage
@@ -70,10 +70,10 @@ def test_nothing_is_deleted_beside_a_checkpoint_of_a_later_format(
 ) -> None:
     """It may need the files of others, in a way that this version does not know."""
     folders = saved(1, 2, 3, 4)
-    policy = Policy(keep_last=1, keep_abandoned=False)
-    assert [one.folder for one in plan_prune(run, policy).verdicts if not one.keep] == folders[:3]
+    keep = Keep(last=1, abandoned=False)
+    assert [one.folder for one in plan_prune(run, keep).verdicts if not one.keep] == folders[:3]
     write_later_manifest(tmp_path / "run" / folders[1])
-    verdicts = plan_prune(Run.open(run.store), policy).verdicts
+    verdicts = plan_prune(Run.open(run.store), keep).verdicts
     assert [one.folder for one in verdicts if one.keep] == folders
     assert f"{folders[1]} is of a later format, and may need it" in verdicts[0].reasons
 

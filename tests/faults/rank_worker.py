@@ -166,7 +166,8 @@ class Worker:
         self.mine: dict[str, Any] = {"t": torch.zeros(1000), "rank": rank}
         self.checkpointer = laststep.Checkpointer(
             run, state=self.state, mine=laststep.PerRank(self.mine), flaky=self.flaky,
-            progress=False, host_memory_bytes=64 << 20, **json.loads(options or "{}"),
+            progress=False, host_memory_bytes=64 << 20, new_lineage=True,
+            **json.loads(options or "{}"),
         )  # fmt: skip
         self.checkpointer._client.start()
         say("open", self.checkpointer._client.helper_pid)

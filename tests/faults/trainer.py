@@ -69,7 +69,7 @@ def read_options() -> argparse.Namespace:
     if options.end is not None:
         client._END_S = options.end
     if options.patience is not None:
-        restoring.PATIENCE_S = options.patience
+        restoring.WAIT_FOR_OTHERS_S = options.patience
     if options.tell_waiting:
         logging.getLogger("laststep").addHandler(Waiting())
         logging.getLogger("laststep").setLevel(logging.INFO)

@@ -72,8 +72,9 @@ def load_big(run: str, cut: int | None, few: int = sources.FEW_READERS) -> Watch
         return fill(self, into)
 
     def opening(self: DirectoryStore, name: str, *, cached: bool = False) -> FileReading:
+        reader = open_reader(self, name, cached=cached)
         seen.opened.add(name.rpartition("/")[2])
-        return open_reader(self, name, cached=cached)
+        return reader
 
     def expecting(self: BoxPlacer, chunks: Sequence[Chunk], device: torch.device) -> Parcels:
         parcels = expect(self, chunks, device)

@@ -415,7 +415,8 @@ def same(one: object, other: object) -> bool:
 
 
 def of_some_ranks(texts: list[str]) -> list[str]:
-    return [text for text in texts if text.startswith("item ")]
+    told = [text.removeprefix(f"rank {dist.get_rank()}: ") for text in texts]
+    return [text for text in told if text.startswith("item ")]
 
 
 def save_bag(run: str) -> list[str]:

@@ -179,8 +179,8 @@ def _sample(times: list[tuple[float, float]]) -> dict[str, float]:
     helpers = children_of(os.getpid())
     shared = sum(_status(pid, "RssShmem") for pid in (os.getpid(), *helpers))
     return {
-        "memory of the trainer": _own(os.getpid()),
-        "memory of the flusher": sum(map(_own, helpers)),
+        "memory of the trainer": _status(os.getpid(), "RssAnon"),
+        "memory of the flusher": sum(_status(pid, "RssAnon") for pid in helpers),
         "shared memory": shared,
         "descriptors": float(len(list(Path("/proc/self/fd").iterdir()))),
         "threads": float(len(list(Path("/proc/self/task").iterdir()))),
@@ -189,16 +189,9 @@ def _sample(times: list[tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def _own(pid: int) -> float:
-    """In MB; 0 where it has ended. Files that are mapped do not count: the share of a library that
-    falls to one process depends on how many others have it."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:")) / 1024
-    return 0.0
-
-
 def _status(pid: int, name: str) -> float:
+    """In MB; 0 where it has ended. What is shared counts whole: shares depend on how many others
+    have a page, and a trainer is forked from a process that goes on."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024

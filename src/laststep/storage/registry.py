@@ -103,7 +103,7 @@ def _opener(url: str) -> Opener | str:
             known = ", ".join(f"{name}://" for name in sorted({"file", *_openers, *installed}))
             raise Usage(
                 f"no store is registered for {scheme}://", where=url,
-                expected=f"the path of a folder, or a URL of {known}",
+                expected=f"the path of a folder, or a URL of {known}", found=repr(url),
                 remedy="install the package that has such a store, or call "
                 f"laststep.register_store({scheme!r}, …); or mount it, and pass the path of a "
                 "folder in it",
