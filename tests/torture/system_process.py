@@ -229,9 +229,11 @@ def raising_signals(scene: Scene) -> None:
             state.advance(trainer.live, step)
             trainer.say("saving", step)
             try:
-                saving.set()
-                handle = trainer.checkpointer.save(step)
-                saving.clear()
+                try:
+                    saving.set()
+                    handle = trainer.checkpointer.save(step)
+                finally:
+                    saving.clear()  # also where it failed: nothing may be raised while that is told
                 trainer.handles.append(handle)
             except KeyboardInterrupt:
                 pass  # absent or whole, nobody can say which
