@@ -75,6 +75,7 @@ def test_help_names_every_command_and_version_the_version() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_demo_ends_with_identical_losses(tmp_path: Path) -> None:
     done = start("-m", "laststep", "demo", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -78,7 +78,7 @@ def moments(seed: int) -> list[tuple[int, float]]:
     ("loader", "flush", "seed"),
     [
         pytest.param("plain", "process", 1, marks=pytest.mark.long),
-        ("plain", "thread", 2),
+        pytest.param("plain", "thread", 2, marks=pytest.mark.long),
         pytest.param(
             "torchdata",
             "process",
