@@ -138,12 +138,28 @@ def _in_child(part: str, trial: Trial, place: Path, log: Path, seed: int) -> Non
 
 
 def _wait_for_orphans() -> None:
+    """Return when nothing that the trial started lives.
+
+    Asked of the kernel, not read from /proc: whoever dies leaves its children to us before it can
+    be waited for, so none is missed between two looks.
+    """
     deadline = time.monotonic() + ENDS_WITHIN_S
-    while left := [pid for pid in descendants(os.getpid()) if lives(pid)]:
+    while _has_children():
         if time.monotonic() > deadline:
+            left = [pid for pid in descendants(os.getpid()) if lives(pid)]
             commands = [Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in left]
             raise Violation("hang", f"processes outlive their trial: {commands}")
         time.sleep(0.02)
+
+
+def _has_children() -> bool:
+    """Whether any is left once the dead ones are waited for."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _ended(running: Sequence[_Running]) -> list[_Running]:
