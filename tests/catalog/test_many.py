@@ -123,3 +123,16 @@ def test_the_newest_is_the_last_that_is_whole(many: DirectoryStore, tmp_path: Pa
     newest = Run.open(many).newest()
     assert newest is not None
     assert newest.step == MANY - 3
+
+
+def test_a_new_writer_reads_no_manifest_of_another_before_its_first_save(
+    many: DirectoryStore, calls: Counter[str]
+) -> None:
+    left = "step-00000401.1-401"
+    many.make_folder(left)
+    run = Run.open(many)
+    calls.clear()
+    run.claim_epoch((1, MANY), seen=(1, MANY))
+    assert left not in many.folder_names("")
+    assert calls["read"] < 10
+    assert calls["list"] < 20

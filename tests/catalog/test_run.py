@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from laststep.catalog import epochs
 from laststep.catalog.cleaning import RemovalReason
+from laststep.catalog.epochs import this_writer
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
@@ -288,15 +290,28 @@ def test_a_zombie_cannot_commit_what_its_successor_gave_up(
     store: DirectoryStore, commit_of: Commits
 ) -> None:
     zombie, successor = Run.open_or_create(store), Run.open_or_create(store)
-    old = zombie.claim_epoch(None)
+    elsewhere = msgspec.structs.replace(this_writer(), host="elsewhere", boot="another")
+    old = zombie.claim_epoch(None, writer=elsewhere)
     folder = zombie.begin(step=1, epoch=old, attempt=1)
     successor.claim_epoch(None)
     with pytest.raises(Aborted, match="taken over"):
         zombie.commit(folder, commit_of(step=1, epoch=old, attempt=1))
-    successor.clean()
+    successor.clean(now_s=time.time() + 1e6)
     with pytest.raises(Aborted, match="cleaned up"):
         zombie.commit(folder, commit_of(step=1, epoch=old, attempt=1))
     assert successor.checkpoints() == ()
+
+
+def test_the_attempt_of_a_writer_that_died_here_goes_when_another_takes_over(
+    store: DirectoryStore, commit_of: Commits
+) -> None:
+    dead, successor = Run.open_or_create(store), Run.open_or_create(store)
+    old = dead.claim_epoch(None)
+    folder = dead.begin(step=1, epoch=old, attempt=1)
+    successor.claim_epoch(None)
+    assert folder not in store.folder_names("")
+    with pytest.raises(Aborted, match="cleaned up"):
+        dead.commit(folder, commit_of(step=1, epoch=old, attempt=1))
 
 
 def test_the_attempt_of_a_live_writer_is_neither_given_up_nor_cleaned(

@@ -57,13 +57,25 @@ def orphans(
 ) -> tuple[Orphan, ...]:
     """All that may be removed now; removes nothing. What was `found` MUST have been looked through,
     but for checkpoints: data files never have temporary names."""
+    result = attempts_of_the_dead(epochs, found, now_s=now_s)
+    for item in found:
+        if item.is_committed and not item.is_link:
+            result += _debris(item.entries, item.name.folder, now_s)
+    result += _debris(store.list(""), "", now_s)
+    result += _debris(store.list(EPOCHS_FOLDER), EPOCHS_FOLDER, now_s)
+    result += _witnesses(store, now_s)
+    return tuple(result)
+
+
+def attempts_of_the_dead(
+    epochs: Epochs, found: tuple[ScannedAttempt, ...], *, now_s: float
+) -> list[Orphan]:
+    """Those of the attempts `found` that were given up or never decided, and whose writer is known
+    to be dead, or silent for long."""
     dead: dict[int, _Liveness] = {}
     result = []
     for item in found:
-        if item.is_link:
-            continue
-        if item.is_committed:
-            result += _debris(item.entries, item.name.folder, now_s)
+        if item.is_link or item.is_committed:
             continue
         epoch = item.name.epoch
         if epoch not in dead:
@@ -78,10 +90,7 @@ def orphans(
             result.append(
                 Orphan(name=item.name.folder, why=why, is_folder=True, size_bytes=item.size_bytes)
             )
-    result += _debris(store.list(""), "", now_s)
-    result += _debris(store.list(EPOCHS_FOLDER), EPOCHS_FOLDER, now_s)
-    result += _witnesses(store, now_s)
-    return tuple(result)
+    return result
 
 
 def remove(store: Store, orphan: Orphan) -> bool:
@@ -100,7 +109,8 @@ def remove(store: Store, orphan: Orphan) -> bool:
         store.delete_folder(orphan.name)
     else:
         store.delete(orphan.name)
-    _log.info("removed %s (%s, %d bytes)", orphan.name, orphan.why.value, orphan.size_bytes)
+    level = logging.WARNING if orphan.why is RemovalReason.DEAD_WRITER else logging.INFO
+    _log.log(level, "removed %s (%s, %d bytes)", orphan.name, orphan.why.value, orphan.size_bytes)
     return True
 
 

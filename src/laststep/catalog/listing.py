@@ -178,16 +178,31 @@ class Scanner:
 
     def scan(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
         """Every attempt and what was decided about it."""
-        found = tuple(self._look(name, entry, through) for name, entry in self.folders())
-        if any(item.decided is None for item in found):
-            # An attempt, or a checkpoint that lost its manifest, and by now its name, meanwhile.
-            there = set(self.names())
-            found = tuple(i for i in found if i.decided is not None or i.name in there)
+        found = self._still_there(
+            tuple(self._look(name, entry, through) for name, entry in self.folders())
+        )
         present = {item.name for item in found}
         for name in tuple(self._read):
             if name not in present:
                 self._read.pop(name, None)
         return found
+
+    def scan_undecided(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
+        """The attempts that nothing was decided about. Of the others only names are read, which a
+        run of thousands of checkpoints has time for."""
+        found = (
+            self._look(name, entry, through)
+            for name, entry in self.folders()
+            if MANIFEST_NAME not in self._store.file_names(entry.name)
+        )
+        return self._still_there(tuple(item for item in found if item.decided is None))
+
+    def _still_there(self, found: tuple[ScannedAttempt, ...]) -> tuple[ScannedAttempt, ...]:
+        """Without those that have no manifest, and by now no name: somebody deletes them."""
+        if all(item.decided is not None for item in found):
+            return found
+        there = set(self.names())
+        return tuple(item for item in found if item.decided is not None or item.name in there)
 
     def folders(self) -> list[tuple[AttemptName, StoreEntry]]:
         """The folders of all attempts, to be looked at one by one."""

@@ -172,7 +172,7 @@ class Run:
 
     def attempts(self) -> tuple[OpenAttempt, ...]:
         """The undecided attempts."""
-        return listing.attempts(self._scanner.scan(), self._epochs)
+        return listing.attempts(self._scanner.scan_undecided(), self._epochs)
 
     def epoch(self, number: int) -> EpochRecord | None:
         """The record of one epoch."""
@@ -210,7 +210,8 @@ class Run:
         writer: Trainer | None = None,
         orphan: bool = False,
     ) -> int:
-        """Become the writer: take the next epoch, then give up what older, dead writers left open.
+        """Become the writer: take the next epoch, then give up what older, dead writers left open,
+        and remove it where they are known to be dead: it may be what fills the disk.
 
         `Aborted` unless the newest epoch and its last commit are those that were `seen` when it was
         decided to continue from there (None: that was just now); see `epochs`. `writer` is the
@@ -222,11 +223,18 @@ class Run:
         seen = max(seen, continues or seen)
         self._check_unchanged(seen, writer)
         number = self._epochs.claim(continues, seen=seen[0], writer=writer, orphan=orphan)
-        for item in self.attempts():
-            if item.epoch < number and not item.alive:
-                self._give_up_for(number, item.folder)
+        self._end_older(number)
         _log.info("epoch %d of %s continues from %s", number, self.store.url, continues)
         return number
+
+    def _end_older(self, successor: int) -> None:
+        """Remove or give up the attempts of dead writers."""
+        found = self._scanner.scan_undecided(ScanDepth.ATTEMPTS)
+        dead = cleaning.attempts_of_the_dead(self._epochs, found, now_s=time.time())
+        gone = {orphan.name for orphan in self._remove(dead)}
+        for item in listing.attempts(found, self._epochs):
+            if item.epoch < successor and not item.alive and item.folder not in gone:
+                self._give_up_for(successor, item.folder)
 
     def _give_up_for(self, successor: int, folder: str) -> None:
         """Give up what a dead writer left open. Where that fails the successor goes on: a writer
@@ -240,9 +248,9 @@ class Run:
             return
         if isinstance(decided, Abort):
             _log.warning(
-                "gave up %s, which has no manifest and whose writer is dead: its folder is deleted",
-                folder,
-            )
+                "gave up %s, which has no manifest and whose writer elsewhere holds no lock: it is "
+                "removed when nothing in it has changed for an hour", folder,
+            )  # fmt: skip
 
     def _check_unchanged(self, seen: Point, writer: Trainer) -> None:
         """`Aborted` if another start has committed anything since: it would be abandoned, and what
@@ -342,16 +350,21 @@ class Run:
     def clean(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
         """Remove the orphans; returns those that are gone. Failing costs disk space and is logged:
         whoever cleans has something better to do, and the next writer tries again."""
-        gone = []
         try:
-            for orphan in self.orphans(now_s=now_s):
-                try:
-                    if cleaning.remove(self.store, orphan):
-                        gone.append(orphan)
-                except LaststepError as error:
-                    _log.warning("cannot remove %s: %s", orphan.name, error)
+            return self._remove(self.orphans(now_s=now_s))
         except LaststepError as error:
             _log.warning("cannot look for what crashes left behind: %s", error)
+            return ()
+
+    def _remove(self, orphans: Iterable[Orphan]) -> tuple[Orphan, ...]:
+        """Remove what can be removed; returns that."""
+        gone = []
+        for orphan in orphans:
+            try:
+                if cleaning.remove(self.store, orphan):
+                    gone.append(orphan)
+            except LaststepError as error:
+                _log.warning("cannot remove %s: %s", orphan.name, error)
         return tuple(gone)
 
     def pin(self, folder: str) -> None:

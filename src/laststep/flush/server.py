@@ -97,6 +97,7 @@ class Flusher:
         self._epoch: int | None = None
         self._epoch_lock: Lock | None = None
         self._attempts = 0
+        self._to_clean = False
         self._last_folder: str | None = None
         self._saves: dict[int, Save] = {}
         self._chunks: queue.SimpleQueue[tuple[Save, Filled] | None] = queue.SimpleQueue()
@@ -254,7 +255,7 @@ class Flusher:
         self._epoch = epoch  # only with its lock: without it the attempts would look dead
         self._attempts = 0
         self._last_folder = None if asked.after is None else asked.after.folder
-        self._run.clean()
+        self._to_clean = True
         return self._run
 
     def _drop(self, save: Save, reason: str) -> None:
@@ -312,6 +313,11 @@ class Flusher:
                 if save.flush is not None:
                     save.flush.close()
                 del self._saves[save.begin.save]
+            if self._to_clean and self._run is not None and self._order.empty():
+                # Not before the first commit, which need not wait for it; but also after a save
+                # that failed: what is removed may be what filled the disk.
+                self._to_clean = False
+                self._run.clean()
 
     def _finish(self, save: Save) -> None:
         """Durable, then committed, then retention; raises what stands in the way."""
