@@ -20,6 +20,7 @@ from laststep.catalog.listing import nearest_steps
 from laststep.catalog.run import Run
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.format.manifest import DAMAGE_REMEDY, Commit, decode
+from laststep.process import shortage
 from laststep.process.only_one import OnlyOne
 from laststep.read.blocks import refuse
 from laststep.read.content import Content, Place
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@shortage.told("look into a run")
 def open(path: str | os.PathLike[str]) -> Catalog:  # noqa: A001 (the word users expect)
     """The catalog of a run; `NotFound` where there is none."""
     store = open_store(path)
@@ -64,14 +66,14 @@ class Catalog:
 
     def __iter__(self) -> Iterator[Checkpoint]:
         """The checkpoints of the lineage, oldest first."""
-        return iter([self._open(one) for one in self._run.lineage() if one.commit is not None])
+        return iter([self._open(one) for one in self._lineage() if one.commit is not None])
 
     def __contains__(self, step: object) -> bool:
         """Whether a step is on the lineage."""
         return _whole_number(step) in self.steps()
 
     def __len__(self) -> int:
-        return len([one for one in self._run.lineage() if one.commit is not None])
+        return len([one for one in self._lineage() if one.commit is not None])
 
     def __getitem__(self, wanted: SupportsIndex) -> Checkpoint:
         step = _whole_number(wanted)
@@ -80,7 +82,7 @@ class Catalog:
                 "a catalog is asked by step", expected="an int of 0 or more", found=repr(wanted),
                 remedy="catalog.steps() lists the steps",
             )  # fmt: skip
-        listed = self._run.checkpoints()
+        listed = self._all()
         found = [one for one in listed if one.step == step]
         found.sort(key=lambda one: one.on_lineage)
         if not found:
@@ -93,15 +95,15 @@ class Catalog:
 
     def steps(self) -> list[int]:
         """The steps of the lineage whose manifest can be read; `laststep ls` lists the rest."""
-        return [one.step for one in self._run.lineage() if one.commit is not None]
+        return [one.step for one in self._lineage() if one.commit is not None]
 
     def latest(self) -> Checkpoint:
         """The newest checkpoint of the lineage; `Corrupt` where its manifest cannot be read."""
         # Not `Run.newest`: what is damaged raises, instead of giving an older checkpoint to
         # somebody who would not notice.
-        lineage = self._run.lineage()
+        lineage = self._lineage()
         if not lineage:
-            others = [one.step for one in self._run.checkpoints()]
+            others = [one.step for one in self._all()]
             if not others:
                 raise NotFound("the run has no checkpoint yet", where=self._run.store.url)
             raise NotFound(
@@ -118,6 +120,14 @@ class Catalog:
             where=newest.error.where, expected=newest.error.expected, found=newest.error.found,
             remedy=DAMAGE_REMEDY + older,
         ) from newest.error  # fmt: skip
+
+    @shortage.told("list a run")
+    def _lineage(self) -> tuple[Listed, ...]:
+        return self._run.lineage()
+
+    @shortage.told("list a run")
+    def _all(self) -> tuple[Listed, ...]:
+        return self._run.checkpoints()
 
     def _open(self, listed: Listed) -> Checkpoint:
         if listed.commit is None:
@@ -208,6 +218,7 @@ class Checkpoint(OnlyOne):
                 "others'", item, self.ranks,
             )  # fmt: skip
 
+    @shortage.told("verify a checkpoint")
     def verify(self) -> VerifyReport:
         """Read and check every byte."""
         return verify_checkpoint(self._store, self.folder)
@@ -228,6 +239,7 @@ class Checkpoint(OnlyOne):
         """Its headers and objects, verified."""
         return self._opened()
 
+    @shortage.told("open a checkpoint")
     def _opened(self) -> Content:
         if self._content is None:
             self._content = Content(self._store, self.folder, self._commit, rank=self._rank or 0)
@@ -255,6 +267,7 @@ class StoredTensor(OnlyOne):
         self.name = name
         self.dtype, self.shape = spec
 
+    @shortage.told("read a tensor")
     def __getitem__(self, index: object) -> torch.Tensor:
         """The slice as a CPU tensor. A leading int or slice limits what is read. `t[:]` is all of
         it, also where the tensor is a single number."""
@@ -274,6 +287,8 @@ class StoredTensor(OnlyOne):
         try:
             return part[index]  # type: ignore[index]
         except (IndexError, TypeError, ValueError, RuntimeError) as error:  # torch has no one type
+            if shortage.is_one(error):
+                raise
             raise NoSuchElements(
                 f"cannot index {self.name}", expected=f"an index into the shape {list(self.shape)}",
                 found=str(error).partition("\n")[0], remedy="t[:] reads all of it",
@@ -382,6 +397,7 @@ def _remedy_for(content: Content, item: str, name: str) -> str:
     return "`laststep show --all` lists the names"
 
 
+@shortage.told("open a checkpoint")
 def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
     """A checkpoint's folder on its own, wherever it was copied to."""
     store, folder = open_parent(path)

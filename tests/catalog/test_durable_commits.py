@@ -136,7 +136,7 @@ def test_a_commit_that_is_being_taken_back_is_none_to_who_finds_it(
     assert other.store.list(folder) == []
 
 
-@pytest.mark.parametrize("fate", [b"", b"stands\n", b"taken", b"x" * 100])
+@pytest.mark.parametrize("fate", [b"", b"stands\n", b"taken", b"x" * 5000])
 def test_a_fate_that_says_nothing_known_takes_no_checkpoint_away(
     fate: bytes, begun: object
 ) -> None:

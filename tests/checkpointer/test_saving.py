@@ -484,5 +484,5 @@ def test_a_folder_alone_may_have_as_large_a_manifest_as_one_in_a_run(
         assert laststep.load(path) == {"s": {"a": 1}}
         with monkeypatch.context() as patch:
             patch.setattr(decision, "MANIFEST_LIMIT_BYTES", 20_000)
-            with pytest.raises(laststep.LaststepError, match="20000"):
+            with pytest.raises(laststep.Corrupt, match="20000"):
                 laststep.load(path)

@@ -73,6 +73,34 @@ print(laststep.open(run).steps())
     assert (done.returncode, done.stdout) == (0, "told\n[1]\n"), done.stderr
 
 
+def test_too_little_memory_to_look_into_a_run_is_told_and_says_nothing_about_it(
+    run_folder: Path,
+) -> None:
+    script = f"""
+import resource, torch, laststep
+run = {str(run_folder)!r}
+with laststep.Checkpointer(run, s={{"w": torch.ones(32 << 20)}}) as checkpointer:
+    checkpointer.save(1).wait()
+checkpoint = laststep.open(run).latest()
+tensor = checkpoint.tensor("s/w")
+tensor[:4]  # whatever is imported and mapped for that
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), before[1]))
+try:
+    tensor[:]
+except laststep.StorageFailed as error:
+    assert "too little memory" in error.what and error.remedy, error
+    print("told")
+resource.setrlimit(resource.RLIMIT_AS, before)
+print(tensor[:].sum().item() == 32 << 20)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "told\nTrue\n"), done.stderr
+
+
 class Greedy:
     """Wants more memory than there is, at times."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from laststep.errors import Exists, NotFound, StorageFailed, Usage
+from laststep.errors import Corrupt, Exists, NotFound, Usage
 from laststep.storage.store import Lock, Store, StoreEntry, check_name
 
 _mutex = threading.RLock()
@@ -97,7 +97,7 @@ class MemoryStore(Store):
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         data = self._file(name)
         if len(data) > limit_bytes:
-            raise StorageFailed("a file is too large", where=self._at(name))
+            raise Corrupt("a file is too large", where=self._at(name))
         return bytes(data)
 
     def create(self, name: str, data: bytes) -> None:

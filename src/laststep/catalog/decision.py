@@ -40,7 +40,7 @@ def read(store: Store, folder: str) -> Commit | Abort | None:
 def as_fated(store: Store, folder: str, decided: Commit) -> Commit | Abort:
     """What has become of a commit, which its maker may have taken back."""
     try:
-        fate = store.read(f"{folder}/{FATE_NAME}", limit_bytes=_FATE_LIMIT_BYTES)
+        fate = _read_fate(store, folder)
     except NotFound:
         return decided
     if fate != _TAKEN_BACK:  # whatever else is there, nothing is lost by keeping a checkpoint
@@ -158,13 +158,20 @@ def _fate(store: Store, folder: str, wanted: bytes) -> bytes:
     try:
         store.create(name, wanted)
     except Exists:
-        return store.read(name, limit_bytes=_FATE_LIMIT_BYTES)
+        return _read_fate(store, folder)
     except StorageFailed as error:  # its name may be there: then it is what others go by
         try:
-            return store.read(name, limit_bytes=_FATE_LIMIT_BYTES)
+            return _read_fate(store, folder)
         except NotFound:
             raise error from None
     return wanted
+
+
+def _read_fate(store: Store, folder: str) -> bytes:
+    try:
+        return store.read(f"{folder}/{FATE_NAME}", limit_bytes=_FATE_LIMIT_BYTES)
+    except Corrupt:
+        return b""  # too large for anything that we wrote
 
 
 def _settle(store: Store, folder: str, data: bytes, error: Exists | StorageFailed) -> None:

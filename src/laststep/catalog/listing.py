@@ -20,9 +20,9 @@ import msgspec
 
 from laststep.catalog import decision, lineage
 from laststep.catalog.names import FATE_NAME, PIN_NAME, AttemptName, parse_folder
-from laststep.errors import Corrupt, LaststepError, StorageFailed
+from laststep.errors import LaststepError, StorageFailed
 from laststep.format.group import GROUPS_FOLDER
-from laststep.format.manifest import DAMAGE_REMEDY, Abort, Commit
+from laststep.format.manifest import Abort, Commit
 from laststep.storage.store import StoreEntry
 from laststep.terms import MANIFEST_NAME
 
@@ -264,14 +264,6 @@ class Scanner:
         if known is not None and known[:2] == (entry.size_bytes, entry.modified_s):
             return known[2]
         folder = name.folder
-        if entry.size_bytes > decision.MANIFEST_LIMIT_BYTES:
-            return Corrupt(
-                "a manifest is too large to be one",
-                where=f"{self._store.url}/{folder}/{MANIFEST_NAME}",
-                expected=f"at most {decision.MANIFEST_LIMIT_BYTES} bytes",
-                found=f"{entry.size_bytes} bytes",
-                remedy=DAMAGE_REMEDY,
-            )
         try:
             decided = decision.read_manifest(self._store, folder)
         except StorageFailed:

@@ -16,7 +16,7 @@ import os
 import resource
 from typing import TYPE_CHECKING
 
-from laststep.errors import StorageFailed, Usage
+from laststep.errors import Corrupt, StorageFailed, Usage
 from laststep.storage.disk import UNSUPPORTED, Disk, failed, open_to_read
 from laststep.terms import ALIGN_BYTES, align_up
 
@@ -183,16 +183,17 @@ class FileReader:
 
 
 def read_whole(path: str, limit_bytes: int) -> bytes:
-    """All of a small file, with few calls; `StorageFailed` where it is larger than that."""
+    """All of a small file, with few calls; `Corrupt` where it is larger than that."""
     fd = open_to_read(path)
     try:
         size_bytes = os.fstat(fd).st_size
         if size_bytes > limit_bytes:
-            raise StorageFailed(
-                "refused to read a file that is too large",
+            raise Corrupt(
+                "a file is too large to be what it should be",
                 where=path,
                 expected=f"at most {limit_bytes} bytes",
                 found=f"{size_bytes} bytes",
+                remedy="restore it from a copy, or take another checkpoint",
             )
         found = b""
         while data := os.read(fd, size_bytes + 1):

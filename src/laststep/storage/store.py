@@ -86,7 +86,7 @@ class Store(Protocol):
 
     @abstractmethod
     def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """A whole small file. `StorageFailed` where it is larger than `limit_bytes`."""
+        """A whole small file. `Corrupt` where it is larger than `limit_bytes`."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> None:

@@ -20,7 +20,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
-from laststep.errors import Exists, LaststepError, NotFound, StorageFailed, Usage
+from laststep.errors import Corrupt, Exists, LaststepError, NotFound, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -133,7 +133,7 @@ class StoreConformance:
     def test_a_file_larger_than_the_limit_is_not_read(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
         store.create("x", b"12345")
-        expect(StorageFailed, lambda: store.read("x", limit_bytes=4))
+        expect(Corrupt, lambda: store.read("x", limit_bytes=4))
 
     def test_create_refuses_a_taken_name_and_leaves_it_alone(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
