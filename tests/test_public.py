@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
 import pytest
 import typer
 
 import laststep
+from laststep.checks import allowed
+from laststep.settings import DEFAULTS, Settings
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
@@ -134,6 +137,52 @@ def test_every_class_in_the_tables_of_the_api_is_public() -> None:
     public = {*laststep.__all__, *(name for names in submodules().values() for name in names)}
     assert {"PerRank", "Committed", "Capture"} <= classes
     assert sorted(classes - public) == []
+
+
+def table_of_settings() -> dict[str, tuple[str, str]]:
+    """(default, meaning) of each setting, as api.md has them."""
+    page = dict(guides())["api.md"]
+    _, _, table = page.partition("| setting | default | meaning |\n")
+    rows = table.partition("\n\n")[0].splitlines()[1:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {name.strip("`"): (default, meaning) for name, default, meaning in cells}
+
+
+def as_a_cell(default: object) -> str:
+    """A default as the table writes it, unless it is None, which is told in words."""
+    if isinstance(default, bool):
+        return f"`{default}`"
+    if isinstance(default, str):
+        return f'`"{default}"`'
+    if default == 1 << 30:
+        return "1 GiB"
+    return f"{default:g}"
+
+
+def test_the_table_of_settings_has_every_keyword_of_a_checkpointer_and_no_other() -> None:
+    parameters = inspect.signature(laststep.Checkpointer).parameters.values()
+    names = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    assert list(table_of_settings()) == names
+    assert set(Settings.__struct_fields__) < set(names)
+
+
+@pytest.mark.parametrize("name", Settings.__struct_fields__)
+def test_a_setting_is_in_the_guide_and_in_the_signature_as_it_is_declared(name: str) -> None:
+    default = getattr(DEFAULTS, name)
+    assert inspect.signature(laststep.Checkpointer).parameters[name].default == default
+    cell, meaning = table_of_settings()[name]
+    if default is not None:
+        assert cell == as_a_cell(default)
+    bounds = re.findall(r"\d+", allowed(get_type_hints(Settings, include_extras=True)[name]))
+    text = meaning.replace("64 MiB", str(64 << 20))
+    assert [bound for bound in bounds if not re.search(rf"\b{bound}\b", text)] == []
+
+
+@pytest.mark.parametrize("name", ["Capture", "FlushIn", "OnBusy", "CompareReplicas"])
+def test_every_choice_of_a_setting_is_in_the_guide(name: str) -> None:
+    (values,) = re.findall(rf"^\| `{name}` \| (.*) \|$", dict(guides())["api.md"], re.MULTILINE)
+    listed = re.findall(r'`([A-Z]+)` \("(\w+)"\)', values)
+    assert listed == [(choice.name, choice.value) for choice in getattr(laststep, name)]
 
 
 def test_the_version_is_the_one_that_is_installed() -> None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-import numpy as np
-
 from laststep.catalog.retention import Keep
+from laststep.checks import checked
 from laststep.errors import Usage
 from laststep.settings import Settings
 from laststep.state.tensors import is_tensor
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from laststep.events import Subscriber
 
 MAX_STEP = (1 << 62) - 1
-SETTINGS = ("items", "keep", *(field.name for field in fields(Settings)), "subscribers")
+SETTINGS = ("items", "keep", *Settings.__struct_fields__, "subscribers")
 _RETENTION = Keep.__struct_fields__
 """The rules of Keep, which are asked for as settings: `keep_last=3`."""
 
@@ -97,13 +95,8 @@ def _refuse_misspelt(name: str, value: object) -> None:
 
 
 def true_or_false(name: str, value: object) -> bool:
-    """A bool; NumPy's are welcome, numbers and text are not."""
-    if not isinstance(value, bool | np.bool_):
-        raise Usage(
-            f"{name} is not True or False", expected="a bool", found=repr(value),
-            remedy=f"pass {name}=True or {name}=False",
-        )  # fmt: skip
-    return bool(value)
+    """A bool; numbers and text are none."""
+    return bool(checked(name, value, bool))
 
 
 def cuda_streams(streams: object) -> tuple[torch.cuda.Stream, ...]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from laststep import arguments
 from laststep.capture.capture import Capturer
+from laststep.checks import seconds
 from laststep.commit import meeting as teaming
 from laststep.errors import Aborted, Exists, LaststepError, Usage
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
@@ -37,7 +38,7 @@ from laststep.saving import preflight as sizing
 from laststep.saving.describe import Memory, take_state
 from laststep.saving.pausing import without_collection
 from laststep.saving.portion import PortionPlanner
-from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy, Settings, seconds
+from laststep.settings import DEFAULTS, FlushIn, OnBusy, Settings
 from laststep.state.items import providers_for
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from laststep.catalog.retention import Keep
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
+    from laststep.settings import Capture, CompareReplicas
 
 log = logging.getLogger(__name__)
 
@@ -71,28 +73,26 @@ class Checkpointer(single.OnlyOne):
         *,
         items: Mapping[str, object] | None = None,
         keep: Keep | None = None,
-        capture: Capture | str = Capture.AUTO,
-        flush: FlushIn | str = FlushIn.PROCESS,
-        on_busy: OnBusy | str = OnBusy.WAIT,
-        host_memory_bytes: int | None = None,
-        device_margin_bytes: int = 1 << 30,
-        allow_pickle: bool = False,
-        writers: int = 4,
-        progress: bool | None = None,
-        deadline_s: float = 300.0,
-        compare_replicas: CompareReplicas | str = CompareReplicas.FIRST,
-        new_lineage: bool = False,
+        capture: Capture | str = DEFAULTS.capture,
+        flush: FlushIn | str = DEFAULTS.flush,
+        on_busy: OnBusy | str = DEFAULTS.on_busy,
+        host_memory_bytes: int | None = DEFAULTS.host_memory_bytes,
+        device_margin_bytes: int = DEFAULTS.device_margin_bytes,
+        allow_pickle: bool = DEFAULTS.allow_pickle,
+        writers: int = DEFAULTS.writers,
+        progress: bool | None = DEFAULTS.progress,
+        deadline_s: float = DEFAULTS.deadline_s,
+        compare_replicas: CompareReplicas | str = DEFAULTS.compare_replicas,
+        new_lineage: bool = DEFAULTS.new_lineage,
         subscribers: Sequence[Subscriber] = (),
         **more_items: object,
     ) -> None:
         """`items` and keyword arguments name the parts of the state; see docs for the settings."""
         self._settings = Settings(
-            capture=capture,  # type: ignore[arg-type]
-            flush=flush, on_busy=on_busy, host_memory_bytes=host_memory_bytes,  # type: ignore[arg-type]
-            device_margin_bytes=device_margin_bytes, allow_pickle=allow_pickle, writers=writers,
-            progress=progress, deadline_s=deadline_s,
-            compare_replicas=compare_replicas,  # type: ignore[arg-type]
-            new_lineage=new_lineage,
+            capture=capture, flush=flush, on_busy=on_busy,  # type: ignore[arg-type]
+            host_memory_bytes=host_memory_bytes, device_margin_bytes=device_margin_bytes,
+            allow_pickle=allow_pickle, writers=writers, progress=progress, deadline_s=deadline_s,
+            compare_replicas=compare_replicas, new_lineage=new_lineage,  # type: ignore[arg-type]
         )  # fmt: skip
         keep = arguments.rules(keep)
         subscribers = arguments.callables(subscribers)
@@ -120,7 +120,7 @@ class Checkpointer(single.OnlyOne):
         places.look_at(self._store)
         self._keep = keep
         self._bus = Bus()
-        watch(self._bus, subscribers, progress=progress)
+        watch(self._bus, subscribers, progress=self._settings.progress)
         with interrupts.held():
             self._start()
 

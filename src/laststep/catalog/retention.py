@@ -13,10 +13,11 @@ misspelt one, deletes nothing.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, TypeGuard
+from typing import TYPE_CHECKING, Annotated, Literal, TypeGuard
 
 import msgspec
 
+from laststep.checks import Checked
 from laststep.errors import Usage
 
 if TYPE_CHECKING:
@@ -25,15 +26,18 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
 
 
-class Keep(msgspec.Struct, frozen=True, kw_only=True):
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Keep(Checked, frozen=True, kw_only=True):
     """Retention: a checkpoint stays if any rule wants it; pinned ones, the newest good one and the
     one that the run was resumed from always do. Without any rule everything stays."""
 
-    last: int | None = None
+    last: _Count | None = None
     """The last so many."""
-    every: int | None = None
+    every: _Count | None = None
     """Those whose step is a multiple of this."""
-    best: int | None = None
+    best: _Count | None = None
     """The best so many by `metric`; of equals the later. All while none has it as a number."""
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
@@ -42,22 +46,13 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
     """Whether abandoned branches, unreadable manifests and incomplete checkpoints stay."""
 
     def __post_init__(self) -> None:
-        for name in ("last", "every", "best"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise Usage(
-                    f"Keep({name}=…) is not a count", expected="1 or more", found=repr(value)
-                )
+        super().__post_init__()
         if (self.best is None) != (self.metric is None):
             raise Usage("Keep needs best and metric together", found=repr(self))
-        if not isinstance(self.metric, str | None):
-            raise Usage("Keep(metric=…) is no name", expected="a str", found=repr(self.metric))
-        if self.mode not in ("min", "max"):
-            raise Usage("Keep(mode=…) is unknown", expected="'min' or 'max'", found=repr(self.mode))
-        if type(self.abandoned) is not bool:
-            raise Usage(
-                "Keep(abandoned=…) is unknown", expected="True or False", found=repr(self.abandoned)
-            )
+
+    @staticmethod
+    def shown(name: str) -> str:
+        return f"Keep({name}=…)"
 
     def bound(self) -> int | None:
         """How many are kept at most; None where that grows with the run."""

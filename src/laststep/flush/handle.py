@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from laststep.checks import seconds
 from laststep.process import interrupts
 from laststep.process.only_one import OnlyOne
-from laststep.settings import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

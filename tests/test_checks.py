@@ -1,0 +1,86 @@
+"""Values against declared types: what fits comes back as that type, all else is told by it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+import pytest
+
+from laststep.checks import Checked, allowed, checked
+from laststep.errors import Usage
+
+
+class Colour(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+Few = Annotated[int, msgspec.Meta(ge=1, le=9)]
+Counted = Annotated[int, msgspec.Meta(ge=0)]
+Span = Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
+
+
+class Sample(Checked, frozen=True, kw_only=True):
+    few: Few = 3
+    colour: Colour = Colour.RED
+
+    @staticmethod
+    def shown(name: str) -> str:
+        return f"Sample({name}=…)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (int, "an int"), (Few, "an int from 1 to 9"), (Counted, "an int of 0 or more"),
+        (Span, "a number above 0 and below 1000000"), (float | None, "a number or None"),
+        (bool, "True or False"), (str, "a str"), (Colour, "one of 'red', 'blue'"),
+        (Literal["a"] | None, "one of 'a' or None"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_type_says_what_a_value_may_be(kind: object, words: str) -> None:
+    assert allowed(kind) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "plain"),
+    [
+        (np.int64(3), Few, 3), (np.bool_(True), bool, True), (np.float32(0.5), Span, 0.5),
+        (2, Span, 2.0), ("blue", Colour, Colour.BLUE), (None, bool | None, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_that_fits_comes_back_as_its_type(
+    value: object, kind: object, plain: object
+) -> None:
+    made = checked("it", value, kind)
+    assert made == plain
+    assert type(made) is type(plain)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (0, Few), (True, Few), (3.0, Few), ("3", Few), (np.float64(3), Few), (1, bool),
+        (float("nan"), Span), (0, Span), (np.array([1, 2]), Few), ("green", Colour), (3, Colour),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_that_does_not_fit_is_told_by_name_type_and_value(
+    value: object, kind: object
+) -> None:
+    with pytest.raises(Usage, match="it has no such value") as caught:
+        checked("it", value, kind)
+    assert caught.value.expected == allowed(kind)
+    assert caught.value.remedy
+
+
+def test_a_struct_holds_what_was_checked_and_names_a_field_in_its_own_way() -> None:
+    sample = Sample(few=np.int8(4), colour="blue")
+    assert (type(sample.few), sample.colour) == (int, Colour.BLUE)
+    with pytest.raises(Usage, match=r"Sample\(few=…\) has no such value: expected an int from 1"):
+        Sample(few=10)
