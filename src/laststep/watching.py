@@ -5,9 +5,12 @@ They only read events; nothing depends on them.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from typing import TYPE_CHECKING
+
+from rich.filesize import decimal
 
 from laststep import events
 from laststep.terms import listed
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     from laststep.events import Bus, Event, Subscriber
 
 log = logging.getLogger("laststep")
+
+human = functools.partial(decimal, precision=2)
+"""Bytes as a person reads them: decimal units, as disks are sold."""
 
 
 def watch(bus: Bus, subscribers: Sequence[Subscriber], *, progress: bool | None) -> None:
@@ -144,13 +150,3 @@ class ProgressBar:
 def somebody_watches() -> bool:
     """Whether stderr is a terminal."""
     return sys.stderr is not None and sys.stderr.isatty()
-
-
-def human(size_bytes: int) -> str:
-    """Bytes as a person reads them: decimal units, as disks are sold."""
-    size = float(size_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"

@@ -276,7 +276,7 @@ def test_a_disk_that_is_short_is_told(
 ) -> None:
     log_event(preflight(kept_checkpoints=kept, free_disk_bytes=0))
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    expected = f"the disk is short: 0 B free, 209.72 MB needed for {count} and one on its way"
+    expected = f"the disk is short: 0 bytes free, 209.72 MB needed for {count} and one on its way"
     assert record.getMessage() == expected
 
 

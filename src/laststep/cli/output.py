@@ -85,9 +85,8 @@ def plain(value: object) -> object:
     return repr(value)
 
 
-def size_text(size_bytes: int) -> str:
-    """A size as a person reads it, as the log writes it: `28.20 MB`."""
-    return human(size_bytes)
+size_text = human
+"""A size as a person reads it, as the log writes it: `28.20 MB`."""
 
 
 def time_text(seconds: float) -> str:

@@ -2,6 +2,9 @@
 
 Length-prefixed msgpack over a socket pair; the bytes of tensors never travel, only slot numbers do.
 Messages are validated while they are parsed. One thread may receive; any thread may send.
+The framing is written by hand: `multiprocessing.connection` passes no descriptors along, waits for
+ever for the rest of a message whose sender died while a child of it holds the socket, and brings
+`tempfile` and `subprocess` into the flusher, a tenth of its start.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ occur; one that is not admitted is `Usage` and names it. Whatever the bytes are,
 error is `Corrupt`. There is no recursion, and nothing nested is ever compared or hashed, so neither
 deep nesting nor shared structure costs more than the length of the pickle.
 
+`pickle.Unpickler` with a `find_class` that refuses is not as safe, so this is written by hand: 9
+bytes made it take 2 GB (a large number of the memo), 157 bytes 35 s (a key of tuples that share
+parts), and 2 MB killed the process (a key of nested tuples).
+
 Covers what Python's own pickler writes of such objects with protocols 2 to 5.
 """
 
