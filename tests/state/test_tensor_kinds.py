@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Self
 
 import pytest
@@ -15,7 +16,7 @@ from laststep.errors import Corrupt
 from laststep.state.pieces import Piece
 from laststep.state.sharing import MemoryRange, find_overlaps, find_ties
 from laststep.state.stored import TensorSpec, decode_item, encode_item
-from laststep.state.tensors import TORCH_DTYPES, CollectCache, collect
+from laststep.state.tensors import TORCH_DTYPES, CollectCache, collect, laid
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
@@ -363,3 +364,20 @@ def test_the_first_look_at_a_state_finds_the_very_tensors_that_the_next_one_will
     assert [id(source) for source in first.sources] == [id(layer.weight), id(layer.bias)]
     assert [id(source) for source in again.sources] == [id(source) for source in first.sources]
     assert again.pieces is first.pieces
+
+
+class GivenMesh:
+    """What is asked of a DeviceMesh, without a job."""
+
+    mesh = torch.arange(2)
+    mesh_dim_names = ("data",)
+
+
+def test_meshes_that_are_no_longer_used_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laid, "_MOST_KNOWN", 3)
+    meshes = [GivenMesh() for _ in range(8)]
+    first = weakref.ref(meshes[0])
+    for mesh in meshes:
+        assert laid.mesh_of(mesh).sizes == (2,)
+    del mesh, meshes
+    assert first() is None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import laststep
-from laststep.state.wrappers import unwrapped
+from laststep.state.wrappers import layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,7 +160,7 @@ def test_a_wrapper_with_a_state_of_its_own_is_not_looked_through(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ahead = Lookahead(training(torch.optim.AdamW, 0, steps=1)[1])
-    assert unwrapped(ahead) is ahead
+    assert layers_of(ahead)[-1] is ahead
     assert "Lookahead holds the optimizer AdamW" in caplog.text
 
     class Trainer(Delegate):
@@ -168,9 +168,9 @@ def test_a_wrapper_with_a_state_of_its_own_is_not_looked_through(
             return {"mine": 1, **super().state_dict()}
 
     trainer = Trainer("scheduler", torch.optim.lr_scheduler.StepLR(ahead.optimizer, 2))
-    assert unwrapped(trainer) is trainer
+    assert layers_of(trainer)[-1] is trainer
     schedule = trainer.scheduler  # type: ignore[attr-defined]
-    assert unwrapped(schedule) is schedule  # though it holds an optimizer
+    assert layers_of(schedule)[-1] is schedule  # though it holds an optimizer
 
 
 class Slow(Wrapped):
@@ -228,7 +228,7 @@ def test_a_wrapper_that_changes_what_it_is_given_is_not_looked_through() -> None
 
     scaler = torch.amp.GradScaler("cpu")
     adding = Adding("scaler", scaler)
-    assert unwrapped(adding) is adding
+    assert layers_of(adding)[-1] is adding
     assert vars(adding) == {"_name": "scaler", "scaler": scaler}
 
 
@@ -240,7 +240,7 @@ def test_an_optimizer_that_gives_more_than_its_groups_and_state_is_told(
             return {"inner": super().state_dict(), "scale": 8.0}
 
     scaled = Scaled(training(torch.optim.SGD, 0, steps=1)[1])
-    assert unwrapped(scaled) is scaled
+    assert layers_of(scaled)[-1] is scaled
     assert "Scaled holds the optimizer SGD, and gives more" in caplog.text
 
 
@@ -286,8 +286,8 @@ def test_what_accelerate_prepares_is_what_it_was(carry: Carry) -> None:
     model, optimizer = training(torch.optim.AdamW, 0, steps=0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     prepared = accelerator.prepare(model, optimizer, schedule)
-    assert unwrapped(prepared[1]) is optimizer
-    assert unwrapped(prepared[2]) is schedule
+    assert layers_of(prepared[1])[-1] is optimizer
+    assert layers_of(prepared[2])[-1] is schedule
     other, target = training(torch.optim.SGD, 1, steps=0)
     names = ("model", "optimizer")
     with pytest.raises(laststep.Mismatch, match="of class AdamW"):

@@ -296,7 +296,7 @@ def _run_post_hooks(nodes: list[torch.nn.Module]) -> None:
                 hook(node, sys.modules[_MODULE[0]]._IncompatibleKeys([], []))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _is_standard_class(kind: type[torch.nn.Module]) -> bool:
     """Whether state_dict() of such a module is just its parameters and persistent buffers."""
     if kind.__module__ in ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm"):

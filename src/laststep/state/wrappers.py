@@ -75,11 +75,6 @@ class Unwrapped(StateProvider):
         return self._inner.devices(paths)
 
 
-def unwrapped(item: Any) -> Any:
-    """What is inside of mere wrappers, or the thing itself."""
-    return layers_of(item)[-1]
-
-
 def layers_of(item: Any) -> list[Any]:
     """The thing itself, and what is inside of it while that is a mere wrapper."""
     layers = [item]

@@ -7,7 +7,7 @@ lies, and a new one is made around local memory.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laststep.errors import Usage
 from laststep.state.layouts import Layout, Mesh, Placement, Replicate, Shard, Sharded
@@ -56,6 +56,7 @@ def laid_of(tensor: DTensor, where: str) -> Laid:
     key = (id(tensor.device_mesh), tensor.placements, tensor.shape)
     known = _LAYOUTS.get(key)
     if known is None or known[0] is not tensor.device_mesh:
+        _bound(_LAYOUTS)
         known = _LAYOUTS[key] = (tensor.device_mesh, _layout_of(tensor, where))
     return Laid(tensor._local_tensor, known[1])
 
@@ -87,12 +88,22 @@ def mesh_of(mesh: DeviceMesh) -> Mesh:
         sizes = tuple(mesh.mesh.shape)
         names = mesh.mesh_dim_names or tuple(f"dim{n}" for n in range(len(sizes)))
         made = Mesh.of(tuple(names), sizes, mesh.mesh.flatten().tolist())
+        _bound(_MESHES)
         known = _MESHES[id(mesh)] = (mesh, made)
     return known[1]
 
 
 _MESHES: dict[int, tuple[object, Mesh]] = {}
 """A job has a few meshes and thousands of tensors on each."""
+
+
+def _bound(known: dict[Any, Any]) -> None:
+    """Forget all before it is too much: a process may make meshes, and each is held here."""
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
+
+
+_MOST_KNOWN = 4096
 
 
 def check_held(rank: int, boxes: tuple[Box, ...], elements: int, where: str) -> None:
