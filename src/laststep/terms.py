@@ -6,6 +6,7 @@ its size and, where safetensors knows it, its safetensors code.
 
 from __future__ import annotations
 
+import re
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,14 @@ MAX_HEADER_BYTES = 64 << 20
 
 MANIFEST_NAME = "manifest.json"
 """The create-only name for which commit and abort compete, in a checkpoint's folder."""
+
+
+_ITEM_NAME = re.compile(r"(?!shared$)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+def is_item_name(name: object) -> bool:
+    """Whether an item may have this name, which becomes a file's."""
+    return isinstance(name, str) and _ITEM_NAME.fullmatch(name) is not None
 
 
 class DType(msgspec.Struct, frozen=True):

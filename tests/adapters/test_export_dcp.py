@@ -166,7 +166,7 @@ def test_what_dcp_cannot_hold_is_told(export: Callable, run_folder: Path, tmp_pa
     save(run_folder / "code", state={"pair": {"code": Fraction()}}, allow_pickle=True)
     status, _, err = export(run_folder / "names", tmp_path / "dcp")
     assert status == 2
-    assert "two entries would have the same name" in err
+    assert "two entries have the same name in DCP" in err
     assert "'state.a.b' for ('state', 'a', 'b') and ('state', 'a.b')" in err
     status, _, err = export(run_folder / "code", tmp_path / "dcp")
     assert status == 2

@@ -182,4 +182,5 @@ def test_which_parts_become_items() -> None:
         "rest_": {"lr": 1},
     }
     assert items_of({"a/b": plain}) == {"model": {"a/b": plain}}
+    assert items_of({"shared": plain}) == {"model": {"shared": plain}}  # no name for an item
     assert items_of([1, 2]) == {"model": {"value": [1, 2]}}

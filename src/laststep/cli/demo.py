@@ -176,20 +176,11 @@ def _document(result: _Result) -> dict[str, object]:
             for step, loss in result.reference.items()
         ],
         "saves": [
-            {
-                "step": line.step,
-                "size_bytes": line.size_bytes,
-                "lost_s": line.lost_s,
-                "durable_s": line.durable_s,
-                "committed_s": line.committed_s,
-            }
+            output.fields(line, "step", "size_bytes", "lost_s", "durable_s", "committed_s")
             for line in result.saves
         ],
-        "kills": [{"step": line.step, "whom": line.whom} for line in result.kills],
-        "resumes": [
-            {"step": line.step, "next_step": line.next_step, "skipped": list(line.skipped)}
-            for line in result.resumes
-        ],
+        "kills": [output.fields(line, "step", "whom") for line in result.kills],
+        "resumes": [output.fields(line, "step", "next_step", "skipped") for line in result.resumes],
     }
 
 

@@ -106,17 +106,15 @@ def export(  # noqa: PLR0913 (one parameter for each option)
             exported = export_dcp(checkpoint, target, items=items)
     own = [name for name in checkpoint.per_rank() if name in items]
     if as_json:
-        facts = {"step": checkpoint.step, "folder": checkpoint.folder, "target": target}
-        whose = {"per_rank": own, "rank": (rank or 0) if own else None}
-        output.print_json(
-            {**facts, "format": format_, "items": items, **whose, **_document(exported)}
-        )
+        facts = output.fields(checkpoint, "step", "folder")
+        facts |= {"target": target, "format": format_, "items": items, "per_rank": own}
+        output.print_json(facts | {"rank": (rank or 0) if own else None} | _document(exported))
         return
     _print(exported, f"exported {', '.join(items)} of step {checkpoint.step} to {target}")
     if own:
-        told = f"each of {checkpoint.ranks:,} ranks has its own; this is rank {rank or 0}'s"
+        whose = f"each of {checkpoint.ranks:,} ranks has its own; this is rank {rank or 0}'s"
         other = "" if rank is not None else ": --rank N takes another's"
-        output.console().print(f"{', '.join(own)}: {told}{other}")
+        output.console().print(f"{', '.join(own)}: {whose}{other}")
 
 
 def _choices(
@@ -138,11 +136,9 @@ def _choices(
             raise _misused(f"{text!r} is not REGEX=REPLACEMENT", "--rename")
         rules.append(Rename(pattern=_pattern(regex, "--rename"), replacement=replacement))
     return Choices(
-        shard_bytes=_size(shard_bytes),
-        casts=tuple(casts),
-        renames=tuple(rules),
+        shard_bytes=_size(shard_bytes), casts=tuple(casts), renames=tuple(rules),
         keep_tied=keep_tied,
-    )
+    )  # fmt: skip
 
 
 def _pattern(regex: str, option: str) -> re.Pattern[str]:
@@ -184,12 +180,8 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _document(exported: Exported) -> dict[str, object]:
     return {
-        "tensors": sum(file.tensors for file in exported.files),
-        "values": exported.values,
-        "size_bytes": sum(file.size_bytes for file in exported.files),
+        **output.fields(exported, "tensors", "size_bytes", "values", "dropped", "left_out"),
         "files": [asdict(file) for file in exported.files],
-        "dropped": exported.dropped,
-        "left_out": exported.left_out,
     }
 
 
@@ -206,8 +198,7 @@ def _print(exported: Exported, what: str) -> None:
     if exported.left_out:
         count = output.count_text(len(exported.left_out), "value")
         console.print(f"left out, no tensors: {count} (see --json)")
-    written = output.count_text(sum(file.tensors for file in exported.files), "tensor")
+    written = output.count_text(exported.tensors, "tensor")
     if exported.values:
         written += f", {output.count_text(exported.values, 'value')}"
-    size = output.size_text(sum(file.size_bytes for file in exported.files))
-    console.print(f"{what}: {written}, {size}")
+    console.print(f"{what}: {written}, {output.size_text(exported.size_bytes)}")

@@ -12,7 +12,6 @@ With --json: `source`, `run`, `step` and `items` (names).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -23,10 +22,10 @@ from laststep.catalog.run import Run
 from laststep.cli import output
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, StorageFailed
 from laststep.storage.registry import open_store
+from laststep.terms import is_item_name
 
 _SAFETENSORS = ".safetensors"
 _WHOLE = "model"
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 def import_(
@@ -144,7 +143,7 @@ def items_of(state: object) -> dict[str, object]:
     if not isinstance(state, Mapping) or not state:
         return {_WHOLE: {"value": state}}
     parts = {key: value for key, value in state.items() if isinstance(value, Mapping)}
-    if not parts or not all(isinstance(key, str) and _NAME.fullmatch(key) for key in parts):
+    if not parts or not all(map(is_item_name, parts)):
         return {_WHOLE: dict(state)}
     rest = {key: value for key, value in state.items() if key not in parts}
     items: dict[str, object] = dict(parts)

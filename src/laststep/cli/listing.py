@@ -32,12 +32,7 @@ def ls(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
                 "run": opened.store.url,
                 "checkpoints": [_document(item) for item in checkpoints],
                 "attempts": [
-                    {
-                        "step": item.step,
-                        "folder": item.folder,
-                        "size_bytes": item.size_bytes,
-                        "alive": item.alive,
-                    }
+                    output.fields(item, "step", "folder", "size_bytes", "alive")
                     for item in attempts
                 ],
             }
@@ -81,18 +76,11 @@ def _is_overtaken(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> bool:
 
 def _document(item: Listed) -> dict[str, object]:
     return {
-        "step": item.step,
-        "folder": item.folder,
-        "created_s": item.created_s,
-        "size_bytes": item.size_bytes,
+        **output.fields(item, "step", "folder", "created_s", "size_bytes"),
         "metrics": {} if item.commit is None else item.commit.metrics,
         "lineage": lineage_of(item),
-        "superseded_by": item.superseded_by,
-        "pinned": item.pinned,
-        "epoch": item.epoch,
-        "attempt": item.attempt,
+        **output.fields(item, "superseded_by", "pinned", "epoch", "attempt", "incomplete"),
         "error": None if item.error is None else str(item.error),
-        "incomplete": item.incomplete,
     }
 
 

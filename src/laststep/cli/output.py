@@ -71,6 +71,11 @@ def print_json(document: Mapping[str, object]) -> None:
     sys.stdout.write(text + "\n")
 
 
+def fields(record: object, *names: str) -> dict[str, object]:
+    """What a document says of a record that has these attributes."""
+    return {name: getattr(record, name) for name in names}
+
+
 def plain(value: object) -> object:
     """`value` as JSON can hold it."""
     match value:

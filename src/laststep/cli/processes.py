@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 
 def children_of(parent: int) -> list[int]:
     """The processes whose parent is `parent`, zombies included."""
-    return [pid for pid, its_parent in _parents() if its_parent == parent]
-
-
-def _parents() -> list[tuple[int, int]]:
-    parents: list[tuple[int, int]] = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            text = (folder / "stat").read_text()
-        except OSError:
-            continue  # it ended meanwhile
-        # The second field is the command in brackets, which may hold anything.
-        parents.append((int(folder.name), int(text.rpartition(")")[2].split()[1])))
-    return parents
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            # The second field is the command in brackets, which may hold anything.
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                children.append(int(stat.parent.name))
+    return children

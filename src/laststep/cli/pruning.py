@@ -80,8 +80,7 @@ def _resumed_from(run: Run) -> str | None:
     record = run.epoch(newest if writer is None else writer.epoch)
     if record is None or record.continues is None:
         return None
-    places_of = {item.point: item.folder for item in listed}
-    return places_of.get(record.continues)
+    return {item.point: item.folder for item in listed}.get(record.continues)
 
 
 def _ask(plan: PrunePlan) -> None:
@@ -102,13 +101,7 @@ def _document(plan: PrunePlan, deleted: tuple[str, ...], *, dry_run: bool) -> di
         "freed_bytes": plan.freed_bytes if dry_run else _freed_bytes(plan, deleted),
         "deleted": list(deleted),
         "checkpoints": [
-            {
-                "step": verdict.step,
-                "folder": verdict.folder,
-                "keep": verdict.keep,
-                "reasons": list(verdict.reasons),
-                "size_bytes": verdict.size_bytes,
-            }
+            output.fields(verdict, "step", "folder", "keep", "reasons", "size_bytes")
             for verdict in plan.verdicts
         ],
     }

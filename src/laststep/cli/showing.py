@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _SHOWN_SPANS = 3
+_COMMIT_FIELDS = (
+    "step", "epoch", "attempt", "run", "ranks", "created_s", "size_bytes", "format", "laststep",
+    "metrics", "metadata", "continues", "references",
+)  # fmt: skip
+_ITEM_FIELDS = ("name", "kind", "per_rank", "tensors", "size_bytes")
+_FILE_FIELDS = ("name", "rank", "size_bytes", "header_bytes", "header_digest")
 
 
 def show(
@@ -92,52 +98,23 @@ def _document(
     listed = place.listed
     held_by = holdings.files_by_item(commit, files)
     return {
-        "step": commit.step,
-        "epoch": commit.epoch,
-        "attempt": commit.attempt,
+        **output.fields(commit, *_COMMIT_FIELDS),
         "folder": place.folder,
-        "run": commit.run,
-        "ranks": commit.ranks,
-        "created_s": commit.created_s,
-        "size_bytes": commit.size_bytes,
-        "format": commit.format,
-        "laststep": commit.laststep,
-        "metrics": commit.metrics,
-        "metadata": commit.metadata,
         "lineage": None if listed is None else lineage_of(listed),
         "pinned": False if listed is None else listed.pinned,
-        "continues": commit.continues,
-        "references": list(commit.references),
         "self_contained": not commit.references,
         "items": [
-            {
-                "name": item.name,
-                "kind": item.kind,
-                "per_rank": item.per_rank,
-                "tensors": item.tensors,
-                "size_bytes": item.size_bytes,
-                "files": held_by[item.name],
-            }
+            output.fields(item, *_ITEM_FIELDS) | {"files": held_by[item.name]}
             for item in commit.items
         ],
         "files": [
-            {
-                "name": file.record.name,
-                "rank": file.record.rank,
-                "size_bytes": file.record.size_bytes,
-                "header_bytes": file.record.header_bytes,
-                "header_digest": file.record.header_digest,
-                "error": str(file.damage[0].error) if file.damage else None,
-            }
+            output.fields(file.record, *_FILE_FIELDS)
+            | {"error": str(file.damage[0].error) if file.damage else None}
             for file in files
         ],
-        "tensors": [_tensor_document(one) for one in holdings.tensors_of(commit, files)],
+        "tensors": [_tensor_document(tensor) for tensor in holdings.tensors_of(commit, files)],
         "objects": [
-            {
-                "name": entry.name,
-                "size_bytes": entry.stop - entry.start,
-                "file": file.record.name,
-            }
+            {"name": entry.name, "size_bytes": entry.stop - entry.start, "file": file.record.name}
             for file in files
             if file.header is not None
             for entry in file.header.objects
@@ -147,27 +124,16 @@ def _document(
 
 def _tensor_document(tensor: ShownTensor) -> dict[str, object]:
     return {
-        "name": tensor.name,
-        "rank": tensor.rank,
-        "dtype": tensor.spec.dtype,
-        "shape": list(tensor.spec.shape),
-        "size_bytes": tensor.size_bytes,
-        "missing_bytes": tensor.missing_bytes,
+        **output.fields(tensor, "name", "rank", "size_bytes", "missing_bytes"),
+        **output.fields(tensor.spec, "dtype", "shape"),
         "parts": [
-            {
-                "start": list(part.box.start),
-                "shape": list(part.box.shape),
-                "size_bytes": part.size_bytes,
-                "file": part.file,
-            }
+            output.fields(part.box, "start", "shape") | output.fields(part, "size_bytes", "file")
             for part in tensor.parts
         ],
     }
 
 
 def _print_facts(console: Console, place: places.CheckpointPath, commit: Commit) -> None:
-    size = output.size_text(commit.size_bytes)
-    size += f" in {output.count_text(commit.file_count, 'data file')}"
     listed = place.listed
     lineage = "not in a run" if listed is None else lineage_of(listed)
     if listed is not None and listed.superseded_by is not None:
@@ -178,7 +144,8 @@ def _print_facts(console: Console, place: places.CheckpointPath, commit: Commit)
         "saved": f"{output.time_text(commit.created_s)} by "
         f"{output.count_text(commit.ranks, 'rank')} with laststep {commit.laststep}, "
         f"format {commit.format}",
-        "size": size,
+        "size": f"{output.size_text(commit.size_bytes)} in "
+        f"{output.count_text(commit.file_count, 'data file')}",
         "metrics": output.metrics_text(commit.metrics) or "none",
         "metadata": "none" if commit.metadata is None else str(output.plain(commit.metadata)),
         "lineage": lineage + (", pinned" if listed is not None and listed.pinned else ""),
@@ -242,9 +209,9 @@ def _print_tensors(
     alike = [[tensor] for tensor in tensors] if parts else _alike(tensors)
     columns = ("tensor", "dtype", "shape", "bytes", "parts", "file" if parts else "")
     table = output.table(*columns, right=("bytes", "parts"))
-    for some in alike[:limit]:
-        table.add_row(*_row(some, parts=parts))
-        for part in some[0].parts if parts and len(some[0].parts) > 1 else ():
+    for same in alike[:limit]:
+        table.add_row(*_row(same, parts=parts))
+        for part in same[0].parts if parts and len(same[0].parts) > 1 else ():
             box = f"  [{box_text(part.box)}]"
             table.add_row(box, "", _shape(part.box.shape), f"{part.size_bytes:,}", "", part.file)
     console.print()
@@ -259,19 +226,20 @@ def _print_rest(console: Console, left: int, what: str) -> None:
 
 def _alike(tensors: list[ShownTensor]) -> list[list[ShownTensor]]:
     """Tensors that differ only in the rank that has them, together."""
-    found: dict[object, list[ShownTensor]] = {}
-    for one in tensors:
-        found.setdefault((one.name, one.spec, len(one.parts), one.missing_bytes), []).append(one)
-    return list(found.values())
+    by_look: dict[object, list[ShownTensor]] = {}
+    for tensor in tensors:
+        look = (tensor.name, tensor.spec, len(tensor.parts), tensor.missing_bytes)
+        by_look.setdefault(look, []).append(tensor)
+    return list(by_look.values())
 
 
-def _row(some: list[ShownTensor], *, parts: bool) -> tuple[str, ...]:
-    tensor = some[0]
+def _row(alike: list[ShownTensor], *, parts: bool) -> tuple[str, ...]:
+    tensor = alike[0]
     notes = []
     if parts and len(tensor.parts) == 1:
         notes.append(tensor.parts[0].file)
     if tensor.rank is not None:
-        notes.append(_ranks_text([one.rank for one in some if one.rank is not None]))
+        notes.append(_ranks_text([each.rank for each in alike if each.rank is not None]))
     if tensor.missing_bytes:
         notes.append(f"{tensor.missing_bytes:,} bytes of it lie in damaged files")
     return (

@@ -24,6 +24,7 @@ from laststep.cli.status import DAMAGED
 from laststep.errors import Corrupt, NotFound
 from laststep.read.verify import VerifyReport, verify_checkpoint
 from laststep.storage.registry import open_store
+from laststep.terms import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from laststep.read.verify import Progress
 
 _SHOWN_NAMES = 3
-_TOLD = ("file", "what", "start", "stop", "expected", "found", "touches")
+_DAMAGE_FIELDS = ("file", "what", "start", "stop", "expected", "found", "touches")
 """What --json says of damage."""
 _HIDING = ("missing file", "header")
 """Damage after which nobody knows which tensors it touches."""
@@ -48,39 +49,38 @@ def verify(
 ) -> None:
     """Check every byte of a run's checkpoints, or of one, against its digests."""
     named = step is not None or places.is_checkpoint(path)
-    found = _one(path, step) if named else _all(path)
+    wanted = _one(path, step) if named else _all(path)
     reports: list[tuple[places.CheckpointPath, VerifyReport]] = []
     deleted: list[str] = []
-    console = output.console()
-    for place in found.places:
+    for place in wanted.places:
         try:
-            with _bar(place.folder) as progress:
+            with _bar(place.folder) as show:
                 report = verify_checkpoint(
-                    place.store, place.folder, threads=threads, progress=progress
+                    place.store, place.folder, threads=threads, progress=show
                 )
         except NotFound:
             if named:  # That very one was asked for, and nothing was checked.
                 raise
             deleted.append(place.folder)
             if not as_json:
-                console.print(f"{place.folder}: deleted meanwhile")
+                output.console().print(f"{place.folder}: deleted meanwhile")
             continue
         reports.append((place, report))
         if not as_json:
             _print(place, report)
-    sound = found.error is None and not any(report.damage for _, report in reports)
+    sound = wanted.error is None and not any(report.damage for _, report in reports)
     if as_json:
         output.print_json(
             {
                 "sound": sound,
                 "checkpoints": [_document(place, report) for place, report in reports],
                 "deleted_meanwhile": deleted,
-                "no_manifest": [attempt.folder for attempt in found.attempts],
-                "run_error": None if found.error is None else str(found.error),
+                "no_manifest": [attempt.folder for attempt in wanted.attempts],
+                "run_error": None if wanted.error is None else str(wanted.error),
             }
         )
     else:
-        _print_rest(path, found)
+        _print_rest(path, wanted)
     if not sound:
         raise typer.Exit(DAMAGED)
 
@@ -116,42 +116,35 @@ def _all(path: str) -> _ToVerify:
         return _ToVerify(error=damage or error)
     return _ToVerify(
         places=tuple(
-            places.CheckpointPath(store=run.store, folder=listed.folder, listed=listed)
-            for listed in checkpoints
+            places.CheckpointPath(store=run.store, folder=item.folder, listed=item)
+            for item in checkpoints
         ),
         attempts=tuple(attempt for attempt in attempts if attempt.size_bytes),
         error=damage,
     )
 
 
-def _print_rest(path: str, found: _ToVerify) -> None:
+def _print_rest(path: str, wanted: _ToVerify) -> None:
     console = output.console()
-    listed = [place.listed for place in found.places if place.listed is not None]
-    for attempt in found.attempts:
+    checkpoints = [place.listed for place in wanted.places if place.listed is not None]
+    for attempt in wanted.attempts:
         why = "a save in progress"
-        if not listing.is_in_progress(attempt, listed):
-            why = listing.why_no_manifest(attempt, listed)
+        if not listing.is_in_progress(attempt, checkpoints):
+            why = listing.why_no_manifest(attempt, checkpoints)
         size = output.size_text(attempt.size_bytes)
         console.print(f"{attempt.folder}: no manifest: {why} ({size}, not checked)")
-    if found.error is not None:
-        console.print(f"the run is DAMAGED: {found.error}")
-    elif not found.places:
+    if wanted.error is not None:
+        console.print(f"the run is DAMAGED: {wanted.error}")
+    elif not wanted.places:
         console.print(f"{path} has no checkpoint yet")
-
-
-def _step_of(place: places.CheckpointPath) -> int | None:
-    return None if place.listed is None else place.listed.step
 
 
 def _document(place: places.CheckpointPath, report: VerifyReport) -> dict[str, object]:
     return {
-        "step": _step_of(place),
+        "step": None if place.listed is None else place.listed.step,
         "folder": place.folder,
-        "files": report.files,
-        "blocks": report.blocks,
-        "bytes": report.bytes,
-        "unchecked_bytes": report.unchecked_bytes,
-        "damage": [{name: getattr(one, name) for name in _TOLD} for one in report.damage],
+        **output.fields(report, "files", "blocks", "bytes", "unchecked_bytes"),
+        "damage": [output.fields(damage, *_DAMAGE_FIELDS) for damage in report.damage],
     }
 
 
@@ -180,9 +173,7 @@ def _print(place: places.CheckpointPath, report: VerifyReport) -> None:
 
 
 def _line(damage: Damage) -> str:
-    names = ", ".join(damage.touches[:_SHOWN_NAMES])
-    more = len(damage.touches) - _SHOWN_NAMES
-    touched = f" (holds {names}{f' and {more} more' if more > 0 else ''})" if names else ""
+    touched = f" (holds {listed(damage.touches, _SHOWN_NAMES)})" if damage.touches else ""
     place = ""
     if damage.stop > damage.start:
         place = f", bytes {damage.start} to {damage.stop}"

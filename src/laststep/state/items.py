@@ -26,11 +26,11 @@ from laststep.state.values import (
     refuse_immutable,
 )
 from laststep.state.wrappers import Unwrapped, layers_of
+from laststep.terms import is_item_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _PART = re.compile(r"(.+)-r?[0-9]{5,}")
 """How the files of an item are named that is split, or that several ranks have."""
 
@@ -42,8 +42,7 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
             "there is nothing to save", remedy="pass items, e.g. model=model, optimizer=optimizer"
         )
     for name in items:
-        text: object = name  # whatever a user has passed
-        if not isinstance(text, str) or not _NAME.fullmatch(name) or name == "shared":
+        if not is_item_name(name):
             raise Usage(
                 "an item's name becomes a file's name",
                 expected="letters, digits, '_', '-' and '.', at most 64, and not 'shared'",

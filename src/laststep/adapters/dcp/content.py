@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType
 
@@ -25,14 +23,14 @@ from laststep.adapters.dcp import record as dcp_record
 from laststep.adapters.dcp import values as dcp_values
 from laststep.adapters.dcp.chunks import ChunkRead, copy_chunks, put_whole
 from laststep.adapters.dcp.layout import tensor_name
-from laststep.adapters.export.dcp import leaves_of, torch_form
+from laststep.adapters.export.dcp import leaves_by_item, tensor_metadata
 from laststep.browse import StoredTensor
 from laststep.codecs.objects import TensorRef
 from laststep.errors import Corrupt, Usage
 from laststep.read.content import Content, Place
 from laststep.read.files import close_files
 from laststep.state.boxes import Box, whole
-from laststep.state.tensors import TORCH_DTYPES, open_view, revive
+from laststep.state.tensors import open_view, revive
 from laststep.state.tree import rebuild
 
 if TYPE_CHECKING:
@@ -90,29 +88,28 @@ class DcpContent:
 
     def metadata(self) -> Metadata:
         """What DCP's planners want to know."""
-        found = Metadata(state_dict_metadata={}, planner_data=self._planner_data, storage_data={})
-        found.version = CURRENT_DCP_VERSION
+        metadata = Metadata(
+            state_dict_metadata={}, planner_data=self._planner_data, storage_data={}
+        )
+        metadata.version = CURRENT_DCP_VERSION
         for leaf in self._leaves.values():
             if leaf.kind == "tensor" and type(leaf.node) is TensorRef:
-                self._tell_tensor(leaf, leaf.node.name, found)
+                self._tell_tensor(leaf, leaf.node.name, metadata)
             else:
-                found.state_dict_metadata[leaf.fqn] = BytesStorageMetadata()
+                metadata.state_dict_metadata[leaf.fqn] = BytesStorageMetadata()
                 index = MetadataIndex(leaf.fqn)
-                found.storage_data[index] = DcpStorageInfo(leaf.item, "", None)
-        return found
+                metadata.storage_data[index] = DcpStorageInfo(leaf.item, "", None)
+        return metadata
 
     def _tell_tensor(self, leaf: _DcpLeaf, name: str, into: Metadata) -> None:
         dtype, shape = self._content.item(leaf.item).spec_of(name)
         boxes = [place.box for place in self._places(leaf.item, name)] or [whole(shape)]
         boxes.sort()
-        into.state_dict_metadata[leaf.fqn] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
-            size=torch.Size(shape),
-            chunks=[
-                ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.shape))
-                for box in boxes
-            ],
-        )
+        chunks = [
+            ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.shape))
+            for box in boxes
+        ]
+        into.state_dict_metadata[leaf.fqn] = tensor_metadata(dtype, shape, chunks)
         for number, box in enumerate(boxes):
             index = MetadataIndex(leaf.fqn, box.start, number)
             into.storage_data[index] = DcpStorageInfo(leaf.item, name, box)
@@ -125,12 +122,12 @@ class DcpContent:
         return self._content.places(item, stored.ties.get(name, name))
 
     def _find_leaves(self) -> Iterator[_DcpLeaf]:
-        found = self._record()
-        if found is None:
+        record = self._record()
+        if record is None:
             yield from self._leaves_of_items()
             return
-        self._planner_data, self.save_id = found.planner_data, found.save_id
-        for entry in found.entries:
+        self._planner_data, self.save_id = record.planner_data, record.save_id
+        for entry in record.entries:
             item = str(entry.location[0])
             node = _node_at(self._content.item(item).tree, entry.location[1:], self._where)
             if entry.kind == "tensor" and node != TensorRef(tensor_name(entry.location)):
@@ -146,19 +143,13 @@ class DcpContent:
         return None
 
     def _leaves_of_items(self) -> Iterator[_DcpLeaf]:
-        paths: dict[str, Path] = {}
-        for item in self._content.items.values():
-            for leaf in leaves_of(torch_form(item.tree), (item.name,)):
-                if leaf.name in paths:
-                    raise Usage(
-                        "two entries have the same name in DCP, which joins keys by dots",
-                        where=self._where, found=f"{leaf.name!r}, twice",
-                        remedy="load the run with laststep instead",
-                    )  # fmt: skip
-                paths[leaf.name] = leaf.path
-                kind: Kind = "tensor" if type(leaf.node) is TensorRef else "value"
-                yield _DcpLeaf(leaf.name, item.name, leaf.node, kind)
-        self._planner_data = paths
+        trees = {item.name: item.tree for item in self._content.items.values()}
+        remedy = "load the run with laststep instead"
+        by_item = leaves_by_item(trees, where=self._where, remedy=remedy)
+        self._planner_data = {leaf.name: leaf.path for own in by_item.values() for leaf in own}
+        for item, leaves in by_item.items():
+            for leaf in leaves:
+                yield _DcpLeaf(leaf.name, item, leaf.node, "tensor" if leaf.is_tensor else "value")
 
     # Reading
 

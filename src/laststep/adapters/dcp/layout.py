@@ -8,7 +8,6 @@ the names themselves are the keys.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from laststep.adapters.nesting import Path, nest
 from laststep.errors import Corrupt
 from laststep.state.names import name_of
 from laststep.state.tree import MAX_DEPTH
+from laststep.terms import is_item_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 WHOLE = "model"
 """The item of a state that is not one of several states."""
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +86,7 @@ def locate(entries: Iterable[FlatEntry]) -> dict[str, Path]:
 def _may_be_apart(entry: FlatEntry) -> bool:
     """Whether its first key can be an item. What is an item by itself has the empty name there, and
     a part of a tensor needs one."""
-    key = str(entry.path[0])
-    is_name = _NAME.fullmatch(key) is not None and key != "shared"
-    return is_name and (len(entry.path) > 1 or not entry.in_parts)
+    return is_item_name(entry.path[0]) and (len(entry.path) > 1 or not entry.in_parts)
 
 
 def tensor_name(location: Path) -> str:

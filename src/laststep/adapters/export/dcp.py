@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, BinaryIO
 
 import torch
@@ -34,7 +35,7 @@ from laststep.state.tree import OWNED, owned, rebuild
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from laststep.browse import Checkpoint
 
@@ -52,40 +53,73 @@ class Leaf:
     def name(self) -> str:
         return ".".join(map(str, self.path))
 
+    @property
+    def is_tensor(self) -> bool:
+        return type(self.node) is TensorRef
+
 
 def export_dcp(
     checkpoint: Checkpoint, target: str | os.PathLike[str], *, items: Sequence[str]
 ) -> Exported:
     """Write items to a new folder."""
     sources = [ItemTensors(checkpoint, item) for item in items]
-    leaves = [list(leaves_of(torch_form(one.tree), (one.item,))) for one in sources]
-    _check_names([leaf for some in leaves for leaf in some], checkpoint.folder)
+    leaves = leaves_by_item(
+        {tensors.item: tensors.tree for tensors in sources}, where=checkpoint.folder,
+        remedy="name an item without these with --item, or use hf",
+    )  # fmt: skip
     metadata = Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
     metadata.version = CURRENT_DCP_VERSION
     files: list[WrittenFile] = []
     with new_folder(target) as folder:
-        for number, (tensors, some) in enumerate(zip(sources, leaves, strict=True)):
+        for number, tensors in enumerate(sources):
             name = f"__0_{number}.distcp"
             with new_file(folder / name) as file:
                 writer = _EntryAppender(file, name, tensors, metadata)
-                for leaf in some:
+                for leaf in leaves[tensors.item]:
                     writer.write(leaf)
-                count = sum(type(leaf.node) is TensorRef for leaf in some)
+                count = sum(leaf.is_tensor for leaf in leaves[tensors.item])
                 files.append(WrittenFile(name=name, tensors=count, size_bytes=file.tell()))
         with new_file(folder / ".metadata") as file:
             pickle.dump(metadata, file)
-    values = sum(map(len, leaves)) - sum(file.tensors for file in files)
+    values = sum(not leaf.is_tensor for of_item in leaves.values() for leaf in of_item)
     return Exported(files=tuple(files), values=values)
 
 
-def leaves_of(node: object, path: _Path) -> Iterator[Leaf]:
+def leaves_by_item(
+    trees: Mapping[str, object], *, where: str, remedy: str
+) -> dict[str, list[Leaf]]:
+    """The entries of each item's tree, by names that differ."""
+    leaves = {item: list(_leaves_of(_torch_form(tree), (item,))) for item, tree in trees.items()}
+    taken: dict[str, _Path] = {}
+    for leaf in chain.from_iterable(leaves.values()):
+        other = taken.setdefault(leaf.name, leaf.path)
+        if other is not leaf.path:
+            raise Usage(
+                "two entries have the same name in DCP, which joins keys by dots", where=where,
+                expected="a name for each", found=f"{leaf.name!r} for {other} and {leaf.path}",
+                remedy=remedy,
+            )  # fmt: skip
+    return leaves
+
+
+def tensor_metadata(
+    dtype: str, shape: Sequence[int], chunks: list[ChunkStorageMetadata]
+) -> TensorStorageMetadata:
+    """What DCP is told of a tensor."""
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=TORCH_DTYPES[dtype]), size=torch.Size(shape),
+        chunks=chunks,
+    )  # fmt: skip
+
+
+def _leaves_of(node: object, path: _Path) -> Iterator[Leaf]:
     """The entries of a state, in order, as DCP's own traversal finds them."""
     if isinstance(node, dict):
         for key, inner in node.items():
-            yield from leaves_of(inner, (*path, str(key)))
+            yield from _leaves_of(inner, (*path, str(key)))
     elif isinstance(node, list) and _is_taken_apart(node):
         for i, inner in enumerate(node):
-            yield from leaves_of(inner, (*path, i))
+            yield from _leaves_of(inner, (*path, i))
     else:
         yield Leaf(path=path, node=node)
 
@@ -96,7 +130,7 @@ def _is_taken_apart(node: object) -> bool:
     return isinstance(node, dict)
 
 
-def torch_form(tree: object) -> object:
+def _torch_form(tree: object) -> object:
     """The tree without the classes that its states came from, optimizers as torch has them."""
 
     def open_tag(tagged: Tagged) -> object:
@@ -123,18 +157,6 @@ def _as_torch(state: object) -> object:
                         return state
             return {"state": by_name, "param_groups": made}
     return state
-
-
-def _check_names(leaves: Sequence[Leaf], where: str) -> None:
-    taken: dict[str, _Path] = {}
-    for leaf in leaves:
-        other = taken.setdefault(leaf.name, leaf.path)
-        if other is not leaf.path:
-            raise Usage(
-                "two entries would have the same name", where=where, expected="a name for each",
-                found=f"{leaf.name!r} for {other} and {leaf.path}",
-                remedy="DCP joins keys by dots: name an item without these with --item, or use hf",
-            )  # fmt: skip
 
 
 class _EntryAppender:
@@ -173,11 +195,8 @@ class _EntryAppender:
                 for first, piece in self._tensors.pieces(stored)
             ]
         dtype, shape = self._tensors.spec(stored)
-        self._metadata.state_dict_metadata[name] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
-            size=torch.Size(shape),
-            chunks=[chunk for chunk, _ in self._pieces[source]],
-        )
+        chunks = [chunk for chunk, _ in self._pieces[source]]
+        self._metadata.state_dict_metadata[name] = tensor_metadata(dtype, shape, chunks)
         for number, (chunk, info) in enumerate(self._pieces[source]):
             self._metadata.storage_data[MetadataIndex(name, chunk.offsets, number)] = info
 

@@ -47,6 +47,14 @@ class Exported:
     left_out: tuple[str, ...] = ()
     """Values that are no tensors, and are not written."""
 
+    @property
+    def tensors(self) -> int:
+        return sum(file.tensors for file in self.files)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
 
 def check_absent(target: str | os.PathLike[str]) -> None:
     """`Exists` where the name is taken, by whatever it is."""
