@@ -112,12 +112,12 @@ def test_empty_chunks_of_ranks_without_a_share_are_passed_over(metadata: Metadat
 @pytest.mark.parametrize(
     ("boxes", "found"),
     [
-        ([((0, 0), (2, 6))], r"12 elements in no chunk: there are \[0, 0\] to \[2, 6\]"),
+        ([((0, 0), (2, 6))], r"12 elements in no chunk: there are \[0:2, 0:6\]"),
         ([], "24 elements in no chunk: there are none"),
         ([((0, 0), (3, 6)), ((2, 0), (2, 6))], "overlap"),
         ([((0, 0), (2, 6)), ((0, 3), (4, 3))], "overlap"),
         ([((0, 0), (4, 6)), ((0, 0), (4, 6))], "overlap"),
-        ([((1, 0), (4, 6))], r"a chunk outside of it, \[1, 0\] to \[5, 6\]"),
+        ([((1, 0), (4, 6))], r"a chunk outside of it, \[1:5, 0:6\]"),
         ([((0, 0), (4, 3)), ((0, 3), (4, 4))], "a chunk outside of it"),
         ([((0,), (24,))], "a chunk outside of it"),
         ([((0, 0), (4,))], "2 offsets and 1 sizes"),

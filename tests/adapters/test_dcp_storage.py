@@ -61,6 +61,7 @@ def test_large_tensors_pass_through_small_buffers(tmp_path: Path) -> None:
         "columns": torch.randn(3_000, 2_000).t(),
         "rows": torch.randn(2, 5_000_000).t(),
         "one row": torch.randn(5_000_000, 2).t()[:1],
+        "rows across the ends of chunks": torch.randn(20, 500_003),
         "small": torch.randn(3),
     }}  # fmt: skip
     save(state, tmp_path)

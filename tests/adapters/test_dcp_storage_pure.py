@@ -13,11 +13,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from laststep.adapters.dcp import record as dcp_record
 from laststep.adapters.dcp.layout import FlatEntry, entries_of, locate, paths_told, tensor_name
-from laststep.adapters.dcp.reading import Wanted, plan_stretches
 from laststep.adapters.nesting import nest
 from laststep.codecs import objects
 from laststep.errors import Corrupt, Usage
-from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 KEYS = st.sampled_from(["a", "b", "model", "shared", "x/y", "", "ü", "a.b"])
 PATHS = st.tuples(KEYS, st.lists(KEYS | st.integers(0, 3), max_size=3)).map(
@@ -40,44 +38,6 @@ def test_entries_never_get_in_each_others_way(told: list[tuple[Any, bool]]) -> N
         assert "/" not in str(item)
         assert item not in ("", "shared")
         assert tensor_name(found[entry.fqn]) or not entry.in_parts
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 2), st.integers(0, 40 * BLOCK_BYTES), st.integers(1, 2 * BLOCK_BYTES)
-        ),
-        max_size=30,
-    )
-)
-def test_stretches_hold_what_is_wanted_of_them(told: list[tuple[int, int, int]]) -> None:
-    wanted = [
-        Wanted(file, start, start + size, number) for number, (file, start, size) in enumerate(told)
-    ]
-    stretches = plan_stretches(wanted)
-    assert sorted(one.use for stretch in stretches for one in stretch.wanted) == [
-        *range(len(wanted))
-    ]
-    for stretch in stretches:
-        assert stretch.start % BLOCK_BYTES == stretch.stop % BLOCK_BYTES == 0
-        assert stretch.stop - stretch.start <= CHUNK_BYTES
-        for one in stretch.wanted:
-            assert one.file == stretch.file
-            assert stretch.start <= one.start < one.stop <= stretch.stop
-        touched = {
-            block
-            for one in stretch.wanted
-            for block in range(one.start // BLOCK_BYTES, -(-one.stop // BLOCK_BYTES))
-        }
-        assert len(touched) * BLOCK_BYTES == stretch.stop - stretch.start  # nothing else is read
-
-
-def test_what_is_larger_than_a_chunk_is_a_stretch_of_its_own() -> None:
-    big = Wanted(0, 5, 3 * CHUNK_BYTES, "big")
-    small = Wanted(0, 3 * CHUNK_BYTES + 5, 3 * CHUNK_BYTES + 6, "small")
-    found = plan_stretches([small, big])
-    assert [[one.use for one in stretch.wanted] for stretch in found] == [["big"], ["small"]]
-    assert (found[0].start, found[0].stop) == (0, 3 * CHUNK_BYTES)
 
 
 def test_paths_are_taken_only_from_what_looks_like_them() -> None:

@@ -101,12 +101,7 @@ class SaveLink:
         with self._beginning:  # several threads copy host state: no chunk may overtake this
             if self._begun or self._dropped:
                 return
-            files = tuple(
-                FileBegin(name=f.name, item=f.item, region_bytes=f.region_bytes, entries=f.entries,
-                          tensor_bytes=f.tensor_bytes, has_objects=bool(f.object_names),
-                          parts=f.parts)
-                for f in self._plan.files
-            )  # fmt: skip
+            files = tuple(map(FileBegin.of, self._plan.files))
             if self._role == "alone":  # of several ranks no one can finish a save by itself
                 self._client.announce(self.number)
             self._client.send(

@@ -15,7 +15,7 @@ import select
 import socket
 import struct
 import threading
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -23,6 +23,9 @@ from laststep.catalog.names import AttemptName
 from laststep.format.header import PartEntry, TensorEntry
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
 from laststep.memory.filled import Filled
+
+if TYPE_CHECKING:
+    from laststep.plan.files import FilePlan
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -39,6 +42,13 @@ class FileBegin(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     has_objects: bool
     entries: tuple[TensorEntry, ...]
     parts: dict[str, PartEntry] = {}
+
+    @classmethod
+    def of(cls, file: FilePlan) -> FileBegin:
+        return cls(
+            name=file.name, item=file.item, region_bytes=file.region_bytes, entries=file.entries,
+            tensor_bytes=file.tensor_bytes, has_objects=bool(file.object_names), parts=file.parts,
+        )  # fmt: skip
 
 
 Role = Literal["alone", "first", "member"]

@@ -1,18 +1,21 @@
 """Copy what a DCP planner wants of stored chunks into the tensors that it names.
 
-Of a chunk only the rows that hold something wanted are read, at most 16 MiB at a time. The planner
-is called on the calling thread only.
+Of a chunk only the rows that hold something wanted are read, each block once, verified, a few reads
+ahead. The planner is called on the calling thread only.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from laststep.adapters.dcp.reading import Wanted, plan_stretches, read_stretches
 from laststep.errors import Usage
+from laststep.plan.load import Read, Want, plan_reads
+from laststep.read.ahead import read_ahead
+from laststep.read.blocks import refuse
 from laststep.state.tensors import TORCH_DTYPES
 from laststep.terms import CHUNK_BYTES, DTYPES
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from laststep.read.content import Place
     from laststep.read.files import DataFile
 
+_THREADS = 4
+
 
 class ChunkRead(NamedTuple):
     """A request, where the chunk lies that it wants something of, and the chunk's dtype."""
@@ -34,11 +39,13 @@ class ChunkRead(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of the chunk of one read."""
+    """Rows of the chunk of one read, and their bytes in the tensor area of its file."""
 
     read: int
     first: int
     number: int
+    start: int
+    stop: int
 
 
 def put_whole(tensor: torch.Tensor, request: ReadItem, planner: LoadPlanner) -> None:
@@ -52,40 +59,71 @@ def copy_chunks(
     files: Sequence[DataFile], reads: Sequence[ChunkRead], planner: LoadPlanner
 ) -> None:
     """Read, verify and copy, in the order of the files."""
-    wanted = [list(_rows_of(number, read)) for number, read in enumerate(reads)]
-    missing = [len(rows) for rows in wanted]
+    missing = [0] * len(reads)
+    wanted: list[_Rows] = []
+    for number, read in enumerate(reads):
+        before = len(wanted)
+        wanted += _rows_of(number, read)
+        missing[number] = len(wanted) - before
+        if not missing[number]:
+            planner.commit_tensor(read.request, _target(read.request, planner))
     targets: dict[int, torch.Tensor] = {}
-    for number, (request, _, _) in enumerate(reads):
-        if not wanted[number]:
-            planner.commit_tensor(request, _target(request, planner))
-    stretches = plan_stretches(one for rows in wanted for one in rows)
-    for stretch, data in read_stretches(files, stretches):
-        flat = torch.frombuffer(data, dtype=torch.uint8)
-        for _, start, stop, rows in stretch.wanted:
-            read = reads[rows.read]
-            if rows.read not in targets:
-                targets[rows.read] = _target(read.request, planner)
-            _copy_rows(flat[start - stretch.start : stop - stretch.start], rows, read,
-                       targets[rows.read])  # fmt: skip
-            missing[rows.read] -= 1
-            if not missing[rows.read]:
-                planner.commit_tensor(read.request, targets.pop(rows.read))
+    for rows, data in _read_rows(files, reads, wanted):
+        read = reads[rows.read]
+        if rows.read not in targets:
+            targets[rows.read] = _target(read.request, planner)
+        _copy_rows(torch.frombuffer(data, dtype=torch.uint8), rows, read, targets[rows.read])
+        missing[rows.read] -= 1
+        if not missing[rows.read]:
+            planner.commit_tensor(read.request, targets.pop(rows.read))
 
 
-def _rows_of(number: int, read: ChunkRead) -> Iterator[Wanted[_Rows]]:
-    """The bytes of the rows that hold what is wanted; none where nothing is."""
+def _rows_of(number: int, read: ChunkRead) -> Iterator[_Rows]:
+    """The rows that hold what is wanted; none where nothing is. Together as far as they lie in one
+    read, which ends where a chunk of the file does: of those that lie in two, each is alone."""
     request, place, dtype = read
     if 0 in request.lengths:
         return
     row_bytes = math.prod(place.box.shape[1:]) * DTYPES[dtype].size_bytes
-    first, last = 0, 1
+    row, last = 0, 1
     if place.box.shape:
-        first, last = request.storage_offsets[0], request.storage_offsets[0] + request.lengths[0]
-    step = max(CHUNK_BYTES // row_bytes, 1)
-    for row in range(first, last, step):
-        count = min(step, last - row)
+        row, last = request.storage_offsets[0], request.storage_offsets[0] + request.lengths[0]
+    while row < last:
         start = place.start + row * row_bytes
-        yield Wanted(place.file, start, start + count * row_bytes, _Rows(number, row, count))
+        count = min(max((CHUNK_BYTES - start % CHUNK_BYTES) // row_bytes, 1), last - row)
+        yield _Rows(number, row, count, start, start + count * row_bytes)
+        row += count
+
+
+def _read_rows(
+    files: Sequence[DataFile], reads: Sequence[ChunkRead], wanted: Sequence[_Rows]
+) -> Iterator[tuple[_Rows, memoryview | bytearray]]:
+    """All rows with their bytes, which are gone when the next are asked for; `Corrupt` for those
+    that have changed."""
+    wants: dict[int, list[Want]] = {}
+    for number, rows in enumerate(wanted):
+        file = reads[rows.read].place.file
+        wants.setdefault(file, []).append(Want(rows.start, rows.stop, number))
+    planned: list[Read] = []
+    for file in sorted(wants):
+        planned += plan_reads(file, files[file].header.tensor_bytes, wants[file])
+    extents = (files[read.file].blocks(read.start, read.stop) for read in planned)
+    cut: dict[int, bytearray] = {}  # rows of which a part was read, the rest to come
+    with closing(read_ahead(extents, threads=_THREADS)) as ahead:
+        for read, (data, damage) in zip(planned, ahead, strict=True):
+            refuse(damage)
+            for part in read.parts:
+                rows, piece = wanted[part.target], data[part.at : part.at + part.size_bytes]
+                size = rows.stop - rows.start
+                if part.size_bytes == size:
+                    yield rows, piece
+                    continue
+                if part.target not in cut:
+                    cut[part.target] = bytearray(size)
+                stop = part.target_at + part.size_bytes
+                cut[part.target][part.target_at : stop] = piece
+                if stop == size:
+                    yield rows, cut.pop(part.target)
 
 
 def _copy_rows(data: torch.Tensor, rows: _Rows, read: ChunkRead, target: torch.Tensor) -> None:
@@ -97,9 +135,8 @@ def _copy_rows(data: torch.Tensor, rows: _Rows, read: ChunkRead, target: torch.T
     stored = stored.view(rows.number, *place.box.shape[1:])
     offsets, lengths = request.storage_offsets[1:], request.lengths[1:]
     at = rows.first - request.storage_offsets[0]
-    target[at : at + rows.number].copy_(
-        _narrowed(stored, (0, *offsets), (rows.number, *lengths))
-    )  # fmt: skip
+    part = _narrowed(stored, (0, *offsets), (rows.number, *lengths))
+    target[at : at + rows.number].copy_(part)
 
 
 def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

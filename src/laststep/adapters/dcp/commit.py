@@ -27,7 +27,9 @@ from laststep.flush.writer import SaveFlush
 from laststep.format.header import TensorEntry, reserve_bytes
 from laststep.format.manifest import Commit, FileRecord, ItemRecord
 from laststep.plan.files import SHARED_FILE, tree_name
-from laststep.state.boxes import Box, covers_once
+from laststep.read.entries import box_text
+from laststep.state.boxes import covers_once
+from laststep.terms import listed
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
@@ -75,10 +77,13 @@ def make_commit(
     ]
     unknown = sorted(told.written.keys() - metadata.state_dict_metadata.keys())
     if unknown:
-        raise Usage("the planner's metadata lacks what was written", found=", ".join(unknown[:4]))
+        raise Usage("the planner's metadata lacks what was written", found=listed(unknown))
     record = DcpRecord(entries=tuple(entries), planner_data=metadata.planner_data, save_id=save_id)
     trees = nest(((entry.location, _node(entry, told)) for entry in entries), where=attempt.folder)
-    stored = [(tree_name(item), _tree_object(tree)) for item, tree in trees.items()]
+    stored = [
+        (tree_name(item), objects.encode({"tree": tree, "ties": {}, "views": {}}))
+        for item, tree in trees.items()
+    ]
     stored.append((dcp_record.OBJECT_NAME, dcp_record.encode(record, allow_pickle=allow_pickle)))
     shared = _write_shared(
         attempt.run.store, attempt.folder, _empty_tensors(told, metadata), stored
@@ -143,7 +148,7 @@ def _checked(fqn: str, told: _AllTold, content: object) -> RecordEntry:
         raise Usage(
             f"the chunks of {fqn} do not make it up",
             expected=f"every element of {list(shape)} once, of one dtype",
-            found=", ".join(_shown(box) for box in boxes[:4]) + (", …" if len(boxes) > 4 else ""),
+            found=listed(f"[{box_text(box)}]" for box in boxes),
             remedy="save on all ranks that hold a part of it, without no_dist",
         )
     return RecordEntry(fqn=fqn, location=first.location, kind="tensor")
@@ -154,10 +159,6 @@ def _node(entry: RecordEntry, told: _AllTold) -> object:
         return TensorRef(tensor_name(entry.location))
     tree = told.written[entry.fqn][0].tree
     return objects.decode(tree or b"", where=entry.fqn)
-
-
-def _tree_object(tree: object) -> bytes:
-    return objects.encode({"tree": tree, "ties": {}, "views": {}})
 
 
 def _empty_tensors(told: _AllTold, metadata: Metadata) -> tuple[TensorEntry, ...]:
@@ -184,7 +185,3 @@ def _write_shared(
     with closing(SaveFlush(store, folder, (file,))) as flush:
         [record] = flush.finish(tuple((0, name, data) for name, data in stored))
     return record
-
-
-def _shown(box: Box) -> str:
-    return f"{list(box.start)} to {list(box.stop)}"

@@ -12,16 +12,15 @@ import contextlib
 import functools
 import io
 import pickle
-import re
 import threading
 import types
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from laststep.adapters.dcp.layout import tensor_name
+from laststep.adapters.importing.torch_save import load_plain, refused_by
 from laststep.codecs import objects
 from laststep.codecs.objects import TensorRef
 from laststep.errors import LaststepError, Usage
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
     from laststep.adapters.nesting import Path
 
-_REFUSED = re.compile(r"([\w.]+) was not an allowed global")
 _ADMITTING = threading.Lock()
 REMEDY = "leave it out of the state, or pass allow_pickle=True to both Writer and Reader"
 
@@ -127,20 +125,16 @@ def _collected(value: object, location: Path, *, is_raw: bool) -> Value:
     return Value(tree=objects.encode(tree), tensors=tensors, is_raw=is_raw)
 
 
-def put_together(value: object) -> io.BytesIO:
-    """A value as the bytes that a planner loads."""
-    return _saved(value)
-
-
 def raw_bytes(data: bytes, *, fqn: str, allow_pickle: bool) -> io.BytesIO:
     """Bytes that were kept as they were, for a planner, which may run whatever is in them: unless
     that is allowed, it gets what can be loaded without."""
     if allow_pickle:
         return io.BytesIO(data)
-    return _saved(_loaded_safely(data, what=f"cannot load {fqn}"))
+    return put_together(_loaded_safely(data, what=f"cannot load {fqn}"))
 
 
-def _saved(value: object) -> io.BytesIO:
+def put_together(value: object) -> io.BytesIO:
+    """A value as the bytes that a planner loads."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -161,16 +155,14 @@ def _admitting_bytes_io() -> Iterator[None]:
 
 def _loaded_safely(data: bytes, *, what: str) -> object:
     try:
-        with warnings.catch_warnings(), _admitting_bytes_io():
-            warnings.simplefilter("ignore")  # of pickles that torch.save did not write
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        with _admitting_bytes_io():
+            return load_plain(io.BytesIO(data))
     except MemoryError:
         raise
     except Exception as error:  # junk makes torch raise anything
-        refused = _REFUSED.search(f"{error} {error.__cause__ or ''}")
         raise Usage(
             f"{what}: it is a pickled object, which can run any code when loaded",
             expected="tensors, containers and plain values",
-            found=refused[1] if refused is not None else "bytes that torch.load does not take",
+            found=refused_by(error) or "bytes that torch.load does not take",
             remedy=REMEDY,
         ) from error

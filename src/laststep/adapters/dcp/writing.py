@@ -175,15 +175,7 @@ def _add_tensor(item: WriteItem, location: Path, into: _WrittenItem) -> WrittenE
 def _write_files(
     plan: SavePlan, work: list[_WrittenItem], planner: SavePlanner, store: Store, folder: str
 ) -> tuple[FileRecord, ...]:
-    files = tuple(
-        FileBegin(
-            name=file.name, item=file.item, region_bytes=file.region_bytes,
-            tensor_bytes=file.tensor_bytes, has_objects=False, entries=file.entries,
-            parts=file.parts,
-        )
-        for file in plan.files
-    )  # fmt: skip
-    with closing(SaveFlush(store, folder, files)) as flush:
+    with closing(SaveFlush(store, folder, tuple(map(FileBegin.of, plan.files)))) as flush:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="laststep-dcp-write") as threads:
             free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
             for _ in range(_BUFFERS):
