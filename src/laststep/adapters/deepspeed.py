@@ -12,6 +12,7 @@ checked with DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["model", "optimizer", "progress"]
 
 _TESTED = "DeepSpeed 0.19.8"
+_need = functools.partial(need, tested=_TESTED)
 _BUFFERS = (
     ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"),
     ("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"),
@@ -58,7 +60,7 @@ def model(engine: object) -> StateProvider:
 def optimizer(engine: object) -> StateProvider:
     """The state of the torch optimizer that ZeRO steps, by the names of the parameters."""
     zero = _zero(engine)
-    return FlatOptimizer(need(zero, "optimizer", _TESTED), lambda: list(_members(engine)))
+    return FlatOptimizer(_need(zero, "optimizer"), lambda: list(_members(engine)))
 
 
 def progress(engine: object) -> StateProvider:
@@ -85,22 +87,20 @@ class _FlatRange(NamedTuple):
 
 class _ZeroModule(FlatModule):
     def __init__(self, engine: object) -> None:
-        super().__init__(need(engine, "module", _TESTED), self._flat)
+        super().__init__(_need(engine, "module"), self._flat)
         self._engine = engine
 
     def restore(self, value: object) -> None:
         super().restore(value)
         zero = _zero(self._engine)
         if not _is_stage3(zero):
-            need(zero, "update_lp_params", _TESTED)()
+            _need(zero, "update_lp_params")()
             return
-        rounded = need(zero, "fp16_partitioned_groups_flat", _TESTED)
-        for low, full in zip(
-            rounded, need(zero, "fp32_partitioned_groups_flat", _TESTED), strict=True
-        ):
+        rounded = _need(zero, "fp16_partitioned_groups_flat")
+        for low, full in zip(rounded, _need(zero, "fp32_partitioned_groups_flat"), strict=True):
             low.data.copy_(full.data)
-        need(zero, "invalidate_secondary_tensor", _TESTED)()
-        gathered = need(zero, "persistent_parameters", _TESTED)
+        _need(zero, "invalidate_secondary_tensor")()
+        gathered = _need(zero, "persistent_parameters")
         if gathered:  # small ones, which every rank keeps whole
             gathered[0].partition(gathered)
             gathered[0].all_gather(gathered)
@@ -125,7 +125,7 @@ class _StepCounts(StateProvider):
         self._engine = engine
 
     def describe(self) -> State:
-        counts = {name: need(self._engine, name, _TESTED) for name in self._COUNTS}
+        counts = {name: _need(self._engine, name) for name in self._COUNTS}
         scaler = getattr(_zero(self._engine), "loss_scaler", None)
         scale = {name: getattr(scaler, name) for name in self._SCALE if hasattr(scaler, name)}
         return State(value={"counts": counts, "scale": scale})
@@ -142,7 +142,7 @@ class _StepCounts(StateProvider):
 
 def _zero(engine: object) -> Any:
     """The engine's optimizer, if it is ZeRO's and lays state out in a way that is known here."""
-    zero = need(engine, "optimizer", _TESTED)
+    zero = _need(engine, "optimizer")
     if not _is_stage3(zero) and not any(hasattr(zero, names[0]) for names in _BUFFERS):
         raise Usage(
             "this DeepSpeed engine does not use ZeRO",
@@ -167,7 +167,7 @@ def _is_stage3(zero: object) -> bool:
 
 def _members(engine: object) -> Iterator[FlatMember]:
     names: dict[int, str] = {}
-    for name, parameter in need(engine, "module", _TESTED).named_parameters():
+    for name, parameter in _need(engine, "module").named_parameters():
         names[id(parameter)] = plain_name(name)
     for place in _places(engine):
         if place.group >= 0:
@@ -187,11 +187,11 @@ def _members(engine: object) -> Iterator[FlatMember]:
 def _places(engine: object) -> Iterator[_FlatRange]:
     zero = _zero(engine)
     if _is_stage3(zero):
-        yield from _places_of_stage3(zero, need(engine, "module", _TESTED))
+        yield from _places_of_stage3(zero, _need(engine, "module"))
         return
     names = next(names for names in _BUFFERS if hasattr(zero, names[0]))
-    groups, buffers, ranges = (need(zero, name, _TESTED) for name in names)
-    meshes = map(mesh_over, need(zero, "real_dp_process_group", _TESTED))
+    groups, buffers, ranges = (_need(zero, name) for name in names)
+    meshes = map(mesh_over, _need(zero, "real_dp_process_group"))
     for number, (parameters, buffer, own, mesh) in enumerate(
         zip(groups, buffers, ranges, meshes, strict=True)
     ):
@@ -228,20 +228,20 @@ def _place(parameter: Any, layout: Flat, group: int, own: torch.Tensor, at: int 
 
 def _places_of_stage3(zero: Any, module: torch.nn.Module) -> Iterator[_FlatRange]:
     """Each parameter is cut over the ranks by itself; the parts lie in the buffers of subgroups."""
-    positions = need(zero, "grad_position", _TESTED)
-    group_of = need(zero, "sub_group_to_group_id", _TESTED)
-    own = need(zero, "fp32_partitioned_groups_flat", _TESTED)
-    trained = {id(p) for group in need(zero, "fp16_groups", _TESTED) for p in group}
+    positions = _need(zero, "grad_position")
+    group_of = _need(zero, "sub_group_to_group_id")
+    own = _need(zero, "fp32_partitioned_groups_flat")
+    trained = {id(p) for group in _need(zero, "fp16_groups") for p in group}
     for parameter in module.parameters():
-        part = need(parameter, "ds_tensor", _TESTED)
-        mesh = mesh_over(need(parameter, "ds_process_group", _TESTED))
-        shape = tuple(need(parameter, "ds_shape", _TESTED))
-        each = need(part, "ds_numel", _TESTED)
+        part = _need(parameter, "ds_tensor")
+        mesh = mesh_over(_need(parameter, "ds_process_group"))
+        shape = tuple(_need(parameter, "ds_shape"))
+        each = _need(part, "ds_numel")
         if math.prod(shape) > each * mesh.sizes[0]:
             raise Usage(f"cannot find out how ZeRO cut a parameter of shape {list(shape)}")
         layout = Flat(shape, mesh, (AXIS,), 0, each * mesh.sizes[0])
         if id(parameter) in trained:
-            number, at, _ = positions[need(zero, "get_param_id", _TESTED)(parameter)]
+            number, at, _ = positions[_need(zero, "get_param_id")(parameter)]
             yield _place(parameter, layout, group_of[number], own[number], at)
         else:
             yield _place(parameter, layout, -1, part)

@@ -11,6 +11,7 @@ that are tied within a unit.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["model", "optimizer"]
 
 _TESTED = "FSDP1 of torch 2.13"
+_need = functools.partial(need, tested=_TESTED)
 
 
 def model(model: torch.nn.Module) -> StateProvider:
@@ -66,6 +68,10 @@ class _Original(NamedTuple):
     live: torch.Tensor | None
     """With `use_orig_params`, what the optimizer steps."""
 
+    def of(self, shard: torch.Tensor) -> object:
+        part = shard[self.first : self.last]
+        return part.view(self.shape) if self.layout is None else Laid(part, self.layout)
+
 
 class _Unit(NamedTuple):
     """A module that FSDP1 wrapped, and what it flattened."""
@@ -82,8 +88,8 @@ class _Unit(NamedTuple):
 
     def shard(self) -> torch.Tensor:
         """This rank's part, in full precision; the flat parameter itself may be unsharded now."""
-        found: torch.Tensor = getattr(self.flat, "_local_shard", self.flat)
-        return found.detach()
+        shard: torch.Tensor = getattr(self.flat, "_local_shard", self.flat)
+        return shard.detach()
 
     def is_gathered(self) -> bool:
         """Whether a pass has left all of the flat parameter in memory, beside this rank's part."""
@@ -111,12 +117,9 @@ class _Fsdp1Module(FlatModule):
         for unit in self._units:
             shard = unit.shard()
             replaced.add(id(unit.flat))
-            for one in unit.originals:
-                part = shard[one.first : one.last]
-                laid[one.name] = (
-                    part.view(one.shape) if one.layout is None else Laid(part, one.layout)
-                )
-                replaced.add(id(one.live))
+            for original in unit.originals:
+                laid[original.name] = original.of(shard)
+                replaced.add(id(original.live))
             laid |= {name: laid[first] for name, first in unit.tied.items()}
         return Parameters(laid, replaced)
 
@@ -124,62 +127,62 @@ class _Fsdp1Module(FlatModule):
 def _members(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[FlatMember]:
     """Every parameter of the plain model that the optimizer steps."""
     group_of = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    found: list[FlatMember] = []
+    members: list[FlatMember] = []
     for unit in _units(model):
-        for one in unit.originals:
-            holder = unit.flat if one.live is None else one.live
+        for original in unit.originals:
+            holder = unit.flat if original.live is None else original.live
             if id(holder) in group_of:
-                found.append(_member(one, unit, holder, group_of[id(holder)]))
-    known = {id(member.holder) for member in found}
+                members.append(_member(original, unit, holder, group_of[id(holder)]))
+    known = {id(member.holder) for member in members}
     for name, parameter in model.named_parameters():
         if id(parameter) in group_of and id(parameter) not in known:
             size = parameter.numel()
-            found.append(FlatMember(
+            members.append(FlatMember(
                 name=plain_name(name), group=group_of[id(parameter)], dtype=parameter.dtype,
                 shape=tuple(parameter.shape), holder=parameter, first=0, last=size, size=size,
                 layout=None,
             ))  # fmt: skip
-    lost = len(group_of.keys() - {id(member.holder) for member in found})
+    lost = len(group_of.keys() - {id(member.holder) for member in members})
     if lost:
         raise Usage(
             "an optimizer has parameters that are none of the model's", found=str(lost),
             remedy="make the optimizer from the parameters of the wrapped model",
         )  # fmt: skip
-    return found
+    return members
 
 
-def _member(one: _Original, unit: _Unit, holder: torch.Tensor, group: int) -> FlatMember:
-    own = one.live is not None
-    count = one.last - one.first
-    return FlatMember(
-        name=one.name, group=group, dtype=unit.shard().dtype, shape=one.shape, holder=holder,
-        first=0 if own else one.first, last=count if own else one.last,
-        size=count if own else unit.shard().numel(), layout=one.layout,
+def _member(original: _Original, unit: _Unit, holder: torch.Tensor, group: int) -> FlatMember:
+    name, shape, layout, first, last, live = original
+    size, numbers = unit.shard().numel(), None
+    if live is not None:
+        first, last, size = 0, last - first, last - first
         # With use_orig_params a rank does not step what it holds nothing of.
-        numbers=only_holders(one.layout) if own and one.layout is not None else None,
+        numbers = None if layout is None else only_holders(layout)
+    return FlatMember(
+        name=name, group=group, dtype=unit.shard().dtype, shape=shape, holder=holder, first=first,
+        last=last, size=size, layout=layout, numbers=numbers,
     )  # fmt: skip
 
 
 def _units(model: torch.nn.Module) -> list[_Unit]:
-    found: list[_Unit] = []
-    for prefix, module in model.named_modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
-            handle = need(module, "_handle", _TESTED)
-            if handle is not None:
-                found.append(_unit(handle, prefix))
-    if not any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+    wrapped = {
+        prefix: module for prefix, module in model.named_modules()
+        if type(module).__name__ == "FullyShardedDataParallel"
+    }  # fmt: skip
+    if not wrapped:
         raise Usage(
             "there is no FSDP1 in this model", expected="a FullyShardedDataParallel",
             found=type(model).__name__, remedy="pass a model of another kind as it is",
         )  # fmt: skip
-    return found
+    handles = ((_need(module, "_handle"), prefix) for prefix, module in wrapped.items())
+    return [_unit(handle, prefix) for handle, prefix in handles if handle is not None]
 
 
 def _unit(handle: Any, prefix: str) -> _Unit:
     """Find out where the parameters of a unit lie."""
-    flat = need(handle, "flat_param", _TESTED)
+    flat = _need(handle, "flat_param")
     fqns, shapes, sizes, padding, here = (
-        list(need(flat, name, _TESTED))
+        list(_need(flat, name))
         for name in (
             "_fqns", "_shapes", "_numels_with_padding", "_is_padding_mask", "_shard_param_infos",
         )
@@ -189,30 +192,34 @@ def _unit(handle: Any, prefix: str) -> _Unit:
         at for at, is_padding in zip(itertools.accumulate(sizes, initial=0), padding, strict=False)
         if not is_padding
     ]  # fmt: skip
-    live = need(flat, "_params", _TESTED) or [None] * len(fqns)
+    live = _need(flat, "_params") or [None] * len(fqns)
     originals = [
-        _original(handle, plain_name(f"{prefix}.{name}"), tuple(shape), start, info, parameter)
+        _original(handle, _joined(prefix, name), tuple(shape), start, info, parameter)
         for name, shape, start, info, parameter in zip(
             fqns, shapes, starts, here, live, strict=True
         )
     ]
     tied = {
-        plain_name(f"{prefix}.{one.module_name}.{one.param_name}".replace("..", ".")): plain_name(
-            f"{prefix}.{one.prim_module_name}.{one.prim_param_name}".replace("..", ".")
+        _joined(prefix, info.module_name, info.param_name): _joined(
+            prefix, info.prim_module_name, info.prim_param_name
         )
-        for one in need(flat, "_shared_param_infos", _TESTED)
+        for info in _need(flat, "_shared_param_infos")
     }
     return _Unit(handle, originals, tied)
+
+
+def _joined(*parts: str) -> str:
+    return plain_name(".".join(filter(None, parts)))
 
 
 def _original(
     handle: Any, name: str, shape: Index, start: int, info: Any, live: torch.Tensor | None
 ) -> _Original:
     count = math.prod(shape)
-    if not need(handle, "uses_sharded_strategy", _TESTED):
+    if not _need(handle, "uses_sharded_strategy"):
         return _Original(name, shape, None, start, start + count, live)
-    mesh = mesh_over(need(handle, "process_group", _TESTED))
-    each = math.prod(need(handle.flat_param, "_sharded_size", _TESTED))
+    mesh = mesh_over(_need(handle, "process_group"))
+    each = math.prod(_need(handle.flat_param, "_sharded_size"))
     layout = Flat(shape, mesh, (AXIS,), start, each * mesh.sizes[0])
     first, last = flat_range(layout, dist.get_rank())
     said = (info.offset_in_shard, info.offset_in_shard + info.numel_in_shard) if info[0] else (0, 0)
@@ -228,7 +235,7 @@ def _original(
 def _refuse_unusual(flat: Any, names: list[str]) -> None:
     """What is in a flat parameter in another order than its elements, or a part of a tensor."""
     for name, contiguous, extension in zip(
-        names, need(flat, "_contiguities", _TESTED), need(flat, "_param_extensions", _TESTED),
+        names, _need(flat, "_contiguities"), _need(flat, "_param_extensions"),
         strict=True,
     ):  # fmt: skip
         if not contiguous:

@@ -18,7 +18,9 @@ precision-aware optimizer; Megatron's own FSDP.
 
 from __future__ import annotations
 
+import functools
 import sys
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["model", "optimizer"]
 
 _TESTED = "Megatron-Core 0.16"
+_need = functools.partial(need, tested=_TESTED)
 _STATE = "megatron.core.parallel_state"
 _CUTTING_AXIS = "tp"
 _SIZES_OF_PARTS = (
@@ -53,24 +56,24 @@ _SIZES_OF_PARTS = (
 
 def model(model: torch.nn.Module | Sequence[torch.nn.Module], optimizer: object) -> StateProvider:
     """The fp32 weights, and the buffers, of the chunks of a model on this pipeline stage."""
-    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-    return _MegatronModule(chunks, _distributed(optimizer))
+    return _MegatronModule(_chunks_of(model), _distributed(optimizer))
 
 
 def optimizer(
     optimizer: object, model: torch.nn.Module | Sequence[torch.nn.Module]
 ) -> StateProvider:
     """The state of the torch optimizer inside, by the names of the parameters."""
-    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-    parts = _distributed(optimizer)
+    chunks, parts = _chunks_of(model), _distributed(optimizer)
     if len(parts) > 1:
         raise Usage(
             "cannot take several Megatron optimizers as one", found=f"a chain of {len(parts)}",
             remedy="pass optimizer.chained_optimizers as items of their own",
         )  # fmt: skip
-    return FlatOptimizer(
-        need(parts[0], "optimizer", _TESTED), lambda: list(_members(parts[0], chunks))
-    )
+    return FlatOptimizer(_need(parts[0], "optimizer"), lambda: list(_members(parts[0], chunks)))
+
+
+def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    return [model] if isinstance(model, torch.nn.Module) else list(model)
 
 
 class _ParameterRange(NamedTuple):
@@ -90,25 +93,24 @@ class _MegatronModule(FlatModule):
 
     def restore(self, value: object) -> None:
         super().restore(value)
-        for one in self._optimizers:
-            need(one, "_copy_main_params_to_model_params", _TESTED)()
+        for optimizer in self._optimizers:
+            _need(optimizer, "_copy_main_params_to_model_params")()
         for chunk in self._chunks:
-            need(chunk, "start_param_sync", _TESTED)(force_sync=True)
+            _need(chunk, "start_param_sync")(force_sync=True)
 
     def parts(self) -> tuple[object, ...]:
         # Megatron's wrapper is no module to go by: its `buffers` are those of gradients.
         return tuple(map(_unwrapped, self._chunks))
 
     def _walk(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        for chunk in self._chunks:
-            yield from _numbered(chunk)
+        return chain.from_iterable(map(_numbered, self._chunks))
 
     def _flat(self) -> Parameters:
         laid: dict[str, object] = {}
         flattened: set[int] = set()
-        for one in self._optimizers:
-            flattened |= {id(p) for b in need(one, "buffers", _TESTED) for p in b.param_index_map}
-            for place in _places(one, self._chunks):
+        for optimizer in self._optimizers:
+            flattened |= {id(p) for b in _need(optimizer, "buffers") for p in b.param_index_map}
+            for place in _places(optimizer, self._chunks):
                 part = Laid(place.shard.detach().view(-1), place.layout)
                 laid |= dict.fromkeys(place.names, part)
         self._refuse_frozen_parts(flattened)
@@ -116,7 +118,7 @@ class _MegatronModule(FlatModule):
 
     def _refuse_frozen_parts(self, flattened: set[int]) -> None:
         """Parameters that no optimizer has would be taken for whole ones."""
-        buffers = [buffer for one in self._optimizers for buffer in one.buffers]
+        buffers = [buffer for optimizer in self._optimizers for buffer in optimizer.buffers]
         if all(len(_ranks(buffer, "tp_group")) == 1 for buffer in buffers):
             return
         model = _model_of(self._chunks)
@@ -132,16 +134,16 @@ class _MegatronModule(FlatModule):
 def _distributed(optimizer: object) -> list[Any]:
     """The distributed optimizers that an optimizer of Megatron's is made of."""
     parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-    for one in parts:
-        need(one, "gbuf_ranges", _TESTED)
-    return [one for one in parts if not getattr(one, "is_stub_optimizer", False)]
+    for part in parts:
+        _need(part, "gbuf_ranges")
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
-def _members(one: Any, chunks: list[torch.nn.Module]) -> Iterator[FlatMember]:
+def _members(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[FlatMember]:
     """What this rank has a range of. Others are described by the ranks that have one."""
-    groups = one.optimizer.param_groups
+    groups = optimizer.optimizer.param_groups
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-    for place in _places(one, chunks):
+    for place in _places(optimizer, chunks):
         size = place.shard.numel()
         yield FlatMember(
             name=place.names[0], group=group_of[id(place.shard)],
@@ -150,19 +152,19 @@ def _members(one: Any, chunks: list[torch.nn.Module]) -> Iterator[FlatMember]:
         )  # fmt: skip
 
 
-def _places(one: Any, chunks: list[torch.nn.Module]) -> Iterator[_ParameterRange]:
+def _places(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[_ParameterRange]:
     shards: dict[int, torch.Tensor | None] = {}
     for models, mains in (
         ("model_float16_groups", "shard_fp32_from_float16_groups"),
         ("model_fp32_groups", "shard_fp32_groups"),
     ):
-        groups = zip(need(one, models, _TESTED), need(one, mains, _TESTED), strict=True)
+        groups = zip(_need(optimizer, models), _need(optimizer, mains), strict=True)
         for parameters, own in groups:
             shards |= {id(p): shard for p, shard in zip(parameters, own, strict=True)}
     model = _model_of(chunks)
-    for buffer in need(one, "buffers", _TESTED):
+    for buffer in _need(optimizer, "buffers"):
         parts, ranges = _ranks(buffer, "tp_group"), _ranks(buffer, "data_parallel_group")
-        for parameter in need(buffer, "param_index_map", _TESTED):
+        for parameter in _need(buffer, "param_index_map"):
             names = model.names[id(parameter)]
             _refuse_experts(parameter, names[0], len(parts))
             cut = _cut_of(parameter, model, len(parts))
@@ -174,12 +176,12 @@ def _places(one: Any, chunks: list[torch.nn.Module]) -> Iterator[_ParameterRange
                         remedy="turn use_precision_aware_optimizer off",
                     )
                 layout = _layout(buffer, parameter, cut, parts, ranges)
-                _check(one, parameter, layout)
+                _check(optimizer, parameter, layout)
                 yield _ParameterRange(names, layout, shard)
 
 
 def _ranks(buffer: Any, group: str) -> list[int]:
-    return dist.get_process_group_ranks(need(buffer, group, _TESTED))
+    return dist.get_process_group_ranks(_need(buffer, group))
 
 
 class _Cut(NamedTuple):
@@ -194,9 +196,9 @@ def _layout(
 ) -> Flat:
     """How a parameter lies over those ranks whose range of its bucket holds some of it."""
     start, stop, number = buffer.param_index_map[parameter]
-    bucket = need(buffer, "buckets", _TESTED)[number]
-    each = need(bucket, "grad_data", _TESTED).numel() // len(ranges)
-    offset = start - need(bucket, "offset", _TESTED)
+    bucket = _need(buffer, "buckets")[number]
+    each = _need(bucket, "grad_data").numel() // len(ranges)
+    offset = start - _need(bucket, "offset")
     first, last = offset // each, (offset + stop - start - 1) // each
     count = last - first + 1
     # Megatron's groups are the lines of a grid: those of the others are this rank's, moved.
@@ -231,15 +233,15 @@ def _cut_of(parameter: torch.Tensor, model: _Model, parts: int) -> _Cut | None:
     )  # fmt: skip
 
 
-def _check(one: Any, parameter: torch.Tensor, layout: Flat) -> None:
+def _check(optimizer: Any, parameter: torch.Tensor, layout: Flat) -> None:
     """That Megatron sees this rank's range of a parameter as we do."""
-    buffer, dtype, bucket = need(one, "model_param_gbuf_map", _TESTED)[parameter]
-    said = one.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
-    found = layout.range_of(dist.get_rank())
-    if found != (said.start, said.end):
+    buffer, dtype, bucket = _need(optimizer, "model_param_gbuf_map")[parameter]
+    said = optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
+    ours = layout.range_of(dist.get_rank())
+    if ours != (said.start, said.end):
         raise Usage(
             "cannot find out how the state lies over the ranks",
-            expected=f"elements {found} of a parameter of shape {list(parameter.shape)}",
+            expected=f"elements {ours} of a parameter of shape {list(parameter.shape)}",
             found=f"{(said.start, said.end)}", remedy=f"use {_TESTED}",
         )  # fmt: skip
 
@@ -249,8 +251,10 @@ def _refuse_experts(parameter: torch.Tensor, name: str, parts: int) -> None:
     if getattr(parameter, "allreduce", True) and "experts" not in name.split("."):
         return
     state: Any = sys.modules.get(_STATE)
-    experts = getattr(state, "get_expert_model_parallel_world_size", _one)()
-    expert_parts = getattr(state, "get_expert_tensor_parallel_world_size", _one)()
+    experts, expert_parts = (
+        getattr(state, f"get_expert_{kind}_parallel_world_size", lambda: 1)()
+        for kind in ("model", "tensor")
+    )
     for size, what in ((parts, "tensor"), (experts, "expert"), (expert_parts, "expert tensor")):
         if size > 1:
             raise Usage(
@@ -258,10 +262,6 @@ def _refuse_experts(parameter: torch.Tensor, name: str, parts: int) -> None:
                 where=name, found=f"{what}-parallel size {size}",
                 remedy=f"train with {what}-parallel size 1, or use Megatron's own checkpoints",
             )  # fmt: skip
-
-
-def _one() -> int:
-    return 1
 
 
 class _Model(NamedTuple):
@@ -278,14 +278,16 @@ class _Model(NamedTuple):
 def _model_of(chunks: list[torch.nn.Module]) -> _Model:
     names: dict[int, list[str]] = {}
     cut: set[int] = set()
-    for prefix, module in (one for chunk in chunks for one in _numbered(chunk)):
+    for prefix, module in chain.from_iterable(map(_numbered, chunks)):
         knows = any(hasattr(module, name) for name in _SIZES_OF_PARTS)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             names.setdefault(id(parameter), []).append(prefix + name)
             if _is_part(parameter) or (knows and name == "weight"):
                 cut.add(id(parameter))
     configs = [getattr(_unwrapped(chunk), "config", None) for chunk in chunks]
-    return _Model(names, cut, any(getattr(one, "gated_linear_unit", False) for one in configs))
+    return _Model(
+        names, cut, any(getattr(config, "gated_linear_unit", False) for config in configs)
+    )
 
 
 def _is_part(parameter: torch.Tensor) -> bool:

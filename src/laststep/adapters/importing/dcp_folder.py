@@ -42,6 +42,9 @@ class _RegionBox:
     region: Region
     box: Box | None
 
+    def __str__(self) -> str:
+        return repr(self.name[:100])
+
 
 def is_one(folder: Path) -> bool:
     """Whether DCP wrote to this folder, be it that the save ended or not."""
@@ -67,10 +70,11 @@ def read_folder(folder: Path) -> dict[str, object]:
             reader = _DcpFileReader(file=file, size_bytes=sizes[name], where=str(path))
             for piece in group:
                 if piece.box is None:
-                    values[piece.name] = reader.value(piece)
+                    values[piece.name] = reader.archive(piece)
                 else:
                     part = _checked(reader.tensor(piece), tensors[piece.name], piece, str(path))
-                    tensors[piece.name][_slices(piece.box)].copy_(part)
+                    place = tuple(map(slice, piece.box.start, piece.box.stop))
+                    tensors[piece.name][place].copy_(part)
     values |= tensors
     return nest(((entry.path, values[entry.name]) for entry in entries), where=where)
 
@@ -79,12 +83,10 @@ def _metadata_of(folder: Path) -> bytes:
     path = folder / METADATA_NAME
     if not path.is_file():
         raise NotFound(
-            "cannot import",
-            where=str(folder),
-            expected=f"a {METADATA_NAME}",
+            "cannot import", where=str(folder), expected=f"a {METADATA_NAME}",
             found="none: the save did not end, or each rank saved for itself",
             remedy="name the folder of a save that ended",
-        )
+        )  # fmt: skip
     size_bytes = path.stat().st_size
     if size_bytes > _MAX_METADATA_BYTES:
         raise Corrupt("cannot import", where=str(path), found=f"metadata of {size_bytes} bytes")
@@ -109,20 +111,17 @@ def _sizes_of(folder: Path, pieces: Iterable[_RegionBox]) -> dict[str, int]:
             path = folder / region.file
             if not path.is_file():
                 raise Corrupt(
-                    "cannot import",
-                    where=str(path),
-                    found=f"no such file, which holds {piece.name[:100]!r}",
+                    "cannot import", where=str(path), found=f"no such file, which holds {piece}",
                     remedy="bring the files of all ranks into the folder",
-                )
+                )  # fmt: skip
             sizes[region.file] = path.stat().st_size
-        if region.offset + region.size_bytes > sizes[region.file]:
+        stop = region.offset + region.size_bytes
+        if stop > sizes[region.file]:
             raise Corrupt(
-                "cannot import",
-                where=str(folder / region.file),
-                expected=f"{piece.name[:100]!r} in bytes {region.offset} to "
-                f"{region.offset + region.size_bytes}",
+                "cannot import", where=str(folder / region.file),
+                expected=f"{piece} in bytes {region.offset} to {stop}",
                 found=f"a file of {sizes[region.file]} bytes",
-            )
+            )  # fmt: skip
     return sizes
 
 
@@ -143,10 +142,6 @@ def _allocate(entry: CutTensor) -> torch.Tensor:
         raise MemoryError(f"a tensor of shape {list(entry.shape)}") from error
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
-
-
 def _checked(part: object, target: torch.Tensor, piece: _RegionBox, where: str) -> torch.Tensor:
     """What was read, which MUST be just the chunk that the metadata says."""
     shape = () if piece.box is None else piece.box.shape
@@ -159,11 +154,9 @@ def _checked(part: object, target: torch.Tensor, piece: _RegionBox, where: str) 
     else:
         return part.detach()
     raise Corrupt(
-        f"cannot import {piece.name[:100]!r}",
-        where=where,
-        expected=f"a chunk of shape {list(shape)} and {target.dtype}",
-        found=found,
-    )
+        f"cannot import {piece}", where=where,
+        expected=f"a chunk of shape {list(shape)} and {target.dtype}", found=found,
+    )  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,20 +169,18 @@ class _DcpFileReader:
     _parts: dict[int, safetensors_part.TensorIndex] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
 
-    def value(self, piece: _RegionBox) -> object:
-        return self._archive(piece)
-
     def tensor(self, piece: _RegionBox) -> object:
         self.file.seek(piece.region.offset)
         if self.file.read(len(torch_save.ZIP)) == torch_save.ZIP:
-            return self._archive(piece)
+            return self.archive(piece)
         return self._of_safetensors(piece)
 
-    def _archive(self, piece: _RegionBox) -> object:
+    def archive(self, piece: _RegionBox) -> object:
+        """What torch.save wrote there."""
         region = piece.region
         self.file.seek(region.offset)
         data = io.BytesIO(self.file.read(region.size_bytes))
-        where = f"{self.where}, {piece.name[:100]!r}"
+        where = f"{self.where}, {piece}"
         try:
             with zipfile.ZipFile(data) as archive:
                 claimed = sum(member.file_size for member in archive.infolist())
@@ -214,16 +205,14 @@ class _DcpFileReader:
         if piece.name not in part.entries or piece.name in self._seen:
             # Two chunks of one tensor have one name in a file: DCP lost all but the last.
             raise Corrupt(
-                "cannot import",
-                where=self.where,
-                found=f"no bytes for one of the chunks of {piece.name[:100]!r}",
-            )
+                "cannot import", where=self.where,
+                found=f"no bytes for one of the chunks of {piece}",
+            )  # fmt: skip
         self._seen.add(piece.name)
         return safetensors_part.read_tensor(self.file, part, piece.name, where=self.where)
 
     def _no_payload(self, piece: _RegionBox) -> Corrupt:
         return Corrupt(
-            f"cannot import {piece.name[:100]!r}",
-            where=f"{self.where}, byte {piece.region.offset}",
+            f"cannot import {piece}", where=f"{self.where}, byte {piece.region.offset}",
             found="neither what torch.save writes nor safetensors",
-        )
+        )  # fmt: skip

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeGuard
 from laststep.adapters.importing import inert_pickle
 from laststep.adapters.importing.inert_pickle import Global, PickledObject
 from laststep.errors import Corrupt, Usage
+from laststep.read.entries import box_text
 from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.tree import MAX_DEPTH
-from laststep.terms import DTYPES
+from laststep.terms import DTYPES, listed
 
 if TYPE_CHECKING:
     from laststep.adapters.nesting import Path
@@ -94,40 +95,37 @@ def decode(data: bytes, *, where: str) -> tuple[MetadataEntry, ...]:
     """All entries, in the order of the metadata."""
     if data[:1] == b"{":
         raise Usage(
-            "cannot import",
-            where=where,
-            found="an index of HuggingFace storage, not of DCP's own",
+            "cannot import", where=where, found="an index of HuggingFace storage, not of DCP's own",
             remedy="import the safetensors files in the folder one by one",
-        )
-    told = inert_pickle.read(data, admitted=ADMITTED, where=where, remedy=REMEDY)
-    return _MetadataDecoder(where).entries(told)
+        )  # fmt: skip
+    metadata = inert_pickle.read(data, admitted=ADMITTED, where=where, remedy=REMEDY)
+    return _MetadataDecoder(where).entries(metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class _MetadataDecoder:
     where: str
 
-    def entries(self, told: object) -> tuple[MetadataEntry, ...]:
-        fields = self._fields(told, "Metadata")
+    def entries(self, raw: object) -> tuple[MetadataEntry, ...]:
+        fields = self._fields(raw, "Metadata")
         flat = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
         paths = self._dict(fields.get("planner_data") or {}, "planner_data")
         stored = self._dict(fields.get("storage_data"), "storage_data")
         places = {self._index(index): info for index, info in stored.items()}
-        found = []
-        for key, content in flat.items():
+        entries = []
+        for key, raw_content in flat.items():
             name = self._name(key)
             path = self._path(name, paths.get(name, (name,)))
-            found.append(
-                MetadataEntry(name=name, path=path, content=self._content(name, content, places))
-            )
-        return tuple(found)
+            content = self._content(name, raw_content, places)
+            entries.append(MetadataEntry(name=name, path=path, content=content))
+        return tuple(entries)
 
     def _content(
-        self, name: str, told: object, places: dict[tuple[str, object], object]
+        self, name: str, raw: object, places: dict[tuple[str, object], object]
     ) -> CutTensor | Region:
-        if isinstance(told, PickledObject) and told.kind.name == "BytesStorageMetadata":
+        if isinstance(raw, PickledObject) and raw.kind.name == "BytesStorageMetadata":
             return self._region(name, places.get((name, None)))
-        fields = self._fields(told, "TensorStorageMetadata")
+        fields = self._fields(raw, "TensorStorageMetadata")
         shape = self._size(fields.get("size"), f"the shape of {name[:100]!r}")
         dtype = self._dtype(name, fields.get("properties"))
         chunks = fields.get("chunks")
@@ -145,7 +143,7 @@ class _MetadataDecoder:
         title = f"{name[:100]!r} of shape {list(shape)}"
         for box in boxes:
             if len(box.start) != len(shape) or whole(shape).meet(box) != box:
-                raise self._corrupt(f"{title} with a chunk outside of it, {_shown(box)}")
+                raise self._corrupt(f"{title} with a chunk outside of it, [{box_text(box)}]")
         # Seen from the dimension that is cut most often, where few boxes begin together.
         cuts = [len({box.start[dim] for box in boxes}) for dim in range(len(shape))]
         order = sorted(range(len(shape)), key=lambda dim: -cuts[dim])
@@ -155,14 +153,14 @@ class _MetadataDecoder:
         held = sum(box.volume for box in boxes)
         missing = math.prod(shape) - held
         problem = f"{missing} elements in no chunk" if missing > 0 else "chunks that overlap"
-        shown = ", ".join(map(_shown, boxes[:4])) + (", …" if len(boxes) > 4 else "")
+        shown = listed(f"[{box_text(box)}]" for box in boxes)
         raise self._corrupt(f"{title} with {problem}: there are {shown or 'none'}")
 
-    def _region(self, name: str, told: object) -> Region:
+    def _region(self, name: str, raw: object) -> Region:
         title = f"where {name[:100]!r} is stored"
-        if told is None:
+        if raw is None:
             raise self._corrupt(f"nothing that says {title}")
-        fields = self._fields(told, "_StorageInfo")
+        fields = self._fields(raw, "_StorageInfo")
         file, offset, size = (fields.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
             raise self._corrupt(f"no name of a file for {title}: {str(file)[:100]!r}")
@@ -172,17 +170,16 @@ class _MetadataDecoder:
         if transforms:
             names = transforms if isinstance(transforms, list) else ["unknown"]
             raise Usage(
-                "cannot import",
-                where=self.where,
+                "cannot import", where=self.where,
                 found=f"{name[:100]!r} behind stream transforms: "
-                + ", ".join(str(one)[:50] for one in names[:4] if isinstance(one, str)),
+                + ", ".join(text[:50] for text in names[:4] if isinstance(text, str)),
                 remedy="load the folder with torch.distributed.checkpoint, and save it without "
                 "transforms",
-            )
+            )  # fmt: skip
         return Region(file=file, offset=offset, size_bytes=size)
 
-    def _dtype(self, name: str, told: object) -> str:
-        state = told.state if isinstance(told, PickledObject) else None
+    def _dtype(self, name: str, raw: object) -> str:
+        state = raw.state if isinstance(raw, PickledObject) else None
         if not isinstance(state, tuple) or len(state) < 2:
             raise self._corrupt(f"no dtype of {name[:100]!r}")
         dtype, layout = state[:2]
@@ -190,32 +187,30 @@ class _MetadataDecoder:
             raise self._corrupt(f"no dtype of {name[:100]!r}")
         if not isinstance(layout, PickledObject) or layout.args != ("torch.strided",):
             raise Usage(
-                "cannot import",
-                where=self.where,
-                found=f"{name[:100]!r}, which is a sparse tensor",
-                remedy=REMEDY,
-            )
+                "cannot import", where=self.where,
+                found=f"{name[:100]!r}, which is a sparse tensor", remedy=REMEDY,
+            )  # fmt: skip
         return dtype.name
 
-    def _index(self, told: object) -> tuple[str, object]:
-        fields = self._fields(told, "MetadataIndex")
+    def _index(self, raw: object) -> tuple[str, object]:
+        fields = self._fields(raw, "MetadataIndex")
         name, offset = fields.get("fqn"), fields.get("offset")
         if not isinstance(name, str):
             raise self._corrupt("an index without a name")
         return name, None if offset is None else self._size(offset, "an index")
 
-    def _box(self, name: str, told: object) -> Box:
+    def _box(self, name: str, raw: object) -> Box:
         title = f"a chunk of {name[:100]!r}"
-        fields = self._fields(told, "ChunkStorageMetadata")
+        fields = self._fields(raw, "ChunkStorageMetadata")
         start = self._size(fields.get("offsets"), title)
         shape = self._size(fields.get("sizes"), title)
         if len(start) != len(shape):
             raise self._corrupt(f"{title} with {len(start)} offsets and {len(shape)} sizes")
         return Box(start, tuple(a + b for a, b in zip(start, shape, strict=True)))
 
-    def _size(self, told: object, title: str) -> tuple[int, ...]:
+    def _size(self, raw: object, title: str) -> tuple[int, ...]:
         """A torch.Size."""
-        sizes = told.args[0] if isinstance(told, PickledObject) and len(told.args) == 1 else None
+        sizes = raw.args[0] if isinstance(raw, PickledObject) and len(raw.args) == 1 else None
         if (
             not isinstance(sizes, tuple)
             or len(sizes) > _MAX_DIMS
@@ -224,29 +219,29 @@ class _MetadataDecoder:
             raise self._corrupt(f"{title} that is no torch.Size")
         return sizes
 
-    def _path(self, name: str, told: object) -> Path:
-        if not isinstance(told, tuple) or not told or not isinstance(told[0], str):
+    def _path(self, name: str, raw: object) -> Path:
+        if not isinstance(raw, tuple) or not raw or not isinstance(raw[0], str):
             raise self._corrupt(f"no path for {name[:100]!r}")
-        if len(told) > MAX_DEPTH:
-            raise self._corrupt(f"{name[:100]!r} below {len(told)} levels, of {MAX_DEPTH} at most")
-        for part in told:
+        if len(raw) > MAX_DEPTH:
+            raise self._corrupt(f"{name[:100]!r} below {len(raw)} levels, of {MAX_DEPTH} at most")
+        for part in raw:
             if type(part) is str:
                 self._name(part)
             elif type(part) is not int:
                 raise self._corrupt(f"a {type(part).__name__} in the path of {name[:100]!r}")
-        return told
+        return raw
 
-    def _fields(self, told: object, kind: str) -> dict[object, object]:
+    def _fields(self, raw: object, kind: str) -> dict[object, object]:
         """The attributes of an object of a class of this name."""
-        if not isinstance(told, PickledObject) or told.kind.name != kind or not told.state:
-            found = told.kind.name if isinstance(told, PickledObject) else type(told).__name__
-            raise self._corrupt(f"a {found} where a {kind} belongs")
-        return self._dict(told.state, kind)
+        if not isinstance(raw, PickledObject) or raw.kind.name != kind or not raw.state:
+            other = raw.kind.name if isinstance(raw, PickledObject) else type(raw).__name__
+            raise self._corrupt(f"a {other} where a {kind} belongs")
+        return self._dict(raw.state, kind)
 
-    def _dict(self, told: object, title: str) -> dict[object, object]:
-        if not isinstance(told, dict):
+    def _dict(self, raw: object, title: str) -> dict[object, object]:
+        if not isinstance(raw, dict):
             raise self._corrupt(f"no {title}")
-        return told
+        return raw
 
     def _name(self, name: object) -> str:
         if not isinstance(name, str):
@@ -267,7 +262,3 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def _picked(index: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
     return tuple(index[dim] for dim in order)
-
-
-def _shown(box: Box) -> str:
-    return f"{list(box.start)} to {list(box.stop)}"

@@ -25,40 +25,47 @@ _REFUSED = re.compile(r"([\w.]+) was not an allowed global")
 def load(source: Path | BinaryIO, *, where: str, remedy: str) -> object:
     """What a file, or a part of one, holds; `remedy` is for one that holds code."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickles that torch.save did not write
-            return torch.load(source, map_location="cpu", weights_only=True)
+        return load_plain(source)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # junk makes torch raise anything, even a KeyError
-        told = f"{error} {error.__cause__ or ''}"
-        raise _unreadable(told, source, where, remedy) from error
+        raise _unreadable(error, source, where, remedy) from error
 
 
-def _unreadable(told: str, source: Path | BinaryIO, where: str, remedy: str) -> LaststepError:
+def load_plain(source: Path | BinaryIO) -> object:
+    """Tensors and plain values, on the CPU; raises anything."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pickles that torch.save did not write
+        return torch.load(source, map_location="cpu", weights_only=True)
+
+
+def refused_by(error: Exception) -> str | None:
+    """The class or function that torch did not want to load."""
+    refused = _REFUSED.search(f"{error} {error.__cause__ or ''}")
+    return None if refused is None else refused[1]
+
+
+def _unreadable(
+    error: Exception, source: Path | BinaryIO, where: str, remedy: str
+) -> LaststepError:
     """What torch's refusal means, without its advice to run the code in the file."""
-    refused = _REFUSED.search(told)
+    refused, reason = refused_by(error), f"{error} {error.__cause__ or ''}"
     if refused is not None:
         return Usage(
-            "cannot import",
-            where=where,
-            expected="tensors and plain values",
-            found=f"{refused[1]}, which is code and not allowed",
-            remedy=remedy,
-        )
-    if "TorchScript" in told:
+            "cannot import", where=where, expected="tensors and plain values",
+            found=f"{refused}, which is code and not allowed", remedy=remedy,
+        )  # fmt: skip
+    if "TorchScript" in reason:
         return Usage(
-            "cannot import",
-            where=where,
-            found="a TorchScript archive",
+            "cannot import", where=where, found="a TorchScript archive",
             remedy="load it with torch.jit.load, and save its state_dict()",
-        )
+        )  # fmt: skip
     if _is_sound(source):
         return Usage(
             "cannot import", where=where,
             expected="tensors and plain values, pickled with protocol 2",
             found="a sound file of torch.save with what only its own code can read: "
-            + told.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:200],
+            + reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:200],
             remedy=remedy,
         )  # fmt: skip
     return Corrupt(
@@ -77,8 +84,8 @@ def _is_sound(source: Path | BinaryIO) -> bool:
                 file.seek(0)
                 return all(_ends(file) for _ in range(_OLD_PICKLES))
             with zipfile.ZipFile(file) as archive:
-                names = [one for one in archive.namelist() if one.endswith("/data.pkl")]
-                return archive.testzip() is None and all(_ends(archive.open(one)) for one in names)
+                pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+                return archive.testzip() is None and all(map(_ends, map(archive.open, pickles)))
         except (zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, EOFError):
             return False
 
