@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import laststep
 from laststep import cli
-from laststep.adapters.dcp import Reader, Writer
+from laststep.adapters.dcp import Reader, Writer, attempts
 from laststep.errors import Exists, NotFound, Usage
 from laststep.terms import DTYPES
 
@@ -336,3 +336,16 @@ def test_a_step_is_overwritten_if_that_is_asked_for(tmp_path: Path) -> None:
     load(into, tmp_path, 1)
     assert into["w"].item() == 1
     assert len(list(tmp_path.glob("step-*"))) == 1
+
+
+def test_a_process_that_saves_to_many_runs_lets_go_of_those_that_it_is_done_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "_tenures", attempts._Tenures())
+    monkeypatch.setattr(attempts, "_MOST_TENURES", 2)
+    runs = [tmp_path / name for name in "abcd"]
+    for step in (1, 2):
+        for run in runs:
+            save({"w": torch.full((2,), step)}, run, step=step)
+    assert [steps(run) for run in runs] == [[1, 2]] * 4
+    assert len(attempts._tenures.known) == 2

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,15 +40,15 @@ Entries = dict[str, object]
 
 def need(owner: object, name: str, tested: str) -> Any:
     """An attribute of a framework's object, or `Usage` that says which versions have it."""
-    found: Any = getattr(owner, name, ABSENT)
-    if found is ABSENT:
+    value: Any = getattr(owner, name, ABSENT)
+    if value is ABSENT:
         raise Usage(
             "cannot find out how the state lies over the ranks",
             where=type(owner).__name__, expected=f"an attribute {name!r}, as in {tested}",
             found="none",
             remedy="use such a version, or lay the state out by hand (docs/guides/resharding.md)",
         )  # fmt: skip
-    return found
+    return value
 
 
 def mesh_over(group: object) -> Mesh:
@@ -58,12 +59,11 @@ def mesh_over(group: object) -> Mesh:
 
 def flat_range(layout: Flat, rank: int) -> tuple[int, int]:
     """Where in this rank's part of the buffer its elements of a tensor lie; (0, 0) for none."""
-    found = layout.range_of(rank)
-    at = layout.mesh.coordinate(rank)
-    if found is None or at is None:
+    held, at = layout.range_of(rank), layout.mesh.coordinate(rank)
+    if held is None or at is None:
         return 0, 0
     begin = at[0] * (layout.total // layout.mesh.sizes[0]) - layout.offset
-    return found[0] - begin, found[1] - begin
+    return held[0] - begin, held[1] - begin
 
 
 def only_holders(layout: Flat) -> Sharded:
@@ -128,7 +128,7 @@ class _WholeOptimizer:
 
     def names(self) -> dict[int, tuple[str, str]]:
         """As `OptimizerProvider` asks for them."""
-        return {id(one): ("", name) for name, one in self.by_name.items()}
+        return {id(whole): ("", name) for name, whole in self.by_name.items()}
 
 
 class FlatOptimizer(StateProvider):
@@ -165,7 +165,7 @@ class FlatOptimizer(StateProvider):
             for member in self._find_members():
                 by_holder.setdefault(id(member.holder), []).append(member)
             self._holders = list(by_holder.values())
-        self._whole.look_like(self._optimizer, [m for some in self._holders for m in some])
+        self._whole.look_like(self._optimizer, list(chain.from_iterable(self._holders)))
         self._first = {}
         for members in self._holders:
             for key, entry in self._entries(members[0]).items():
@@ -284,7 +284,7 @@ def _joined(
     if isinstance(live, torch.Tensor) and (live.dim() > 0 or len(members) == 1):
         # Restored in place.
         for member in members:
-            if all(member is not one for one, _ in parts):
+            if all(member is not restored for restored, _ in parts):
                 live.view(-1)[member.first : member.last].zero_()
         return live
     member, value = parts[0]
@@ -293,7 +293,7 @@ def _joined(
     if any(entry != value for _, entry in parts[1:]):
         raise Usage(
             f"cannot restore {key!r}: parameters that share one flat parameter have different ones",
-            where=", ".join(one.name for one, _ in parts[:3]),
+            where=", ".join(member.name for member, _ in parts[:3]),
             remedy="with FSDP1, wrap the model with use_orig_params=True",
         )  # fmt: skip
     if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
@@ -311,15 +311,15 @@ def _scattered(parts: list[tuple[FlatMember, object]]) -> torch.Tensor:
     live."""
     wholes = [(member, value) for member, value in parts if isinstance(value, torch.Tensor)]
     holder, size, rank = parts[0][0].holder, parts[0][0].size, dist.get_rank()
-    found = torch.zeros(size, dtype=wholes[0][1].dtype, device=holder.device)
+    joined = torch.zeros(size, dtype=wholes[0][1].dtype, device=holder.device)
     for member, value in wholes:
         at = member.first
         boxes = [whole(member.shape)] if member.layout is None else member.layout.held(rank)
         for box in boxes:
             part = value[tuple(map(slice, box.start, box.stop))]
-            found[at : at + box.volume] = part.reshape(-1)
+            joined[at : at + box.volume] = part.reshape(-1)
             at += box.volume
-    return found.view(holder.shape) if holder.numel() == size else found
+    return joined.view(holder.shape) if holder.numel() == size else joined
 
 
 def _beginning(kind: str, member: FlatMember, group: dict[str, object]) -> Entries | None:

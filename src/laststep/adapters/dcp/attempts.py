@@ -8,6 +8,7 @@ and from torch's background process in turn, is continued. Any thread may call a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -22,6 +23,8 @@ from laststep.format.manifest import Abort
 from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from laststep.catalog.epochs import EpochRecord, Trainer
     from laststep.format.manifest import Commit
     from laststep.storage.store import Lock
@@ -51,41 +54,41 @@ class DcpSave:
         self.tenure.last_folder = self.folder
         self._end()
         if self.overwrite:
-            self._drop_overwritten()
+            # Without any rule everything stays, except what was overwritten.
+            with _only_logged("delete what was overwritten"):
+                plan_prune(self.run, Keep()).execute()
 
     def give_up(self, reason: str) -> None:
         """Decide against it and delete what there is; never raises for want of a place to do so."""
         if self._ended or os.getpid() != self._pid:  # a forked child has no say
             return
         try:
+            with _only_logged("clean up after a failed save"):
+                self._abandon(reason)
+        finally:
+            self._end()
+
+    def _abandon(self, reason: str) -> None:
+        try:
             if isinstance(self.run.abort(self.folder, reason), Abort):
                 self.run.discard(self.folder)
         except StorageFailed:
             # A full disk has no room for a decision either; without its folder nobody can commit.
-            self._delete_undecided()
-        except LaststepError as error:
-            _log.warning("cannot clean up after a failed save: %s", error)
-        finally:
-            self._end()
-
-    def _delete_undecided(self) -> None:
-        try:
             if self.run.decision(self.folder) is None:
                 self.run.store.delete_folder(self.folder)
-        except LaststepError as error:
-            _log.warning("cannot clean up after a failed save: %s", error)
-
-    def _drop_overwritten(self) -> None:
-        """Without any rule everything stays, except what was overwritten."""
-        try:
-            plan_prune(self.run, Keep()).execute()
-        except LaststepError as error:
-            _log.warning("cannot delete what was overwritten: %s", error)
 
     def _end(self) -> None:
         if not self._ended:
             self._ended = True
             self.tenure.ended(self.number)
+
+
+@contextlib.contextmanager
+def _only_logged(what: str) -> Iterator[None]:
+    try:
+        yield
+    except LaststepError as error:
+        _log.warning("cannot %s: %s", what, error)
 
 
 class DcpWriter:
@@ -145,6 +148,9 @@ class DcpWriter:
             if not self._under_way and self._lock is not None:
                 self._lock.close()
                 self._lock = None
+
+    def is_idle(self) -> bool:
+        return not self._under_way
 
     def _enter(self, run: Run) -> int:
         """Take the next epoch, which continues the newest checkpoint."""
@@ -206,6 +212,7 @@ class _Tenures:
         self.known: dict[tuple[str, Trainer], DcpWriter] = {}
 
 
+_MOST_TENURES = 64
 _tenures = _Tenures()
 os.register_at_fork(after_in_child=_tenures.reset)
 
@@ -213,7 +220,10 @@ os.register_at_fork(after_in_child=_tenures.reset)
 def tenure_of(path: str, trainer: Trainer) -> DcpWriter:
     """This process as a writer of the run at that path or URL."""
     with _tenures.mutex:
-        known = _tenures.known.get((path, trainer))
-        if known is None:
-            known = _tenures.known[path, trainer] = DcpWriter(path, trainer)
+        known = _tenures.known.pop((path, trainer), None) or DcpWriter(path, trainer)
+        if len(_tenures.known) >= _MOST_TENURES:
+            # The one that was longest unused; its next save takes a new epoch.
+            for key in [key for key, tenure in _tenures.known.items() if tenure.is_idle()][:1]:
+                del _tenures.known[key]
+        _tenures.known[path, trainer] = known
         return known

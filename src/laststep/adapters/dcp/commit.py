@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -46,7 +47,7 @@ _SHARED = f"{SHARED_FILE}.safetensors"
 
 @dataclass(slots=True)
 class _ManifestItem:
-    """What is told of an item in the manifest."""
+    """What the manifest says of an item."""
 
     file: str | None = None
     tensors: int = 0
@@ -54,8 +55,8 @@ class _ManifestItem:
 
 
 @dataclass(slots=True)
-class _AllTold:
-    """What the ranks tell, put together."""
+class _Gathered:
+    """What the ranks have written, put together."""
 
     written: dict[str, list[WrittenEntry]] = field(default_factory=dict)
     files: list[FileRecord] = field(default_factory=list)
@@ -71,41 +72,43 @@ def make_commit(
     allow_pickle: bool,
 ) -> Commit:
     """Write what is left to write into the attempt's folder; returns the commit."""
-    told = _gather(results, attempt.folder)
+    gathered = _gather(results, attempt.folder)
     entries = [
-        _checked(fqn, told, content) for fqn, content in metadata.state_dict_metadata.items()
+        _checked(fqn, gathered, content) for fqn, content in metadata.state_dict_metadata.items()
     ]
-    unknown = sorted(told.written.keys() - metadata.state_dict_metadata.keys())
+    unknown = sorted(gathered.written.keys() - metadata.state_dict_metadata.keys())
     if unknown:
         raise Usage("the planner's metadata lacks what was written", found=listed(unknown))
     record = DcpRecord(entries=tuple(entries), planner_data=metadata.planner_data, save_id=save_id)
-    trees = nest(((entry.location, _node(entry, told)) for entry in entries), where=attempt.folder)
+    trees = nest(
+        ((entry.location, _node(entry, gathered)) for entry in entries), where=attempt.folder
+    )
     stored = [
         (tree_name(item), objects.encode({"tree": tree, "ties": {}, "views": {}}))
         for item, tree in trees.items()
     ]
     stored.append((dcp_record.OBJECT_NAME, dcp_record.encode(record, allow_pickle=allow_pickle)))
     shared = _write_shared(
-        attempt.run.store, attempt.folder, _empty_tensors(told, metadata), stored
+        attempt.run.store, attempt.folder, _empty_tensors(gathered, metadata), stored
     )
     return Commit(
         run=attempt.run.id, step=attempt.step, epoch=attempt.epoch, attempt=attempt.number,
-        created_s=time.time(), laststep=VERSION, files=(*told.files, shared),
+        created_s=time.time(), laststep=VERSION, files=(*gathered.files, shared),
         items=tuple(
             ItemRecord(name=name, kind=KIND, file=item.file or _SHARED, tensors=item.tensors,
                        size_bytes=item.size_bytes)
-            for name, item in told.items.items()
+            for name, item in gathered.items.items()
         ),
         continues=attempt.continues, ranks=len(results),
     )  # fmt: skip
 
 
-def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _AllTold:
-    told = _AllTold()
-    for result in (one for of_rank in results for one in of_rank):
+def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _Gathered:
+    gathered = _Gathered()
+    for result in chain.from_iterable(results):
         written: WrittenEntry = result.storage_data
-        known = told.written.setdefault(result.index.fqn, [])
-        item = told.items.setdefault(str(written.location[0]), _ManifestItem())
+        known = gathered.written.setdefault(result.index.fqn, [])
+        item = gathered.items.setdefault(str(written.location[0]), _ManifestItem())
         if written.tree is not None or not known:  # a tensor counts once, whatever its parts
             item.tensors += written.tensors
         item.size_bytes += written.tensor_bytes
@@ -117,16 +120,16 @@ def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _AllTold:
                     expected=f"files in {folder}", found=f"files in {written.files.folder}",
                     remedy="make a Writer for each of the saves that run at once",
                 )  # fmt: skip
-            told.files += written.files.records
+            gathered.files += written.files.records
             for name, file in written.files.file_of.items():
-                first = told.items.setdefault(name, _ManifestItem())
+                first = gathered.items.setdefault(name, _ManifestItem())
                 first.file = first.file or file
-    return told
+    return gathered
 
 
-def _checked(fqn: str, told: _AllTold, content: object) -> RecordEntry:
+def _checked(fqn: str, gathered: _Gathered, content: object) -> RecordEntry:
     """An entry of the metadata, of which everything MUST have been written, once."""
-    written = told.written.get(fqn)
+    written = gathered.written.get(fqn)
     if not written:
         raise Usage(f"no rank has written {fqn}, which the planner's metadata lists")
     first = written[0]
@@ -141,9 +144,9 @@ def _checked(fqn: str, told: _AllTold, content: object) -> RecordEntry:
         if len(written) > 1 or first.tree is None:
             raise Usage(f"{fqn} was written {len(written)} times, or as a tensor")
         return RecordEntry(fqn=fqn, location=first.location, kind=kind)
-    boxes = [one.box for one in written if one.box is not None]
+    boxes = [entry.box for entry in written if entry.box is not None]
     shape = tuple(content.size)
-    alike = len(boxes) == len(written) and len({one.dtype for one in written}) == 1
+    alike = len(boxes) == len(written) and len({entry.dtype for entry in written}) == 1
     if not alike or not covers_once(shape, [box for box in boxes if box.volume]):
         raise Usage(
             f"the chunks of {fqn} do not make it up",
@@ -154,22 +157,22 @@ def _checked(fqn: str, told: _AllTold, content: object) -> RecordEntry:
     return RecordEntry(fqn=fqn, location=first.location, kind="tensor")
 
 
-def _node(entry: RecordEntry, told: _AllTold) -> object:
+def _node(entry: RecordEntry, gathered: _Gathered) -> object:
     if entry.kind == "tensor":
         return TensorRef(tensor_name(entry.location))
-    tree = told.written[entry.fqn][0].tree
+    tree = gathered.written[entry.fqn][0].tree
     return objects.decode(tree or b"", where=entry.fqn)
 
 
-def _empty_tensors(told: _AllTold, metadata: Metadata) -> tuple[TensorEntry, ...]:
+def _empty_tensors(gathered: _Gathered, metadata: Metadata) -> tuple[TensorEntry, ...]:
     """Tensors without elements: of their chunks no rank has written any."""
-    found = []
+    entries = []
     for fqn, content in metadata.state_dict_metadata.items():
         if isinstance(content, TensorStorageMetadata) and 0 in content.size:
-            first = told.written[fqn][0]
+            first = gathered.written[fqn][0]
             name = f"{first.location[0]}/{tensor_name(first.location)}"
-            found.append(TensorEntry(name, first.dtype or "", tuple(content.size), 0, 0))
-    return tuple(found)
+            entries.append(TensorEntry(name, first.dtype or "", tuple(content.size), 0, 0))
+    return tuple(entries)
 
 
 def _write_shared(

@@ -41,15 +41,14 @@ def entries_of(plans: Sequence[SavePlan]) -> tuple[FlatEntry, ...]:
     paths: dict[str, Path] = {}
     for plan in plans:
         paths.update(paths_told(plan.planner_data))
-    found: dict[str, FlatEntry] = {}
+    entries: dict[str, FlatEntry] = {}
     for plan in plans:
         for item in plan.items:
             fqn, data = item.index.fqn, item.tensor_data
             in_parts = data is not None and data.chunk.sizes != data.size
-            before = found.get(fqn)
-            in_parts = in_parts or (before is not None and before.in_parts)
-            found[fqn] = FlatEntry(fqn=fqn, path=paths.get(fqn, (fqn,)), in_parts=in_parts)
-    return tuple(found.values())
+            in_parts = in_parts or (fqn in entries and entries[fqn].in_parts)
+            entries[fqn] = FlatEntry(fqn=fqn, path=paths.get(fqn, (fqn,)), in_parts=in_parts)
+    return tuple(entries.values())
 
 
 def paths_told(planner_data: object) -> dict[str, Path]:
@@ -73,14 +72,14 @@ def locate(entries: Iterable[FlatEntry]) -> dict[str, Path]:
     listed = list(entries)
     nested = {entry.fqn: entry.path for entry in listed}
     if any(len(path) > 1 for path in nested.values()) and all(map(_may_be_apart, listed)):
-        found = nested
+        locations = nested
     else:
-        found = {fqn: (WHOLE, *path) for fqn, path in nested.items()}
+        locations = {fqn: (WHOLE, *path) for fqn, path in nested.items()}
     try:
-        nest(((path, None) for path in found.values()), where="")
+        nest(((path, None) for path in locations.values()), where="")
     except Corrupt:  # ranks whose states do not go together
-        found = {fqn: (WHOLE, fqn) for fqn in nested}
-    return found
+        locations = {fqn: (WHOLE, fqn) for fqn in nested}
+    return locations
 
 
 def _may_be_apart(entry: FlatEntry) -> bool:

@@ -82,7 +82,7 @@ def decode(data: bytes, *, where: str, allow_pickle: bool) -> DcpRecord:
         case {"version": 1, "planner_data": planner, "entries": list(listed), **rest} if (
             rest.keys() <= {"save_id"}
         ):
-            entries = tuple(_entry(told, where) for told in listed)
+            entries = tuple(_entry(raw, where) for raw in listed)
         case _:
             raise _corrupt(where, "no version, planner_data and entries")
     save_id = rest.get("save_id")
@@ -93,13 +93,13 @@ def decode(data: bytes, *, where: str, allow_pickle: bool) -> DcpRecord:
     return DcpRecord(entries=entries, planner_data=planner, save_id=save_id)
 
 
-def _entry(told: object, where: str) -> RecordEntry:
-    match told:
+def _entry(raw: object, where: str) -> RecordEntry:
+    match raw:
         case [str(fqn), [str(), *_] as location, str(kind)] if kind in get_args(Kind):
             if all(type(part) is str or (type(part) is int and part >= 0) for part in location):
                 path = cast("Path", tuple(location))
                 return RecordEntry(fqn=fqn, location=path, kind=cast("Kind", kind))
-    raise _corrupt(where, repr(told)[:200])
+    raise _corrupt(where, repr(raw)[:200])
 
 
 def _corrupt(where: str, found: str) -> Corrupt:

@@ -16,7 +16,8 @@ import time
 import uuid
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 __all__ = ["Reader", "Writer"]
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,9 +184,7 @@ class Writer(StorageWriter):
         except BaseException as error:
             self._give_up(store, folder, f"rank {assigned.rank} failed: {error!r}")
             raise
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written."""
@@ -203,7 +204,8 @@ class Writer(StorageWriter):
         finally:
             self._giving_up.detach()
             self._giving_up = self._attempt = None
-        metadata.storage_data = {one.index: one.storage_data for some in results for one in some}
+        written = chain.from_iterable(results)
+        metadata.storage_data = {result.index: result.storage_data for result in written}
         metadata.storage_meta = self.storage_meta()
         metadata.version = CURRENT_DCP_VERSION
         seconds = time.monotonic() - self._began_s
@@ -233,11 +235,11 @@ class Writer(StorageWriter):
             return assigned.folder
         # The plan is one that the planner has kept. The coordinator has made the new folder before
         # any rank got to know that the plan stays.
-        mine = [one for one in Run.open(open_store(self._path)).attempts()
-                if one.step == self._step]  # fmt: skip
+        attempts = Run.open(open_store(self._path)).attempts()
+        mine = [attempt for attempt in attempts if attempt.step == self._step]
         if not mine:
             raise Aborted("the save was given up by the coordinator", where=self._path)
-        return max(mine, key=lambda one: one.point).folder
+        return max(mine, key=lambda attempt: attempt.point).folder
 
     def _give_up(self, store: Store, folder: str, reason: str) -> None:
         """Any rank may decide against an attempt. Others may still be writing: the files go when
@@ -333,9 +335,7 @@ class Reader(StorageReader):
             self._opened().read(plan, planner, self._stored)
         finally:
             self._close()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _done(None)
 
     # What DCP asks
 
@@ -371,6 +371,12 @@ class Reader(StorageReader):
         if self._content is not None:
             self._content.close()
             self._content = None
+
+
+def _done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
 
 
 @contextlib.contextmanager

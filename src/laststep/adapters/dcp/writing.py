@@ -95,14 +95,14 @@ def write_items(
 ) -> list[WriteResult]:
     """Write all of it, durably; `folder` is that of the attempt."""
     work: dict[str, _WrittenItem] = {}
-    found: list[WrittenEntry] = []
+    entries: list[WrittenEntry] = []
     for item in items:
         location = locations[item.index.fqn]
         into = work.setdefault(str(location[0]), _WrittenItem(pieces=[], sources=[]))
         if item.type is WriteItemType.BYTE_IO:
-            found.append(_add_value(item, planner, location, into, allow_pickle=allow_pickle))
+            entries.append(_add_value(item, planner, location, into, allow_pickle=allow_pickle))
         else:
-            found.append(_add_tensor(item, location, into))
+            entries.append(_add_tensor(item, location, into))
     specs = tuple(
         ItemSpec(name=name, kind=KIND, standalone=False, pieces=tuple(item.pieces))
         for name, item in work.items()
@@ -114,15 +114,15 @@ def write_items(
         records=tuple(msgspec.structs.replace(record, rank=rank) for record in records),
         file_of={name: plan.file_of[name] for name, item in work.items() if item.pieces},
     )
-    if found:
-        found[0] = replace(found[0], files=files)
+    if entries:
+        entries[0] = replace(entries[0], files=files)
     return [
         WriteResult(
             index=item.index,
             size_in_bytes=written.tensor_bytes + len(written.tree or b""),
             storage_data=written,
         )
-        for item, written in zip(items, found, strict=True)
+        for item, written in zip(items, entries, strict=True)
     ]
 
 

@@ -117,12 +117,12 @@ def export_hf(
 
 def plan_export(tensors: ItemTensors, choices: Choices) -> ExportPlan:
     """Decide names, dtypes and files; `Usage` for what cannot be written as it was asked for."""
-    found, left_out = _leaves(tensors)
-    names = _renamed(found, choices.renames, tensors)
+    paths, left_out = _leaves(tensors)
+    names = _renamed(paths, choices.renames, tensors)
     first: dict[str, str] = {}
     dropped: dict[str, str] = {}
     kept: list[str] = []
-    for stored in found:
+    for stored in paths:
         known = first.setdefault(tensors.source_of(stored), stored)
         if known == stored or choices.keep_tied:
             kept.append(stored)
@@ -142,16 +142,16 @@ def plan_export(tensors: ItemTensors, choices: Choices) -> ExportPlan:
 
 def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
     """Stored name → path with dots, of every tensor in order; and the paths of all else."""
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     left_out: list[str] = []
 
     def see(node: object, path: Path) -> None:
         dotted = ".".join(map(str, path)) or tensors.item
         match node:
             case TensorRef():
-                found[node.name] = dotted
+                paths[node.name] = dotted
             case Tagged(tag="ndarray", value=[_, TensorRef() as ref]):
-                found[ref.name] = dotted
+                paths[ref.name] = dotted
             case Tagged() if node.tag == OWNED:
                 see(owned(node).state, path)
             case Tagged(tag="sparse" | "subclass"):
@@ -168,13 +168,13 @@ def _leaves(tensors: ItemTensors) -> tuple[dict[str, str], tuple[str, ...]]:
                 left_out.append(dotted)
 
     see(tensors.tree, ())
-    return found, tuple(left_out)
+    return paths, tuple(left_out)
 
 
 def _renamed(
-    found: Mapping[str, str], renames: Sequence[Rename], tensors: ItemTensors
+    paths: Mapping[str, str], renames: Sequence[Rename], tensors: ItemTensors
 ) -> dict[str, str]:
-    names = dict(found)
+    names = dict(paths)
     for rename in renames:
         used = False
         for stored, name in names.items():
@@ -227,7 +227,7 @@ def _unused(
 def _entry(stored: str, name: str, tensors: ItemTensors, casts: Sequence[Cast]) -> ExportTensor:
     dtype, shape = tensors.spec(stored)
     if TORCH_DTYPES[dtype].is_floating_point and dtype not in _NO_CAST:
-        for cast in sorted(casts, key=lambda one: one.pattern is not None):
+        for cast in sorted(casts, key=lambda cast: cast.pattern is not None):
             if cast.pattern is None or cast.pattern.search(name):
                 dtype = cast.dtype
     if DTYPES[dtype].code is None:
