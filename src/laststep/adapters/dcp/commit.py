@@ -55,7 +55,7 @@ class _ManifestItem:
 
 
 @dataclass(slots=True)
-class _Gathered:
+class _WrittenByAll:
     """What the ranks have written, put together."""
 
     written: dict[str, list[WrittenEntry]] = field(default_factory=dict)
@@ -103,8 +103,8 @@ def make_commit(
     )  # fmt: skip
 
 
-def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _Gathered:
-    gathered = _Gathered()
+def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _WrittenByAll:
+    gathered = _WrittenByAll()
     for result in chain.from_iterable(results):
         written: WrittenEntry = result.storage_data
         known = gathered.written.setdefault(result.index.fqn, [])
@@ -127,7 +127,7 @@ def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _Gathered:
     return gathered
 
 
-def _checked(fqn: str, gathered: _Gathered, content: object) -> RecordEntry:
+def _checked(fqn: str, gathered: _WrittenByAll, content: object) -> RecordEntry:
     """An entry of the metadata, of which everything MUST have been written, once."""
     written = gathered.written.get(fqn)
     if not written:
@@ -157,14 +157,14 @@ def _checked(fqn: str, gathered: _Gathered, content: object) -> RecordEntry:
     return RecordEntry(fqn=fqn, location=first.location, kind="tensor")
 
 
-def _node(entry: RecordEntry, gathered: _Gathered) -> object:
+def _node(entry: RecordEntry, gathered: _WrittenByAll) -> object:
     if entry.kind == "tensor":
         return TensorRef(tensor_name(entry.location))
     tree = gathered.written[entry.fqn][0].tree
     return objects.decode(tree or b"", where=entry.fqn)
 
 
-def _empty_tensors(gathered: _Gathered, metadata: Metadata) -> tuple[TensorEntry, ...]:
+def _empty_tensors(gathered: _WrittenByAll, metadata: Metadata) -> tuple[TensorEntry, ...]:
     """Tensors without elements: of their chunks no rank has written any."""
     entries = []
     for fqn, content in metadata.state_dict_metadata.items():
