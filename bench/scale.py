@@ -38,7 +38,7 @@ from laststep.format import group as grouping  # noqa: E402
 from laststep.format.manifest import Commit, FileRecord, encode  # noqa: E402
 from laststep.plan.files import folder_of  # noqa: E402
 from laststep.plan.groups import Groups, cut  # noqa: E402
-from laststep.plan.job import (  # noqa: E402
+from laststep.plan.tables import (  # noqa: E402
     Agreement,
     Replicas,
     Table,

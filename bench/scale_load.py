@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from laststep.codecs import objects
 from laststep.codecs.typed_values import TensorRef
+from laststep.plan.chunk_readers import FileBox, chunks_of
 from laststep.plan.files import TABLE_NAME, ItemSpec, plan_save, tree_name
-from laststep.plan.gather import FileBox, chunks_of
-from laststep.plan.job import agree, decode_table, digest_of, encode_table
-from laststep.plan.sources import Ledger
-from laststep.plan.wants import Wants, decode_wish, encode_wish
+from laststep.plan.tables import agree, decode_table, digest_of, encode_table
+from laststep.plan.who_reads import Ledger
+from laststep.plan.wishes import Wants, decode_wish, encode_wish
 from laststep.state.pieces import BoxPart, Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from laststep.plan.groups import Groups
-    from laststep.plan.job import Agreement, Table
+    from laststep.plan.tables import Agreement, Table
 
     Job = tuple[Sequence[Table], Callable[[int], int]]
 

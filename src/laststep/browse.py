@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.catalog.listing import Listed
-    from laststep.state.stored import TensorSpec
+    from laststep.state.stored_items import TensorSpec
     from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from laststep.errors import Corrupt
 from laststep.format.manifest import ClassRecord
 from laststep.format.spans import spans_of
-from laststep.plan.job import Table, TableItem, TableTensor, digest_of, encode_table
+from laststep.plan.tables import Table, TableItem, TableTensor, digest_of, encode_table
 from laststep.read.content import agreement_of
 from laststep.state.layouts import Mesh, Shard, Sharded
 

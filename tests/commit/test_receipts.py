@@ -17,7 +17,7 @@ from laststep.commit.receipts import (
 )
 from laststep.format.manifest import FileRecord
 from laststep.plan.groups import Groups
-from laststep.plan.job import Agreement, TableItem, TableTensor, agree, digest_of, encode_table
+from laststep.plan.tables import Agreement, TableItem, TableTensor, agree, digest_of, encode_table
 
 
 def agreement_of(kinds: list[int]) -> Agreement:

@@ -12,7 +12,7 @@ from laststep.catalog.run import Run
 from laststep.codecs.digests import digest
 from laststep.format.header import Header, decode_header, region_bytes_of
 from laststep.plan.files import TABLE_NAME
-from laststep.plan.job import agree, decode_table
+from laststep.plan.tables import agree, decode_table
 from laststep.read.entries import stored_in
 from laststep.storage.directory import DirectoryStore
 

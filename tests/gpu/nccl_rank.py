@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import laststep
 from laststep.errors import StorageFailed
-from laststep.ranks import carrying, group
+from laststep.ranks import carriers, group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ CUDA = torch.device("cuda", 0)
 RANKS, TENSORS, SIDE = 2, 4, 2048
 """Four of 16 MiB, and many small ones."""
 DEADLINE_S = 8.0
-carrying.LIMIT_S = 5.0
+carriers.LIMIT_S = 5.0
 
 
 def state(cut: int | None, *, filled: bool) -> dict[str, torch.Tensor]:
@@ -74,21 +74,21 @@ def load(run: str, cut: int | None, worth_bytes: int = 0) -> dict[str, object]:
     """Restore, compare, and tell what went over NCCL."""
     group.WORTH_BYTES = worth_bytes
     came: list[torch.device] = []
-    wait, tell = carrying.Transit.wait, carrying.Carrier.tell
+    wait, tell = carriers.Transit.wait, carriers.Carrier.tell
 
-    def waiting(self: carrying.Transit) -> torch.Tensor:
+    def waiting(self: carriers.Transit) -> torch.Tensor:
         got = wait(self)
         came.append(got.device)
         return got
 
     def telling(
-        self: carrying.Carrier, who: int, data: torch.Tensor | None, size_bytes: int
+        self: carriers.Carrier, who: int, data: torch.Tensor | None, size_bytes: int
     ) -> torch.Tensor:
         got = tell(self, who, data, size_bytes)
         came.append(got.device)
         return got
 
-    carrying.Transit.wait, carrying.Carrier.tell = waiting, telling
+    carriers.Transit.wait, carriers.Carrier.tell = waiting, telling
     wanted = state(cut, filled=False)
     with opened(run, wanted) as checkpointer:
         checkpointer.restore()
@@ -105,27 +105,27 @@ def load(run: str, cut: int | None, worth_bytes: int = 0) -> dict[str, object]:
 
 def load_where_nccl_fails(run: str) -> dict[str, object]:
     """Rank 1 does not come to the connection, so the other waits for it."""
-    connect = carrying._connect
+    connect = carriers._connect
 
     def failing(one: dist.ProcessGroup, device: torch.device) -> None:
         if dist.get_rank() == 1:
             raise RuntimeError("no transport")
         connect(one, device)
 
-    carrying._connect = failing
+    carriers._connect = failing
     return load(run, 1)
 
 
 def load_and_lose_a_rank(run: str) -> dict[str, object]:
     """Rank 1 ends when the first bytes are to be passed on."""
-    swap = carrying.DeviceCarrier.swap
+    swap = carriers.DeviceCarrier.swap
 
-    def dying(self: carrying.DeviceCarrier, *args: object) -> carrying.Transit:
+    def dying(self: carriers.DeviceCarrier, *args: object) -> carriers.Transit:
         if dist.get_rank() == 1:
             os._exit(9)
         return swap(self, *args)
 
-    carrying.DeviceCarrier.swap = dying
+    carriers.DeviceCarrier.swap = dying
     group.WORTH_BYTES = 0
     began = time.monotonic()
     with opened(run, state(1, filled=False)) as checkpointer:

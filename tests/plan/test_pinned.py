@@ -18,7 +18,7 @@ import second_arithmetic
 
 from laststep.plan.files import folder_of
 from laststep.plan.groups import cut
-from laststep.plan.job import (
+from laststep.plan.tables import (
     Replicas,
     Table,
     TableItem,

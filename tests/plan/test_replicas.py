@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from laststep.plan.job import (
+from laststep.plan.replicas import ReplicatedTensors, held_alike
+from laststep.plan.tables import (
     Replicas,
     Table,
     TableItem,
@@ -11,7 +12,6 @@ from laststep.plan.job import (
     digest_of,
     encode_table,
 )
-from laststep.plan.replicas import ReplicatedTensors, held_alike
 from laststep.state.layouts import Mesh, Replicate, Sharded
 
 EVERYWHERE = Sharded((4,), Mesh.of(("dp",), (3,), range(3)), (Replicate(),))

@@ -12,7 +12,7 @@ from reading_tasks import big
 from tasks import opened
 
 from laststep.errors import StorageFailed
-from laststep.ranks import carrying
+from laststep.ranks import carriers
 from laststep.ranks.group import RankGroup
 from laststep.ranks.rank import this_rank
 
@@ -24,24 +24,24 @@ class Coming:
 
     def __init__(self) -> None:
         self.now_bytes = self.most_bytes = 0
-        self._swap, self._wait = carrying.Carrier.swap, carrying.Transit.wait
+        self._swap, self._wait = carriers.Carrier.swap, carriers.Transit.wait
 
     def __enter__(self) -> Self:
-        def swap(carrier: carrying.Carrier, *args: object) -> carrying.Transit:
+        def swap(carrier: carriers.Carrier, *args: object) -> carriers.Transit:
             under = self._swap(carrier, *args)
             self._add(under._came.numel())
             return under
 
-        def wait(under: carrying.Transit) -> torch.Tensor:
+        def wait(under: carriers.Transit) -> torch.Tensor:
             came = self._wait(under)
             self._add(-came.numel())
             return came
 
-        carrying.Carrier.swap, carrying.Transit.wait = swap, wait
+        carriers.Carrier.swap, carriers.Transit.wait = swap, wait
         return self
 
     def __exit__(self, *_: object) -> None:
-        carrying.Carrier.swap, carrying.Transit.wait = self._swap, self._wait
+        carriers.Carrier.swap, carriers.Transit.wait = self._swap, self._wait
 
     def _add(self, size: int) -> None:
         self.now_bytes += size
@@ -89,14 +89,14 @@ def tell_all(size: int) -> list[int]:
 
 def load_and_lose_a_rank(run: str) -> str:
     """The last rank ends when it is to pass something on; the others tell what they heard."""
-    swap = carrying.Carrier.swap
+    swap = carriers.Carrier.swap
 
-    def dying(carrier: carrying.Carrier, *args: object) -> carrying.Transit:
+    def dying(carrier: carriers.Carrier, *args: object) -> carriers.Transit:
         if dist.get_rank() == dist.get_world_size() - 1:
             os._exit(9)
         return swap(carrier, *args)
 
-    carrying.Carrier.swap = dying
+    carriers.Carrier.swap = dying
     began = time.monotonic()
     try:
         with opened(run, state=big(1)) as checkpointer:

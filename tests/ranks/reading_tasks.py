@@ -13,7 +13,7 @@ from wraps import whole
 
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.events import Restored
-from laststep.plan import sources
+from laststep.plan import who_reads
 from laststep.read.blocks import Extent
 from laststep.restoring.parcels import BoxPlacer
 from laststep.storage.directory import DirectoryStore
@@ -21,7 +21,7 @@ from laststep.storage.directory import DirectoryStore
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.plan.gather import Chunk
+    from laststep.plan.chunk_readers import Chunk
     from laststep.restoring.parcels import Parcels
     from laststep.storage.store import FileReading
 
@@ -57,7 +57,7 @@ class Watch:
         self.most_passed_on = 0
 
 
-def load_big(run: str, cut: int | None, few: int = sources.FEW_READERS) -> Watch:
+def load_big(run: str, cut: int | None, few: int = who_reads.FEW_READERS) -> Watch:
     """Restore, see that all is there, and tell what was read, opened and passed on."""
     expected, state = big(cut), big(cut)
     for tensor in state.values():
@@ -88,14 +88,14 @@ def load_big(run: str, cut: int | None, few: int = sources.FEW_READERS) -> Watch
             seen.told_bytes += event.size_bytes
 
     Extent.fill, DirectoryStore.open_reader, BoxPlacer.expect = counting, opening, expecting
-    few, sources.FEW_READERS = sources.FEW_READERS, few
+    few, who_reads.FEW_READERS = who_reads.FEW_READERS, few
     try:
         with opened(run, state=state) as c:
             c.subscribe(note)
             c.restore()
     finally:
         Extent.fill, DirectoryStore.open_reader = fill, open_reader
-        BoxPlacer.expect, sources.FEW_READERS = expect, few
+        BoxPlacer.expect, who_reads.FEW_READERS = expect, few
     for name, tensor in expected.items():
         assert torch.equal(whole(state[name]), whole(tensor)), name
     return seen

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from laststep.capture.sources import hold
-from laststep.plan.job import agree, digest_of, encode_table
+from laststep.plan.tables import agree, digest_of, encode_table
 from laststep.saving.describe import Memory, take_state
 from laststep.saving.portion import PortionPlanner
 from laststep.state.layouts import Mesh, Replicate, Sharded

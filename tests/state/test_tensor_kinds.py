@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import laststep
 from laststep.errors import Corrupt
+from laststep.state.overlaps import MemoryRange, find_overlaps, find_ties
 from laststep.state.pieces import Piece
-from laststep.state.sharing import MemoryRange, find_overlaps, find_ties
-from laststep.state.stored import TensorSpec, decode_item, encode_item
-from laststep.state.tensors import TORCH_DTYPES, CollectCache, collect, laid
+from laststep.state.stored_items import TensorSpec, decode_item, encode_item
+from laststep.state.tensors import TORCH_DTYPES, CollectCache, collect, local_parts
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
@@ -378,6 +378,6 @@ def test_meshes_that_are_no_longer_used_are_let_go_of(monkeypatch: pytest.Monkey
     meshes = [GivenMesh() for _ in range(8)]
     first = weakref.ref(meshes[0])
     for mesh in meshes:
-        assert laid.mesh_of(mesh).sizes == (2,)
+        assert local_parts.mesh_of(mesh).sizes == (2,)
     del mesh, meshes
     assert first() is None

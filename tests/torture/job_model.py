@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import laststep
-from laststep.plan import shares
+from laststep.plan import who_writes
 from laststep.storage.files import FileReader
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -531,7 +531,7 @@ def trial(folder: Path, seed: int, tally: Tally, *, starts: int = 3, deeds: int 
     rng = random.Random(seed)
     logging.getLogger("laststep").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    shares.MIN_SHARE_BYTES = 64  # ranks share the work though there is little of it
+    who_writes.MIN_SHARE_BYTES = 64  # ranks share the work though there is little of it
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     versions = itertools.count(1)
     model = Model(folder / "run", rng.choice((None, None, 2, 3)), tally)

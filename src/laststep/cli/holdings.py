@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from laststep.format.manifest import Commit
     from laststep.read.files import Opened
     from laststep.state.boxes import Box
-    from laststep.state.stored import TensorSpec
+    from laststep.state.stored_items import TensorSpec
     from laststep.storage.store import Store
 
 

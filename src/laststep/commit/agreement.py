@@ -19,7 +19,7 @@ import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import Aborted
-from laststep.plan.job import Agreement, Table, agree, decode_table, digest_of, encode_table
+from laststep.plan.tables import Agreement, Table, agree, decode_table, digest_of, encode_table
 from laststep.process import interrupts
 from laststep.terms import listed
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from laststep.flush.link import SaveLink
     from laststep.format.manifest import ClassRecord
     from laststep.plan.groups import Groups
-    from laststep.plan.job import Agreement
+    from laststep.plan.tables import Agreement
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from laststep.commit.differences import Differing
 from laststep.commit.replicas import Seen, seen_by, seen_on
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
 from laststep.format.spans import spans_of
-from laststep.plan.job import digest_of, encode_table
+from laststep.plan.tables import digest_of, encode_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from laststep.plan.job import Agreement
+    from laststep.plan.tables import Agreement
 
 
 class ItemTally(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 Each rank sums up what it holds of them in one digest for each set of ranks that hold the same. Only
 where these differ are the digests of single tensors exchanged, between a few ranks. A save is not
-given up for it: what is stored is the lowest holder's, whole (`plan.job`).
+given up for it: what is stored is the lowest holder's, whole (`plan.tables`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from laststep.flush.handle import SaveHandle
-    from laststep.plan.job import Agreement
+    from laststep.plan.tables import Agreement
     from laststep.saving.describe import TakenState
 
 _NAMED = 4

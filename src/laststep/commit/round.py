@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from laststep.format.manifest import FileRecord, GroupRecord
     from laststep.plan.files import SavePlan
     from laststep.plan.groups import Groups
-    from laststep.plan.job import Agreement
+    from laststep.plan.tables import Agreement
     from laststep.ranks.board import Board
     from laststep.ranks.rank import Rank
     from laststep.storage.store import Store

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from laststep.flush.link import SaveLink
     from laststep.plan.files import SavePlan
     from laststep.plan.groups import Groups
-    from laststep.plan.job import Agreement
+    from laststep.plan.tables import Agreement
     from laststep.ranks.group import Ranks
     from laststep.saving.describe import TakenState
 

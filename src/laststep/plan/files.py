@@ -27,7 +27,7 @@ OWN_FILE_BYTES = 1 << 20
 TREE_NAME = "~6tree"
 """The object that holds an item's tree; `~6` cannot begin the name of a tensor's path."""
 TABLE_NAME = "~6table"
-"""The object in which ranks of a job say what they hold (`plan.job`)."""
+"""The object in which ranks of a job say what they hold (`plan.tables`)."""
 _ENTRY_BYTES = 160
 """Generous bound of one header entry without its name; only decides where files are split."""
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.plan.job import Replicas
+from laststep.plan.tables import Replicas
 
 if TYPE_CHECKING:
-    from laststep.plan.job import Agreement, Key
+    from laststep.plan.tables import Agreement, Key
 
 
 class ReplicatedTensors(NamedTuple):

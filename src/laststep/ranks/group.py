@@ -1,7 +1,7 @@
 """What the ranks of a job do together while they restore: tell each other, and pass bytes on.
 
 A gloo group of our own, on the host, so that a failure in it leaves the groups that train alone;
-much that is passed on between devices goes over NCCL, where the job has it (`carrying`).
+much that is passed on between devices goes over NCCL, where the job has it (`ranks.carriers`).
 Collective: every rank makes the same calls in the same order. Called on the training thread, in
 `restore()` only.
 """
@@ -28,8 +28,8 @@ from laststep.errors import (
     from_wire,
 )
 from laststep.process import shortage
-from laststep.ranks.arriving import awaited
-from laststep.ranks.carrying import HOST, Carrier, DeviceCarrier, Transit, has_nccl
+from laststep.ranks.carriers import HOST, Carrier, DeviceCarrier, Transit, has_nccl
+from laststep.ranks.missing_ranks import awaited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -19,11 +19,11 @@ from laststep.codecs.digests import digest
 from laststep.errors import Corrupt, Mismatch, NotFound, Usage
 from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.plan.files import SHARED_FILE, TABLE_NAME, tree_name
-from laststep.plan.job import Agreement, Table, agree, decode_table
+from laststep.plan.tables import Agreement, Table, agree, decode_table
 from laststep.read.entries import StoredBox, stored_in
 from laststep.read.files import DataFile, close_files, open_file
 from laststep.state.boxes import Box, covers_once, whole
-from laststep.state.stored import StoredItem, TensorSpec, decode_item
+from laststep.state.stored_items import StoredItem, TensorSpec, decode_item
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

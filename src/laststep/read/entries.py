@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.plan.files import TABLE_NAME, TREE_NAME
 from laststep.state.boxes import Box, whole
-from laststep.state.stored import TensorSpec
+from laststep.state.stored_items import TensorSpec
 
 if TYPE_CHECKING:
     from laststep.format.header import Header, TensorEntry

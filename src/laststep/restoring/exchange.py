@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from laststep.codecs.digests import digest
 from laststep.errors import Corrupt
 from laststep.format.manifest import DAMAGE_REMEDY
-from laststep.plan.gather import Chunk, FileBox, chunks_of
+from laststep.plan.chunk_readers import Chunk, FileBox, chunks_of
 from laststep.plan.load import Read
-from laststep.plan.sources import Ledger, known_sources
-from laststep.plan.wants import Wants, Wish, decode_wish, encode_wish
+from laststep.plan.who_reads import Ledger, known_sources
+from laststep.plan.wishes import Wants, Wish, decode_wish, encode_wish
 from laststep.ranks.group import together
 from laststep.read.reader import read_all
 from laststep.restoring.parcels import BoxPlacer, Parcel
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from laststep.memory.pool import Pool
-    from laststep.plan.sources import WriterSource
+    from laststep.plan.who_reads import WriterSource
     from laststep.ranks.group import Ranks
     from laststep.read.content import Content, Key
     from laststep.read.files import DataFile
     from laststep.restoring.fit import Match
-    from laststep.state.stored import TensorSpec
+    from laststep.state.stored_items import TensorSpec
 
 _PARCEL_BYTES = 64 << 20
 """So much is passed on at a time by a rank, or what is wanted of one chunk: what bounds the

@@ -14,7 +14,7 @@ from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import Usage
 from laststep.state.names import name_of, path_of
 from laststep.state.provider import ABSENT, State, StateProvider, lies_under
-from laststep.state.stored import StoredItem, TensorSpec
+from laststep.state.stored_items import StoredItem, TensorSpec
 from laststep.state.tensors import (
     DTYPE_NAMES,
     allocate,

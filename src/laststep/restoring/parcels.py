@@ -17,7 +17,7 @@ import torch
 
 from laststep.capture.device import CopyStreams
 from laststep.capture.exact import copy_each
-from laststep.restoring.place import MANY
+from laststep.restoring.placer import MANY
 from laststep.state.boxes import Box
 from laststep.state.tensors import TORCH_DTYPES, LocalBox, box_of
 from laststep.terms import align_up
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from laststep.memory.pool import Pool
-    from laststep.plan.gather import Chunk
+    from laststep.plan.chunk_readers import Chunk
     from laststep.plan.load import Read
-    from laststep.plan.wants import Wants
+    from laststep.plan.wishes import Wants
     from laststep.ranks.rank import Rank
 
 _ALIGN_BYTES = 16

@@ -23,7 +23,7 @@ from laststep.state.tree import OWNED, Path, owned, owners, rebuild
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from laststep.state.stored import StoredItem
+    from laststep.state.stored_items import StoredItem
 
 
 class ModuleNames(NamedTuple):

@@ -19,7 +19,7 @@ from laststep.ranks.group import together
 from laststep.read.reader import read_all
 from laststep.restoring.exchange import BoxTransfer
 from laststep.restoring.fit import Match, load_item, match_item
-from laststep.restoring.place import Placer
+from laststep.restoring.placer import Placer
 from laststep.restoring.renaming import modules_in, rename
 from laststep.saving.describe import naming
 from laststep.state.modules import loads_in_its_own_way

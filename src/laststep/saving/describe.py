@@ -16,7 +16,7 @@ from laststep.errors import Mismatch, Usage
 from laststep.format.manifest import ItemRecord
 from laststep.plan.files import TABLE_NAME, ItemSpec, SavePlan, tree_name
 from laststep.state.modules import one_moment
-from laststep.state.stored import encode_item
+from laststep.state.stored_items import encode_item
 from laststep.state.tensors import CollectCache, collect, hold_scalar, plain_scalar
 
 if TYPE_CHECKING:

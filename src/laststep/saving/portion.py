@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.errors import Usage
 from laststep.plan.files import TABLE_NAME, ItemSpec, tree_name
-from laststep.plan.job import (
+from laststep.plan.tables import (
     Agreement,
     Replicas,
     Table,
@@ -31,7 +31,7 @@ from laststep.state.tensors import box_of, check_held
 if TYPE_CHECKING:
     import torch
 
-    from laststep.plan.shares import Share
+    from laststep.plan.who_writes import Share
     from laststep.saving.describe import TakenState
     from laststep.state.pieces import Collected
 

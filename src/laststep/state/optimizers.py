@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from laststep.errors import Usage
 from laststep.state.provider import ABSENT, State, StateProvider, handing_over, has_absent
-from laststep.state.stored import TensorSpec
+from laststep.state.stored_items import TensorSpec
 from laststep.state.tensors import is_tensor, put_tensor
 from laststep.state.tree import Owned
 

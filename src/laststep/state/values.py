@@ -15,7 +15,7 @@ import numpy as np
 from laststep.codecs.digests import digest
 from laststep.errors import Mismatch, Usage
 from laststep.state.provider import ABSENT, State, StateProvider, handing_over, has_absent
-from laststep.state.stored import TensorSpec
+from laststep.state.stored_items import TensorSpec
 from laststep.state.tensors import (
     is_tensor,
     put_tensor,

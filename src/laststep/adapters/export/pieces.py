@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from laststep.state.stored import TensorSpec
+from laststep.state.stored_items import TensorSpec
 from laststep.state.tensors import open_view
 from laststep.terms import DTYPES
 

@@ -13,16 +13,6 @@ from laststep.state.tensors.kinds import (
     is_tensor,
     register_tensor_type,
 )
-from laststep.state.tensors.laid import (
-    Laid,
-    LocalBox,
-    check_held,
-    held_by,
-    is_dtensor,
-    laid_of,
-    like,
-    unlaid,
-)
 from laststep.state.tensors.live import (
     allocate,
     box_of,
@@ -41,8 +31,18 @@ from laststep.state.tensors.live import (
     share_bytes,
     torch_rng_states,
 )
-from laststep.state.tensors.lying import KnownTensors
+from laststep.state.tensors.local_parts import (
+    Laid,
+    LocalBox,
+    check_held,
+    held_by,
+    is_dtensor,
+    laid_of,
+    like,
+    unlaid,
+)
 from laststep.state.tensors.reviving import revive
+from laststep.state.tensors.tensor_places import KnownTensors
 
 __all__ = [
     "DTYPE_NAMES",

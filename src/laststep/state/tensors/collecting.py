@@ -15,14 +15,14 @@ import torch
 
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import Usage
-from laststep.state.known import KnownState, know
 from laststep.state.names import name_of
+from laststep.state.overlaps import MemoryRange, find_overlaps, find_ties
 from laststep.state.pieces import Collected, Piece, View
-from laststep.state.sharing import MemoryRange, find_overlaps, find_ties
-from laststep.state.tensors.backing import is_backed, not_backed
+from laststep.state.structure import KnownState, know
+from laststep.state.tensors.freed_storage import is_backed, not_backed
 from laststep.state.tensors.kinds import DTYPE_NAMES, PLAIN_TENSORS, handler_for
-from laststep.state.tensors.laid import Laid, is_dtensor, laid_of
-from laststep.state.tensors.lying import TensorPlaces
+from laststep.state.tensors.local_parts import Laid, is_dtensor, laid_of
+from laststep.state.tensors.tensor_places import TensorPlaces
 from laststep.state.tree import NOT_MINE, OWNED, Owned, Path, copy_tree, show_path
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from laststep.errors import Usage
-from laststep.state.tensors.backing import is_backed
+from laststep.state.tensors.freed_storage import is_backed
 from laststep.state.tensors.kinds import TORCH_DTYPES
-from laststep.state.tensors.laid import is_dtensor, unlaid
+from laststep.state.tensors.local_parts import is_dtensor, unlaid
 
 if TYPE_CHECKING:
     from laststep.state.boxes import Box

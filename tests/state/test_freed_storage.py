@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import laststep
-from laststep.state.tensors.backing import is_backed, needed_bytes
+from laststep.state.tensors.freed_storage import is_backed, needed_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

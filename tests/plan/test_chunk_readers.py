@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.plan import gather, shares, sources
-from laststep.plan.gather import Chunk, FileBox, chunks_of
-from laststep.plan.sources import Ledger, known_sources
-from laststep.plan.wants import Wants, Wish, decode_wish, encode_wish
+from laststep.plan import chunk_readers, who_reads, who_writes
+from laststep.plan.chunk_readers import Chunk, FileBox, chunks_of
+from laststep.plan.who_reads import Ledger, known_sources
+from laststep.plan.wishes import Wants, Wish, decode_wish, encode_wish
 from laststep.state.boxes import Box, whole
 from laststep.state.layouts import Layout, Mesh, Replicate, Shard, Sharded
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 _spec = importlib.util.spec_from_file_location(
-    "job_properties", Path(__file__).with_name("test_job_properties.py")
+    "tables_properties", Path(__file__).with_name("test_tables_properties.py")
 )
 jobs = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(jobs)
@@ -151,11 +151,11 @@ def test_every_wanted_byte_arrives_once_by_one_reader(
             if rank != without:
                 wishes[rank][number] = None if choice == 1 else way
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shares, "MIN_SHARE_BYTES", least)
-        patch.setattr(gather, "BLOCK_BYTES", 16)
-        patch.setattr(gather, "CHUNK_BYTES", 64)
-        patch.setattr(sources, "CHUNK_BYTES", 64)
-        patch.setattr(sources, "FEW_READERS", few)
+        patch.setattr(who_writes, "MIN_SHARE_BYTES", least)
+        patch.setattr(chunk_readers, "BLOCK_BYTES", 16)
+        patch.setattr(chunk_readers, "CHUNK_BYTES", 64)
+        patch.setattr(who_reads, "CHUNK_BYTES", 64)
+        patch.setattr(who_reads, "FEW_READERS", few)
         saved = Saved(before, tensors, arrays)
         every = wants_of(wishes, [shape for _, shape, _ in tensors])
         assert [name for _, name in saved.agreement.keys] == [f"w{n}" for n in range(len(tensors))]
@@ -248,14 +248,14 @@ def test_ranks_that_want_the_same_are_looked_at_once(monkeypatch: pytest.MonkeyP
         for rank in range(ranks)
     ]
     looked = 0
-    ranges = gather._ranges
+    ranges = chunk_readers._ranges
 
     def counting(one: FileBox, boxes: tuple[Box, ...]) -> object:
         nonlocal looked
         looked += 1
         return ranges(one, boxes)
 
-    monkeypatch.setattr(gather, "_ranges", counting)
+    monkeypatch.setattr(chunk_readers, "_ranges", counting)
     wants = whole_tensor(ranks, (rows, 1024), None)
     read_by(5, stored, [10 * size] * ranks, wants)
     assert looked <= 4 * len(stored)
@@ -267,7 +267,7 @@ def test_of_many_files_that_all_want_each_rank_reads_about_two(ranks: int, write
     """Every rank held all and holds all: the files, one for each rank, are of gigabytes."""
     shape = (writers * 16, 8 << 20)
     mesh = Mesh.of(("rank",), (writers,), range(writers))
-    spread = shares.Spread(4, (Sharded(shape, mesh, (Replicate(),)),))
+    spread = who_writes.Spread(4, (Sharded(shape, mesh, (Replicate(),)),))
     wants = wants_of([{0: None}] * ranks, [shape])
     ledger = Ledger([spread], wants)
     sources_of = [list(ledger.sources(rank)) for rank in range(ranks)]

@@ -18,8 +18,8 @@ from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from laststep.plan.sources import WriterSource
-    from laststep.plan.wants import Wants
+    from laststep.plan.who_reads import WriterSource
+    from laststep.plan.wishes import Wants
 
 
 class FileBox(NamedTuple):

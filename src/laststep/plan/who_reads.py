@@ -1,9 +1,9 @@
 """Decide whose files a rank reads when a job loads: found by arithmetic, before a file is opened.
 
 Pure. The checkpoint says how its ranks held the state, the job how its ranks want it. From the one
-follows who wrote what (`plan.shares`), from the other who wants it (`plan.wants`). The files of one
-writer are read by ranks that want something of the most that it wrote: by all of these where they
-are few, else by as many as there are chunks, or as give everyone about two files, in turns.
+follows who wrote what (`plan.who_writes`), from the other who wants it (`plan.wishes`). The files
+of one writer are read by ranks that want something of the most that it wrote: by all of these where
+they are few, else by as many as there are chunks, or as give everyone about two files, in turns.
 Everybody comes to the same answer, and a rank looks only at the lines that hold something for
 itself.
 """
@@ -13,14 +13,14 @@ from __future__ import annotations
 import bisect
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.plan.shares import Line, Spread, lines_of, size_of, writing_layouts
-from laststep.plan.wants import RanksWanting, Wants, union
+from laststep.plan.who_writes import Line, Spread, lines_of, size_of, writing_layouts
+from laststep.plan.wishes import RanksWanting, Wants, union
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from laststep.plan.gather import FileBox
+    from laststep.plan.chunk_readers import FileBox
     from laststep.state.layouts import Mesh
 
 FEW_READERS = 16

@@ -2,8 +2,8 @@
 
 Pure. A rank describes its state in a table: every tensor with its whole shape and its layout. Ranks
 with equal tables form a class, so a job of any size is a few tables and, for each, who has it. From
-these follows what each rank writes (`plan.shares`); whether the tables contradict each other, and
-whether every byte is held by somebody, is checked here, once per agreement.
+these follows what each rank writes (`plan.who_writes`). Whether the tables contradict each other,
+and whether every byte is held by somebody, is checked here, once per agreement.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from laststep.codecs.digests import digest
 from laststep.errors import Mismatch, Problems
-from laststep.plan.shares import Share, Spread, shares_of
+from laststep.plan.who_writes import Share, Spread, shares_of
 from laststep.state.boxes import counts, whole
 from laststep.state.layouts import (
     Layout,

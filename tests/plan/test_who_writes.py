@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laststep.plan import shares as module
-from laststep.plan.shares import Share, Spread, shares_of, size_of
+from laststep.plan import who_writes
+from laststep.plan.who_writes import Share, Spread, shares_of, size_of
 from laststep.state.boxes import covers_once, whole
 from laststep.state.layouts import Flat, Layout, Mesh, Replicate, Shard, Sharded
 
@@ -56,7 +56,7 @@ def test_every_byte_is_written_once_by_a_rank_that_holds_it(
 ) -> None:
     ranks, tensors = job
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MIN_SHARE_BYTES", least)
+        patch.setattr(who_writes, "MIN_SHARE_BYTES", least)
         written: dict[int, list[Share]] = defaultdict(list)
         for rank in range(ranks):
             for share in shares_of(rank, tensors):

@@ -3,8 +3,8 @@
 Between two saves a training run keeps its tensors and changes its numbers. A walk copies the plain
 values and notes, for all else, what it meets and where: its trace. A state that leaves the same
 trace as the last one has the same names in the same order, so it only remains to look at the
-memory of its leaves (`state.tensors.lying`). Notes are lists that are filled and compared whole, as
-this runs while training waits. Holds no leaf between saves; imports no torch.
+memory of its leaves (`state.tensors.tensor_places`). Notes are lists that are filled and compared
+whole, as this runs while training waits. Holds no leaf between saves; imports no torch.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from laststep.errors import Mismatch
-from laststep.plan.job import (
+from laststep.plan.tables import (
     Replicas,
     Table,
     TableItem,

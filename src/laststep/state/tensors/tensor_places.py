@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from laststep.state.tensors.laid import is_dtensor_class
+from laststep.state.tensors.local_parts import is_dtensor_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import second_arithmetic
 
 from laststep.errors import Usage
-from laststep.plan import shares
-from laststep.plan.job import (
+from laststep.plan import who_writes
+from laststep.plan.tables import (
     Agreement,
     Replicas,
     Table,
@@ -160,7 +160,7 @@ def test_every_byte_is_written_once_by_one_who_holds_it(
     tensors = data.draw(described(ranks))
     replicas = data.draw(st.sampled_from(Replicas))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shares, "MIN_SHARE_BYTES", least)
+        patch.setattr(who_writes, "MIN_SHARE_BYTES", least)
         agreement = agreement_of(tables(ranks, tensors, replicas))
         times = [np.zeros(shape, dtype=np.int64) for _, shape, _ in tensors]
         entries = [0] * len(tensors)
@@ -285,7 +285,7 @@ def test_who_writes_what_follows_from_what_the_format_says_of_it(
     agreement = agreement_of(all_tables)
     wanted: dict[tuple[str, str], list[object]] = {key: [] for key in agreement.keys}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shares, "MIN_SHARE_BYTES", least)
+        patch.setattr(who_writes, "MIN_SHARE_BYTES", least)
         for rank in range(ranks):
             for key, share in agreement.shares(rank):
                 wanted[key].append((rank, tuple(zip(*share.box, strict=True))))
