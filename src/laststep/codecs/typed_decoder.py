@@ -10,7 +10,7 @@ import collections
 import re
 import struct
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from laststep.codecs.typed_values import (
     INT_MAX,
@@ -25,6 +25,9 @@ from laststep.codecs.typed_values import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_Mapping = dict[str, object]
+"""A tagged object: its tag under "$", and its fields."""
+_Field = TypeVar("_Field")
 _HEX = re.compile(r"-?[0-9a-f]+")
 _BITS = re.compile(r"[0-9a-f]{16}")
 
@@ -52,7 +55,7 @@ class TypedDecoder:
             place[key] = self.tagged(mapping)
         return root[0]
 
-    def tagged(self, mapping: dict[str, object]) -> object:
+    def tagged(self, mapping: _Mapping) -> object:
         tag = cast("str", mapping["$"])
         decoder, fields = _decoders[tag]
         if len(mapping) != len(fields) + 1 or not all(field in mapping for field in fields):
@@ -60,9 +63,9 @@ class TypedDecoder:
         return decoder(self, mapping)
 
 
-def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, dict[str, object]]]:
+def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, _Mapping]]:
     """Every tagged object and its place (a container and a key), outer ones before inner ones."""
-    found: list[tuple[Any, Any, dict[str, object]]] = []
+    tagged: list[tuple[Any, Any, _Mapping]] = []
     todo: list[tuple[Any, Any, object, int]] = [(root, 0, root[0], 0)]
     while todo:
         place, key, plain, depth = todo.pop()
@@ -77,7 +80,7 @@ def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, dict[str, object
                 continue
             if type(tag) is not str or tag not in _decoders:
                 raise Malformed(f"the unknown tag {_shown(tag)}")
-            found.append((place, key, plain))
+            tagged.append((place, key, plain))
             if tag in _CONTAINERS:
                 inner = "value" if tag == "ext" else "items"
                 if tag == "ext":
@@ -87,7 +90,7 @@ def _tagged_objects(root: list[object]) -> list[tuple[Any, Any, dict[str, object
                 todo.extend((plain, part, plain.get(part), depth) for part in ("re", "im"))
         elif type(plain) is int and not INT_MIN <= plain <= INT_MAX:
             raise Malformed("an int beyond 64 bits that is not written in hex")
-    return found
+    return tagged
 
 
 def _deeper(depth: int) -> int:
@@ -97,12 +100,12 @@ def _deeper(depth: int) -> int:
 
 
 def _distinct(items: list[object]) -> set[object]:
-    found: set[object] = set()
+    distinct: set[object] = set()
     for item in items:
-        if _hashed(item) in found:
+        if _hashed(item) in distinct:
             raise Malformed("an item twice in a set")
-        found.add(item)
-    return found
+        distinct.add(item)
+    return distinct
 
 
 def _shown(value: object) -> str:
@@ -118,65 +121,51 @@ def _hashed(key: object) -> object:
     return key
 
 
-def _str(mapping: dict[str, object], field: str) -> str:
+def _field(mapping: _Mapping, field: str, kind: type[_Field]) -> _Field:
+    """A field of a tagged object, which MUST be of that type."""
     value = mapping[field]
-    if type(value) is not str:
+    if type(value) is not kind:
         raise Malformed(f"{_shown(value)} as the {field} of a {mapping['$']}")
     return value
 
 
-def _list(mapping: dict[str, object], field: str) -> list[object]:
-    value = mapping[field]
-    if type(value) is not list:
-        raise Malformed(f"{_shown(value)} as the {field} of a {mapping['$']}")
-    return value
+def _items(mapping: _Mapping) -> list[object]:
+    return _field(mapping, "items", list)
 
 
-def _from_base64(mapping: dict[str, object]) -> bytes:
+def _from_base64(mapping: _Mapping) -> bytes:
     try:
-        return base64.b64decode(_str(mapping, "base64"), validate=True)
+        return base64.b64decode(_field(mapping, "base64", str), validate=True)
     except ValueError:
         raise Malformed(f"invalid base64 in a {mapping['$']}") from None
 
 
-def _decode_int(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    text = _str(mapping, "hex")
+def _decode_int(_: TypedDecoder, mapping: _Mapping) -> object:
+    text = _field(mapping, "hex", str)
     if _HEX.fullmatch(text) is None:
         raise Malformed("an int that is not lower-case hex")
     return int(text, 16)  # linear in the text, and without the limit that decimals have
 
 
-def _decode_float(_: TypedDecoder, mapping: dict[str, object]) -> float:
-    text = _str(mapping, "bits")
+def _decode_float(_: TypedDecoder, mapping: _Mapping) -> float:
+    text = _field(mapping, "bits", str)
     if _BITS.fullmatch(text) is None:
         raise Malformed("a float that is not 16 hex digits")
     return cast("float", struct.unpack(">d", bytes.fromhex(text))[0])
 
 
-def _decode_complex(_: TypedDecoder, mapping: dict[str, object]) -> object:
+def _decode_complex(_: TypedDecoder, mapping: _Mapping) -> object:
     re, im = mapping["re"], mapping["im"]
     if type(re) is not float or type(im) is not float:
         raise Malformed("a complex number whose parts are no floats")
     return complex(re, im)
 
 
-def _decode_str(_: TypedDecoder, mapping: dict[str, object]) -> object:
+def _decode_str(_: TypedDecoder, mapping: _Mapping) -> object:
     try:
         return _from_base64(mapping).decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         raise Malformed("a str that is no UTF-8") from None
-
-
-def _decode_bytes(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    return _from_base64(mapping)
-
-
-def _decode_bytearray(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    return bytearray(_from_base64(mapping))
-
-
-def _decode_tuple(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    return tuple(_list(mapping, "items"))
 
 
 def _fill(into: dict[object, object], items: list[object]) -> dict[object, object]:
@@ -189,24 +178,8 @@ def _fill(into: dict[object, object], items: list[object]) -> dict[object, objec
     return into
 
 
-def _decode_dict(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    return _fill({}, _list(mapping, "items"))
-
-
-def _decode_ordereddict(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    return _fill(collections.OrderedDict(), _list(mapping, "items"))
-
-
-def _decode_set(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    return _distinct(_list(mapping, "items"))
-
-
-def _decode_frozenset(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    return frozenset(_distinct(_list(mapping, "items")))
-
-
-def _decode_deque(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    items, limit = _list(mapping, "items"), mapping["maxlen"]
+def _decode_deque(_: TypedDecoder, mapping: _Mapping) -> object:
+    items, limit = _items(mapping), mapping["maxlen"]
     if limit is None:
         return collections.deque(items)
     if type(limit) is not int or not len(items) <= limit <= sys.maxsize:
@@ -214,25 +187,26 @@ def _decode_deque(_: TypedDecoder, mapping: dict[str, object]) -> object:
     return collections.deque(items, limit)
 
 
-def _decode_range(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    items = _list(mapping, "items")
+def _decode_range(_: TypedDecoder, mapping: _Mapping) -> object:
+    items = _items(mapping)
     numbers = [item for item in items if type(item) is int]
     if len(items) != 3 or len(numbers) != 3 or numbers[2] == 0:
         raise Malformed("a range that is not three ints with a step")
-    return range(numbers[0], numbers[1], numbers[2])
+    return range(*numbers)
 
 
-def _decode_slice(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    items = _list(mapping, "items")
+def _decode_slice(_: TypedDecoder, mapping: _Mapping) -> object:
+    items = _items(mapping)
     if len(items) != 3:
         raise Malformed("a slice that has not three parts")
-    return slice(items[0], items[1], items[2])
+    return slice(*items)
 
 
-def _decode_namedtuple(decoder: TypedDecoder, mapping: dict[str, object]) -> object:
-    items, name = _list(mapping, "items"), _str(mapping, "type")
-    fields = tuple(field for field in _list(mapping, "fields") if type(field) is str)
-    if len(fields) != len(_list(mapping, "fields")) or len(fields) != len(items):
+def _decode_namedtuple(decoder: TypedDecoder, mapping: _Mapping) -> object:
+    items, name = _items(mapping), _field(mapping, "type", str)
+    names = _field(mapping, "fields", list)
+    fields = tuple(field for field in names if type(field) is str)
+    if not len(fields) == len(names) == len(items):
         raise Malformed("a namedtuple whose fields are not one string for each item")
     decoder.classes.add((name, fields))
     if len(decoder.classes) > MAX_NAMEDTUPLES:
@@ -243,35 +217,26 @@ def _decode_namedtuple(decoder: TypedDecoder, mapping: dict[str, object]) -> obj
     return tuple.__new__(made, items)
 
 
-def _decode_tensor(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    return TensorRef(_str(mapping, "name"))
-
-
-def _decode_ext(_: TypedDecoder, mapping: dict[str, object]) -> object:
-    return Tagged(_str(mapping, "tag"), mapping["value"])
-
-
-_decoders: dict[
-    str, tuple[Callable[[TypedDecoder, dict[str, object]], object], tuple[str, ...]]
-] = {
+_decoders: dict[str, tuple[Callable[[TypedDecoder, _Mapping], object], tuple[str, ...]]] = {
     "int": (_decode_int, ("hex",)),
     "float": (_decode_float, ("bits",)),
     "complex": (_decode_complex, ("re", "im")),
     "str": (_decode_str, ("base64",)),
-    "bytes": (_decode_bytes, ("base64",)),
-    "bytearray": (_decode_bytearray, ("base64",)),
-    "tuple": (_decode_tuple, ("items",)),
-    "dict": (_decode_dict, ("items",)),
-    "ordereddict": (_decode_ordereddict, ("items",)),
-    "set": (_decode_set, ("items",)),
-    "frozenset": (_decode_frozenset, ("items",)),
+    "bytes": (lambda _, mapping: _from_base64(mapping), ("base64",)),
+    "bytearray": (lambda _, mapping: bytearray(_from_base64(mapping)), ("base64",)),
+    "tuple": (lambda _, mapping: tuple(_items(mapping)), ("items",)),
+    "dict": (lambda _, mapping: _fill({}, _items(mapping)), ("items",)),
+    "ordereddict": (lambda _, m: _fill(collections.OrderedDict(), _items(m)), ("items",)),
+    "set": (lambda _, mapping: _distinct(_items(mapping)), ("items",)),
+    "frozenset": (lambda _, mapping: frozenset(_distinct(_items(mapping))), ("items",)),
     "deque": (_decode_deque, ("items", "maxlen")),
     "range": (_decode_range, ("items",)),
     "slice": (_decode_slice, ("items",)),
     "namedtuple": (_decode_namedtuple, ("type", "fields", "items")),
-    "tensor": (_decode_tensor, ("name",)),
-    "ext": (_decode_ext, ("tag", "value")),
+    "tensor": (lambda _, mapping: TensorRef(_field(mapping, "name", str)), ("name",)),
+    "ext": (lambda _, m: Tagged(_field(m, "tag", str), m["value"]), ("tag", "value")),
 }
+"""Of each tag the function that makes its value, and the fields that it has besides."""
 
 _CONTAINERS = frozenset(
     tag for tag, (_, fields) in _decoders.items() if "items" in fields or tag == "ext"

@@ -1,6 +1,6 @@
 """Python values to what the JSON encoder takes: one function per type, and the walk over them.
 
-Knows nothing of decoding beyond that `typed_decoder` has a function for each tag written here. An
+Knows nothing of decoding beyond that `typed_decoder` has a function for each tag written here. A
 `TypedEncoder` serves one walk, on one thread; after a refusal it is spent.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import collections
 import struct
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -139,30 +139,22 @@ def _is_short_int(value: object) -> bool:
     return type(value) is int and INT_MIN <= value <= INT_MAX  # repr refuses 4,300 digits
 
 
-def _encode_plain(_: TypedEncoder, value: object) -> object:
-    return value
-
-
-def _encode_int(_: TypedEncoder, value: object) -> object:
-    number = cast("int", value)
+def _encode_int(_: TypedEncoder, number: Any) -> object:
     return number if INT_MIN <= number <= INT_MAX else {"$": "int", "hex": f"{number:x}"}
 
 
-def _encode_float(_: TypedEncoder, value: object) -> object:
-    number = cast("float", value)
+def _encode_float(_: TypedEncoder, number: Any) -> object:
     if number - number == 0:  # false for inf and nan only
         return number
     return {"$": "float", "bits": struct.pack(">d", number).hex()}
 
 
-def _encode_complex(encoder: TypedEncoder, value: object) -> object:
-    number = cast("complex", value)
+def _encode_complex(encoder: TypedEncoder, number: Any) -> object:
     re, im = _encode_float(encoder, number.real), _encode_float(encoder, number.imag)
     return {"$": "complex", "re": re, "im": im}
 
 
-def _encode_str(_: TypedEncoder, value: object) -> object:
-    text = cast("str", value)
+def _encode_str(_: TypedEncoder, text: Any) -> object:
     if text.isascii() or is_utf8(text):
         return text
     return {"$": "str", "base64": _to_base64(text.encode("utf-8", "surrogatepass"))}
@@ -172,39 +164,38 @@ def _to_base64(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _encode_bytes(_: TypedEncoder, value: object) -> object:
-    return {"$": type(value).__name__, "base64": _to_base64(cast("bytes", value))}
+def _encode_bytes(_: TypedEncoder, data: Any) -> object:
+    return {"$": type(data).__name__, "base64": _to_base64(data)}
 
 
-def _encode_list(encoder: TypedEncoder, value: object) -> object:
-    return encoder.items(value, cast("list[object]", value))
+def _encode_list(encoder: TypedEncoder, value: Any) -> object:
+    return encoder.items(value, value)
 
 
-def _encode_tuple(encoder: TypedEncoder, value: object) -> object:
-    return {"$": "tuple", "items": encoder.items(value, cast("tuple[object, ...]", value))}
+def _encode_tuple(encoder: TypedEncoder, value: Any) -> object:
+    return {"$": "tuple", "items": encoder.items(value, value)}
 
 
-def _encode_set(encoder: TypedEncoder, value: object) -> object:
+def _encode_set(encoder: TypedEncoder, value: Any) -> object:
     entered = encoder.enter(value)
     encoder.path.append("{}")
-    items = list(map(encoder.value, cast("set[object]", value)))  # map adds no frame
+    items = list(map(encoder.value, value))  # map adds no frame
     encoder.path.pop()
     encoder.active.remove(entered)
     # The order of a set of strings differs from process to process; its bytes should not.
     return {"$": type(value).__name__, "items": sorted(items, key=json_bytes)}
 
 
-def _encode_dict(encoder: TypedEncoder, value: object) -> object:
-    mapping = cast("dict[object, object]", value)
+def _encode_dict(encoder: TypedEncoder, mapping: Any) -> object:
     kept = encoder.kept if len(mapping) >= EncodedDicts.LEAST else None
-    if kept is not None and (known := kept.find(value)) is not None:
+    if kept is not None and (known := kept.find(mapping)) is not None:
         return known
     for key in mapping:
         if type(key) is not str or not (key.isascii() or is_utf8(key)):
-            return _encode_pairs(encoder, value)
+            return _encode_pairs(encoder, mapping)
     if "$" in mapping:
-        return _encode_pairs(encoder, value)
-    entered, path = encoder.enter(value), encoder.path
+        return _encode_pairs(encoder, mapping)
+    entered, path = encoder.enter(mapping), encoder.path
     encoded: dict[object, object] = {}
     for key, item in mapping.items():
         path.append((key,))
@@ -212,35 +203,29 @@ def _encode_dict(encoder: TypedEncoder, value: object) -> object:
         encoded[key] = handler(encoder, item) if handler is not None else encoder.value(item)
         path.pop()
     encoder.active.remove(entered)
-    return encoded if kept is None else kept.note(value, encoded)
+    return encoded if kept is None else kept.note(mapping, encoded)
 
 
-def _encode_pairs(encoder: TypedEncoder, value: object) -> object:
-    entered, path = encoder.enter(value), encoder.path
+def _encode_pairs(encoder: TypedEncoder, mapping: Any) -> object:
+    entered, path = encoder.enter(mapping), encoder.path
     items: list[object] = []
-    for key, item in cast("dict[object, object]", value).items():
+    for key, item in mapping.items():
         path.extend(((key,), " (a key)"))
         items.append(encoder.value(key))
         path.pop()
         items.append(encoder.value(item))
         path.pop()
     encoder.active.remove(entered)
-    return {"$": "dict" if type(value) is dict else "ordereddict", "items": items}
+    return {"$": "dict" if type(mapping) is dict else "ordereddict", "items": items}
 
 
-def _encode_deque(encoder: TypedEncoder, value: object) -> object:
-    deque = cast("collections.deque[object]", value)
-    return {"$": "deque", "maxlen": deque.maxlen, "items": encoder.items(value, deque)}
+def _encode_deque(encoder: TypedEncoder, value: Any) -> object:
+    return {"$": "deque", "maxlen": value.maxlen, "items": encoder.items(value, value)}
 
 
-def _encode_range(encoder: TypedEncoder, value: object) -> object:
-    span = cast("range", value)
-    return {"$": "range", "items": encoder.items(value, (span.start, span.stop, span.step))}
-
-
-def _encode_slice(encoder: TypedEncoder, value: object) -> object:
-    span = cast("slice", value)
-    return {"$": "slice", "items": encoder.items(value, (span.start, span.stop, span.step))}
+def _encode_bounds(encoder: TypedEncoder, span: Any) -> object:
+    items = encoder.items(span, (span.start, span.stop, span.step))
+    return {"$": type(span).__name__, "items": items}
 
 
 def _encode_namedtuple(encoder: TypedEncoder, value: tuple[object, ...]) -> object:
@@ -256,21 +241,20 @@ def _encode_namedtuple(encoder: TypedEncoder, value: tuple[object, ...]) -> obje
     return {"$": "namedtuple", "type": name, "fields": list(fields), "items": items}
 
 
-def _encode_tensor(encoder: TypedEncoder, value: object) -> object:
-    return {"$": "tensor", "name": encoder.text(cast("TensorRef", value).name)}
+def _encode_tensor(encoder: TypedEncoder, ref: Any) -> object:
+    return {"$": "tensor", "name": encoder.text(ref.name)}
 
 
-def _encode_tagged(encoder: TypedEncoder, value: object) -> object:
-    tagged = cast("Tagged", value)
-    entered = encoder.enter(value)
+def _encode_tagged(encoder: TypedEncoder, tagged: Any) -> object:
+    entered = encoder.enter(tagged)
     encoded = encoder.value(tagged.value)
     encoder.active.remove(entered)
     return {"$": "ext", "tag": encoder.text(tagged.tag), "value": encoded}
 
 
-_encoders: dict[type, Callable[[TypedEncoder, object], object]] = {
-    type(None): _encode_plain,
-    bool: _encode_plain,
+_encoders: dict[type, Callable[[TypedEncoder, Any], object]] = {
+    type(None): lambda _, value: value,
+    bool: lambda _, value: value,
     int: _encode_int,
     float: _encode_float,
     complex: _encode_complex,
@@ -284,8 +268,8 @@ _encoders: dict[type, Callable[[TypedEncoder, object], object]] = {
     set: _encode_set,
     frozenset: _encode_set,
     collections.deque: _encode_deque,
-    range: _encode_range,
-    slice: _encode_slice,
+    range: _encode_bounds,
+    slice: _encode_bounds,
     TensorRef: _encode_tensor,
     Tagged: _encode_tagged,
 }

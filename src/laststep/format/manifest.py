@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -39,16 +39,20 @@ _TABLE = re.compile(r"[0-9a-f]{32}")
 _APART = frozenset('/\\:*?"<>|')
 """What separates or means something in a path, on one system or another."""
 _DATA, _GROUP = ".safetensors", ".json"
+_SAME_FIELDS = (
+    "format", "run", "step", "epoch", "attempt", "created_s", "laststep", "items", "continues",
+    "references",
+)  # fmt: skip
 
 
-class FileRecord(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    gc=False,
-    forbid_unknown_fields=True,
+class _Record(
+    msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True,
     omit_defaults=True,
-):
+):  # fmt: skip
+    """An entry of a list in a manifest."""
+
+
+class FileRecord(_Record, frozen=True, kw_only=True):
     """A data file: its size, the length and digest of its header region, and who wrote it."""
 
     name: str
@@ -58,14 +62,7 @@ class FileRecord(
     rank: Count = 0
 
 
-class ItemRecord(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    gc=False,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-):
+class ItemRecord(_Record, frozen=True, kw_only=True):
     """An item: the kind of provider that wrote it, and the (first) file that holds its tensors;
     `per_rank` if every rank has a state of its own."""
 
@@ -77,7 +74,7 @@ class ItemRecord(
     per_rank: bool = False
 
 
-class GroupRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=True):
+class GroupRecord(_Record, frozen=True, kw_only=True):
     """The manifest of a group of consecutive ranks: its name and digest, which ranks, and how many
     data files of how many bytes in all it lists."""
 
@@ -128,18 +125,19 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def size_bytes(self) -> int:
         """Of all its data files."""
-        return sum(one.size_bytes for one in self.groups or self.files)
+        return sum(record.size_bytes for record in self.groups or self.files)
 
     @property
     def file_count(self) -> int:
         """How many data files it has."""
-        return sum(one.files for one in self.groups) or len(self.files)
+        return sum(group.files for group in self.groups) or len(self.files)
 
 
-class Abort(msgspec.Struct, frozen=True, kw_only=True):
+class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The decision that there is no checkpoint here: why, and who took it."""
 
-    format: int = FORMAT_VERSION
+    format: Literal[1] = 1
+    decision: Literal["abort"] = "abort"
     reason: str
     by: str
 
@@ -173,16 +171,9 @@ class _CommitDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     classes: tuple[_ClassDocument, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
-class _AbortDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    format: Literal[1] = 1
-    decision: Literal["abort"] = "abort"
-    reason: str
-    by: str
-
-
 # Made here, so that the first commit of a job does not wait for it.
 _decode_commit = msgspec.json.Decoder(_CommitDocument).decode
-_decode_abort = msgspec.json.Decoder(_AbortDocument).decode
+_decode_abort = msgspec.json.Decoder(Abort).decode
 
 
 def encode(decision: Commit | Abort) -> bytes:
@@ -193,8 +184,9 @@ def encode(decision: Commit | Abort) -> bytes:
             expected=f"format {FORMAT_VERSION}",
             found=f"format {decision.format}",
         )
+    document = decision if isinstance(decision, Abort) else _document_of(decision)
     try:
-        data = seal(msgspec.json.encode(_document_of(decision)), member="manifest")
+        data = seal(msgspec.json.encode(document), member="manifest")
         # What is written is read back first: nothing is committed that no reader would take.
         decode(data, where="the manifest to be written")
     except UnicodeEncodeError as error:
@@ -213,7 +205,7 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
     refuse_later(plain.get("format"), what="manifest", where=where, writer=plain.get("laststep"))
     try:
         if plain.get("decision") == "abort":
-            return _abort_of(_decode_abort(content))
+            return _decode_abort(content)
         document = _decode_commit(content)
     except msgspec.ValidationError as error:
         raise _corrupt(where, "the fields that docs/format.md lists", str(error)) from None
@@ -228,34 +220,29 @@ def _corrupt(where: str, expected: str, found: str) -> Corrupt:
     return corrupt(where, expected, found, what="manifest")
 
 
-def _document_of(decision: Commit | Abort) -> _CommitDocument | _AbortDocument:
-    if isinstance(decision, Abort):
-        return _AbortDocument(reason=decision.reason, by=decision.by)
-    _check_metrics(decision.metrics)
-    return _CommitDocument(
-        run=decision.run,
-        step=decision.step,
-        epoch=decision.epoch,
-        attempt=decision.attempt,
-        created_s=decision.created_s,
-        laststep=decision.laststep,
-        items=decision.items,
-        files=msgspec.UNSET if decision.groups else decision.files,
-        metrics=msgspec.Raw(objects.encode(decision.metrics)),
-        metadata=msgspec.Raw(objects.encode(decision.metadata)),
-        continues=decision.continues,
-        references=decision.references,
-        ranks=decision.ranks if decision.ranks != 1 else msgspec.UNSET,
-        groups=decision.groups or msgspec.UNSET,
-        classes=tuple(
-            _ClassDocument(
-                table=one.table,
-                spans=tuple(tuple(span[:2]) if span.stride == 1 else span for span in one.spans),
-            )
-            for one in decision.classes
+def _document_of(commit: Commit) -> _CommitDocument:
+    _check_metrics(commit.metrics)
+    classes = tuple(
+        _ClassDocument(
+            table=record.table,
+            spans=tuple(tuple(span[:2]) if span.stride == 1 else span for span in record.spans),
         )
-        or msgspec.UNSET,
+        for record in commit.classes
     )
+    return _CommitDocument(
+        **_same_fields(commit),
+        files=msgspec.UNSET if commit.groups else commit.files,
+        metrics=msgspec.Raw(objects.encode(commit.metrics)),
+        metadata=msgspec.Raw(objects.encode(commit.metadata)),
+        ranks=commit.ranks if commit.ranks != 1 else msgspec.UNSET,
+        groups=commit.groups or msgspec.UNSET,
+        classes=classes or msgspec.UNSET,
+    )
+
+
+def _same_fields(commit: Commit | _CommitDocument) -> dict[str, Any]:
+    """The fields that are written just as they are."""
+    return {name: getattr(commit, name) for name in _SAME_FIELDS}
 
 
 def _check_metrics(metrics: dict[str, Metric]) -> None:
@@ -270,19 +257,15 @@ def _check_metrics(metrics: dict[str, Metric]) -> None:
             )
 
 
-def _abort_of(document: _AbortDocument) -> Abort:
-    return Abort(format=document.format, reason=document.reason, by=document.by)
-
-
 def _classes_of(document: _CommitDocument, where: str) -> tuple[ClassRecord, ...]:
     classes = () if document.classes is msgspec.UNSET else document.classes
-    for one in classes:
-        for span in one.spans:
+    for entry in classes:
+        for span in entry.spans:
             if not (len(span) == 2 or (len(span) == 3 and span[2] > 1)):
                 raise _corrupt(where, "a first rank, a count and perhaps a stride", str(span))
     return tuple(
-        ClassRecord(table=one.table, spans=tuple(Span(*span) for span in one.spans))
-        for one in classes
+        ClassRecord(table=entry.table, spans=tuple(Span(*span) for span in entry.spans))
+        for entry in classes
     )
 
 
@@ -300,19 +283,10 @@ def _commit_of(document: _CommitDocument, plain: dict[str, object], where: str) 
     except Usage as error:
         raise _corrupt(where, "metrics of plain values", f"{error.where}: {error.found}") from None
     return Commit(
-        format=document.format,
-        run=document.run,
-        step=document.step,
-        epoch=document.epoch,
-        attempt=document.attempt,
-        created_s=document.created_s,
-        laststep=document.laststep,
-        items=document.items,
+        **_same_fields(document),
         files=() if document.files is msgspec.UNSET else document.files,
         metrics=metrics,
         metadata=objects.from_parsed(plain["metadata"], where=f"metadata of {where}"),
-        continues=document.continues,
-        references=document.references,
         ranks=1 if document.ranks is msgspec.UNSET else document.ranks,
         groups=() if document.groups is msgspec.UNSET else document.groups,
         classes=_classes_of(document, where),
