@@ -21,8 +21,9 @@ from laststep.memory.pool import Pool
 from laststep.process import interrupts, shortage
 from laststep.ranks.group import Alone
 from laststep.ranks.rank import Rank, this_rank
+from laststep.restoring.fit import VALUE, fit, judge_twins
 from laststep.restoring.restore import hand_over
-from laststep.restoring.transfer import VALUE, Transfer, fit, judge_twins, load_all
+from laststep.restoring.transfer import Transfer, load_all
 from laststep.saving.place import check_new_folder
 from laststep.settings import MIN_SLOTS
 from laststep.state.items import providers_for
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.read.content import Content
-    from laststep.restoring.fit import Match
+    from laststep.restoring.match import Match
 
 log = logging.getLogger(__name__)
 

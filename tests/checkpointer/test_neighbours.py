@@ -18,8 +18,7 @@ import laststep
 from laststep.catalog import epochs
 from laststep.catalog.run import Run
 from laststep.flush import server as serving
-from laststep.restoring import neighbours
-from laststep.restoring import restore as restoring
+from laststep.restoring import neighbours, waiting
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -150,9 +149,9 @@ def test_what_ones_own_flusher_could_not_decide_is_not_waited_for(
         checkpointer.save(0).wait()
         run = Run.open(DirectoryStore(run_folder))
         run.begin(step=1, epoch=1, attempt=2)
-        assert restoring._other_writers(run) == []
-        monkeypatch.setattr(restoring, "os", SimpleNamespace(getpid=lambda: os.getpid() + 1))
-        (writer,) = restoring._other_writers(run)
+        assert waiting._other_writers(run) == []
+        monkeypatch.setattr(waiting, "os", SimpleNamespace(getpid=lambda: os.getpid() + 1))
+        (writer,) = waiting._other_writers(run)
         assert writer.attempts == ("step-00000001.1-2",)
 
 
@@ -163,7 +162,7 @@ def test_a_process_of_the_same_number_in_another_container_is_waited_for(
     there = msgspec.structs.replace(epochs.this_writer(), host="another-container")
     with contextlib.closing(run.lock_epoch(run.claim_epoch(None, writer=there))):
         run.begin(step=1, epoch=1, attempt=1)
-        (writer,) = restoring._other_writers(run)
+        (writer,) = waiting._other_writers(run)
     assert (writer.pid, writer.host) == (os.getpid(), "another-container")
 
 
@@ -171,7 +170,7 @@ def test_a_live_writer_that_does_not_commit_is_told(
     held: Held, opened: object, training: object, fresh: object, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(restoring, "WAIT_FOR_OTHERS_S", 0.2)
+    monkeypatch.setattr(waiting, "WAIT_FOR_OTHERS_S", 0.2)
     held.go_on.set()
     first = opened(training)
     training.become(1)

@@ -19,7 +19,7 @@ import torch
 import laststep
 from laststep.capture import mover
 from laststep.flush import client
-from laststep.restoring import restore as restoring
+from laststep.restoring import waiting
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -69,7 +69,7 @@ def read_options() -> argparse.Namespace:
     if options.end is not None:
         client._END_S = options.end
     if options.patience is not None:
-        restoring.WAIT_FOR_OTHERS_S = options.patience
+        waiting.WAIT_FOR_OTHERS_S = options.patience
     if options.tell_waiting:
         logging.getLogger("laststep").addHandler(Waiting())
         logging.getLogger("laststep").setLevel(logging.INFO)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from laststep.ranks.group import Ranks
     from laststep.read.content import Content, Key
     from laststep.read.files import DataFile
-    from laststep.restoring.fit import Match
+    from laststep.restoring.match import Match
     from laststep.state.stored_items import TensorSpec
 
 _PARCEL_BYTES = 64 << 20

@@ -1,491 +1,318 @@
-"""Fit a stored item to the live state: where every stored tensor goes, and all that does not fit.
+"""Fit all items of a checkpoint to the live state of this rank, and hear what fits on the others.
 
-Decides and allocates, but reads and writes no tensor data: the result says which stored tensor is
-read into which memory and what is copied from there afterwards.
+Everything that can be known to not fit is found, for all items together, before a single live byte
+is touched.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import fnmatch
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from laststep.codecs.objects import Tagged, TensorRef
-from laststep.errors import Usage
-from laststep.state.names import name_of, path_of
-from laststep.state.provider import ABSENT, State, StateProvider, lies_under
-from laststep.state.stored_items import StoredItem, TensorSpec
-from laststep.state.tensors import (
-    DTYPE_NAMES,
-    allocate,
-    is_dtensor,
-    laid_of,
-    like,
-    open_view,
-    repeats_itself,
-    revive,
-    same_bytes,
-    same_memory,
-)
-from laststep.state.tree import OWNED, Path, owned, owners, rebuild, show_path, tensor_names
+import msgspec
+
+from laststep.errors import Mismatch, NotFound, Problems
+from laststep.ranks.group import together
+from laststep.restoring.match import Match, match_item
+from laststep.restoring.renaming import modules_in, rename
+from laststep.saving.describe import naming
+from laststep.state.modules import loads_in_its_own_way
+from laststep.state.tensors import collect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    from laststep.restoring.renaming import Renamed
-    from laststep.state.layouts import Layout
+    from laststep.ranks.group import Ranks
+    from laststep.ranks.rank import Rank
+    from laststep.read.content import Content
+    from laststep.restoring.renaming import Modules
     from laststep.state.pieces import Collected
+    from laststep.state.provider import State, StateProvider
+
+log = logging.getLogger(__name__)
+
+VALUE = "state"
+"""The item that holds a one-off state."""
+_VALUES = frozenset({"value", "group"})
+"""Kinds of items that are restored into the live dicts themselves."""
+
+
+def selection(only: Sequence[str] | None, item: str) -> tuple[bool, Callable[[str], bool] | None]:
+    """Whether an item takes part in a restore, and which of its tensors (None: all of it)."""
+    if only is None or item in only:
+        return True, None
+    patterns = [p for p in only if fnmatch.fnmatchcase(item, p.split("/", 1)[0])]
+    if not patterns:
+        return False, None
+    return True, lambda name: any(_matches(pattern, item, name) for pattern in patterns)
+
+
+def _matches(pattern: str, item: str, name: str) -> bool:
+    """Whether a glob picks a tensor; one without a slash picks whole items."""
+    return "/" not in pattern or fnmatch.fnmatchcase(f"{item}/{name}", pattern)
 
 
 @dataclass(slots=True)
-class Match:
-    """How a stored item goes into the live state."""
+class Fit:
+    """How a checkpoint goes into the live state of one rank, and all that does not fit."""
 
-    item: StoredItem
-    whole: bool
-    fresh: tuple[Path, ...] = ()
-    """What is handed over whole or not at all."""
-    foreign: tuple[Path, ...] = ()
-    """What an object of another class gave, or the provider refuses: it is left alone."""
-    newer: tuple[Path, ...] = ()
-    """Live entries of dicts that are not stored."""
-    exact: bool = False
-    """Whether these go, so that the dicts become what was stored; else they stay."""
-    reads: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Stored tensor → contiguous memory that its bytes are read into."""
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    """How those lie of which this rank takes a part; the memory in `reads` is of that part."""
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """(to, from), after all reads."""
-    apart: frozenset[str] = frozenset()
-    """Names that are not to share memory, though the bytes of some are those of others."""
-    twins: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of stored tensors that are one here. The second is restored; the first is read as well,
-    to see that they are the same."""
-    values: dict[str, object] = field(default_factory=dict)
-    """Every name of the tree → the tensor that stands for it, or ABSENT."""
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
-    lacking: list[str] = field(default_factory=list)
-    """Stored state for which there is nothing live, in words."""
-
-    def tree(self, *, allow_pickle: bool) -> object:
-        """The loaded state; after the reads and copies."""
-        tree = _without(self.item.tree, self.foreign)
-        if not self.whole:
-            tree = _without_plain(tree, self.fresh)
-        value = rebuild(
-            tree,
-            leaf=lambda ref: self.values[ref.name],
-            revive=lambda tagged: revive(tagged, where=self.item.name, allow_pickle=allow_pickle),
-        )
-        if not self.exact:
-            for path in self.newer:
-                _mark_absent(value, path)
-        return value
-
-    def differing(self) -> list[str]:
-        """Which twins are not the same, in words; after the reads."""
-        return [
-            f"{name}: is one with {first} here, but was stored apart and differs"
-            for name, first in self.twins
-            if not same_bytes(self.read(name), self.read(first))
-        ]
-
-    def read(self, name: str) -> torch.Tensor:
-        """The memory that a stored tensor is read into."""
-        landing, view = self.reads[self.item.source_of(name)], self.item.view_of(name)
-        return landing if view is None else open_view(landing, view)
-
-    def newer_values(self) -> list[str]:
-        """The names of live entries that are not stored and hold no tensors; those that do are
-        `missing`."""
-        names = [_name(path) for path in self.newer]
-        return [
-            name for name in names
-            if not any(other == name or other.startswith(f"{name}/") for other in self.missing)
-        ]  # fmt: skip
+    matches: list[Match]
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
+    removed: dict[str, list[str]]
+    """Live values that go, by item."""
+    derived: set[str] = field(default_factory=set)
+    """Items of which this rank derives a state of its own from another's."""
+    merged: list[str] = field(default_factory=list)
+    """Items whose state is made of those of all ranks that were."""
+    problems: Problems = field(default_factory=Problems)
+    have_twins: bool = False
+    """Whether any rank reads tensors that are two in the checkpoint and one in its state."""
+    strict: bool = True
+    where: str = ""
 
 
-def match_item(
-    renamed: Renamed,
-    provider: StateProvider,
-    state: State,
-    live: Collected,
-    selected: Callable[[str], bool] | None,
-) -> Match:
-    """Fit one item. `selected` picks tensors by name for a partial restore; None takes all."""
-    item = renamed.item
-    match = Match(item=item, whole=selected is None, fresh=state.fresh, apart=renamed.apart)
-    match.twins = [pair for pair in renamed.twins if selected is None or selected(pair[0])]
-    match.values = dict.fromkeys(item.names(), ABSENT)
-    if selected is None:
-        _refuse_foreign(match, live)
-        if () in match.foreign:
-            return match
-        match.mismatched += [*provider.check(_outline(item)), *renamed.differing]
-    for path, why in provider.refuses(_outline(item)).items():
-        below = (n for n in item.names() if lies_under(path_of(n), (path,)))
-        if selected is None or any(map(selected, below)):
-            match.foreign += (path,)
-            match.mismatched.append(why)
-    for path, why in provider.lacks(_outline(item)).items():
-        match.foreign += (path,)
-        if selected is None:
-            match.lacking.append(why)
-    names = [name for name in item.names() if selected is None or selected(name)]
-    if match.foreign:
-        names = [name for name in names if not lies_under(path_of(name), match.foreign)]
-    if selected is not None and (one := _under(names, state.fresh)) is not None:
-        raise Usage(
-            f"{item.name}/{one} can only be restored with the rest of its state",
-            remedy=f"name the item itself: only=[{item.name!r}]",
-        )
-    fresh = _pair(match, names, state, live)
-    _allocate_fresh(match, fresh, provider, live)
-    _place_twins(match)
-    not_paired = (*state.fresh, *state.loose, *match.foreign)
-    if selected is None:
-        _find_missing(match, not_paired, live)
-    if () not in not_paired:
-        match.newer = tuple(
-            path for path in _newer(item.tree, live.tree, ()) if not lies_under(path, not_paired)
-        )
-    return match
+def fit(
+    content: Content,
+    providers: Mapping[str, StateProvider],
+    only: Sequence[str] | None,
+    *,
+    strict: bool,
+    where: str,
+    remedy: str,
+    ranks: Ranks,
+) -> Fit:
+    """Fit all wanted items; raises one `Mismatch` that lists everything when `strict`. `where` (the
+    checkpoint's folder) and `remedy` are for its message. Where several `ranks` restore, what is
+    stored need not be wanted by each of them, but by one."""
+    found = together(
+        ranks, lambda: _look(content, providers, only, ranks.rank, strict=strict, where=where)
+    )
+    fits = _hear_of_others(found, ranks)
+    problems = Problems(
+        missing=tuple(found.missing), unexpected=tuple(found.unexpected),
+        mismatched=tuple(found.mismatched),
+    )  # fmt: skip
+
+    def judge() -> None:
+        if problems:
+            way = _way_by_hooks(problems, content, providers, where)
+            raise Mismatch.of(problems, where=where, remedy=remedy + way)
+
+    if strict and not fits:
+        together(ranks, judge)
+    _warn_of_removed(found.removed)
+    found.problems = problems
+    return found
 
 
-def load_item(item: StoredItem, device: str) -> Match:
-    """Take an item as it is, into new memory."""
-    match = Match(item=item, whole=True)
-    match.values = dict.fromkeys(item.names(), ABSENT)
-    _place_fresh(match, dict.fromkeys(item.names(), device))
-    return match
+def judge_twins(found: Fit, ranks: Ranks) -> None:
+    """Judge what only the bytes tell, once they are read: whether what is one tensor here is stored
+    as two of the same. If not, that is a `Mismatch` when strict; else the first holds."""
+    if not found.have_twins:
+        return
+    mine = together(
+        ranks, lambda: [f"{m.item.name}/{text}" for m in found.matches for text in m.differing()]
+    )
+    told = map(msgspec.msgpack.decode, ranks.gather(msgspec.msgpack.encode(mine)))
+    texts = tuple(dict.fromkeys(text for note in told for text in note))
+    if texts and found.strict:
+        raise Mismatch.of(
+            Problems(mismatched=texts), where=found.where,
+            remedy="restore into a state in which they are apart, "
+            "or pass strict=False to take the first",
+        )  # fmt: skip
+    found.problems = msgspec.structs.replace(
+        found.problems, mismatched=found.problems.mismatched + texts
+    )
 
 
-def _pair(match: Match, names: list[str], state: State, live: Collected) -> list[str]:
-    """Find the live counterpart of each name; those that get fresh memory are returned."""
-    fresh: list[str] = []
-    replaced = _replaced(match.item.tree)
-    in_place: dict[str, list[tuple[str, torch.Tensor]]] = {}
-    for name in names:
-        path = path_of(name)
-        target = live.tensors.get(name)
-        if name in replaced or lies_under(path, state.fresh):
-            fresh.append(name)
-        elif target is None:
-            if match.whole and lies_under(path, state.loose):
-                fresh.append(name)
-            else:
-                match.unexpected.append(name)
-        elif _differs(match, name, target, live):
+def _look(
+    content: Content,
+    providers: Mapping[str, StateProvider],
+    only: Sequence[str] | None,
+    rank: Rank,
+    *,
+    strict: bool,
+    where: str,
+) -> Fit:
+    """What fits on this rank, and what does not; nothing is touched."""
+    found = Fit([], [], [], [], {}, strict=strict, where=where)
+    looks = _Looks(content, providers, only)
+    missing, unexpected, mismatched = found.missing, found.unexpected, found.mismatched
+    for name, provider in providers.items():
+        wanted, selected = selection(only, name)
+        if not wanted:
             continue
-        else:
-            in_place.setdefault(match.item.source_of(name), []).append((name, target))
-    _take_shared_once(match, in_place, live)
-    for source, targets in in_place.items():
-        _place_live(match, source, targets, live)
-    return fresh
+        if name not in content.items:
+            missing.append(name)
+            continue
+        item = content.item(name)
+        if not _takes_over(content, name, provider, rank, found):
+            continue
+        if selected is not None and not any(map(selected, item.names())):
+            continue
+        state, live = looks.at(name)
+        renamed = rename(item, live.tree, looks.stored_modules, looks.live_modules)
+        match = match_item(renamed, provider, state, live, selected)
+        match.exact = strict and selected is None
+        if () not in match.foreign:
+            found.matches.append(match)
+        missing += [f"{name}/{n}" for n in match.missing]
+        unexpected += [f"{name}/{n}" for n in match.unexpected]
+        unexpected += [f"{name} {text}" for text in match.lacking]
+        mismatched += [
+            f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}"
+            for text in match.mismatched
+        ]
+        newer = match.newer_values() if match.whole else []
+        if not strict:
+            missing += [f"{name}/{n}" for n in newer]
+        elif newer and provider.kind in _VALUES:
+            found.removed[name] = newer
+    if only is None:
+        unexpected += [name for name in content.items if name not in providers]
+    else:
+        _check_all_used(only, content, providers, where)
+    return found
 
 
-def _refuse_foreign(match: Match, live: Collected) -> None:
-    """State of another class than the live object's may look alike and mean something else."""
-    ours = owners(live.tree)
-    for path, theirs in owners(match.item.tree).items():
-        if ours.get(path, theirs) != theirs:
-            match.foreign += (path,)
-            text = f"is of class {ours[path]}, the stored one of class {theirs}"
-            match.mismatched.append(f"{show_path(path)} {text}" if path else text)
+class _Looks:
+    """The live items, each looked at once at most; and the modules on both sides, whose ties tell
+    which names are of one parameter."""
+
+    def __init__(
+        self,
+        content: Content,
+        providers: Mapping[str, StateProvider],
+        only: Sequence[str] | None,
+    ) -> None:
+        self._content = content
+        self._providers = providers
+        self._only = only
+        self._seen: dict[str, tuple[State, Collected]] = {}
+
+    def at(self, name: str) -> tuple[State, Collected]:
+        if name not in self._seen:
+            with naming(name):
+                state = self._providers[name].describe()
+                live = collect(state.value, volatile=state.volatile, allow_pickle=True)
+            self._seen[name] = state, live
+        return self._seen[name]
+
+    def stored_modules(self) -> Modules:
+        found: Modules = {}
+        for item in self._content.items.values():
+            found |= modules_in(item.name, item.kind, item.tree, item.ties)
+        return found
+
+    def live_modules(self) -> Modules:
+        """Of groups only those that take part: others may be dear to look at."""
+        found: Modules = {}
+        for name, provider in self._providers.items():
+            takes_part, _ = selection(self._only, name)
+            if provider.kind == "module" or (provider.kind == "group" and takes_part):
+                live = self.at(name)[1]
+                found |= modules_in(name, provider.kind, live.tree, live.ties)
+        return found
 
 
-def _differs(match: Match, name: str, target: torch.Tensor, live: Collected) -> bool:
-    spec = match.item.spec_of(name)
-    layout = live.layouts.get(name)
-    shape = tuple(target.shape) if layout is None else layout.shape
-    found = TensorSpec(DTYPE_NAMES[target.dtype], shape)
-    if spec != found:
-        match.mismatched.append(
-            f"{name}: stored {spec.dtype}{list(spec.shape)}, live {found.dtype}{list(found.shape)}"
-        )
+def _takes_over(
+    content: Content, name: str, provider: StateProvider, rank: Rank, found: Fit
+) -> bool:
+    """Whether a rank takes over a state that each has for itself; there may be other ranks now."""
+    stored, policy = content.commit.ranks, provider.when_ranks_change
+    if not provider.per_rank or stored == rank.ranks:
         return True
-    if repeats_itself(target):
-        match.mismatched.append(
-            f"{name}: the live tensor is expanded, so several elements are one place in memory, "
-            "which cannot be written; make it contiguous"
-        )
+    if callable(policy):
+        found.merged.append(name)
+        return False
+    if policy in ("keep", "derive") and rank.number < stored:
         return True
+    if policy == "derive":
+        found.derived.add(name)
+        return True
+    what = f"each rank has its own; it was saved by {stored}, and this job has {rank.ranks}"
+    if policy == "refuse":
+        found.mismatched.append(
+            f"{name}: {what}; wrap it to say what becomes of it: laststep.PerRank({name}, "
+            "when_ranks_change='keep', 'drop' or a function)"
+        )
+    elif policy == "drop":
+        log.warning("%s: %s: it is dropped", name, what)
+    else:
+        log.warning("%s: %s: rank %d begins with its own", name, what, rank.number)
     return False
 
 
-def _take_shared_once(
-    match: Match, in_place: dict[str, list[tuple[str, torch.Tensor]]], live: Collected
+def _hear_of_others(found: Fit, ranks: Ranks) -> bool:
+    """Unexpected is what no rank has use for. Returns whether all fits, on all ranks."""
+    twins = any(match.twins for match in found.matches)
+    lacks = bool(found.missing or found.mismatched)
+    told = ranks.gather(msgspec.msgpack.encode((found.unexpected, twins, lacks)))
+    notes = [msgspec.msgpack.decode(note) for note in told]
+    common = set(notes[0][0]).intersection(*(unexpected for unexpected, _, _ in notes[1:]))
+    found.unexpected = [text for text in found.unexpected if text in common]
+    found.have_twins = any(twins for _, twins, _ in notes)
+    return not common and not any(lacks for _, _, lacks in notes)
+
+
+def _way_by_hooks(
+    problems: Problems, content: Content, providers: Mapping[str, StateProvider], where: str
+) -> str:
+    """The way out for modules that translate the names of older checkpoints when they load: tensors
+    that are restored in place do not pass through their hooks."""
+    named = {text.partition("/")[0] for text in (*problems.missing, *problems.unexpected)}
+    for name in sorted(named.intersection(providers)):
+        if any(loads_in_its_own_way(part) for part in providers[name].parts()):
+            stored = f"laststep.load({where!r})"
+            if set(content.items) != {VALUE}:
+                stored += f"[{name!r}]"
+            return (
+                f"; {name} has hooks for loading, which a restore in place does not run: "
+                f"its load_state_dict({stored}) does"
+            )
+    return ""
+
+
+def _warn_of_removed(removed: Mapping[str, Sequence[str]]) -> None:
+    for item, names in removed.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        log.warning(
+            "%s goes back to what was saved, without %s%s; strict=False would keep them",
+            item, ", ".join(names[:3]), more,
+        )  # fmt: skip
+
+
+def _check_all_used(
+    only: Sequence[str], content: Content, providers: Mapping[str, StateProvider], where: str
 ) -> None:
-    """Of tensors that share memory now but were stored apart only one can be restored: the one that
-    has the first of the live names, by which an optimizer knows it too. Others that are the very
-    same tensor are its twins; those that merely overlap with it do not fit."""
-    item = match.item
-    taken = {name: name for targets in in_place.values() for name, _ in targets}
-    owner: dict[str, str] = {}
-    for source, targets in in_place.items():
-        for name, target in list(targets):
-            first = live.ties.get(name, name)
-            view = live.views.get(first)
-            same = taken.setdefault(first, name)
-            other = owner.setdefault(first if view is None else view.base, same)
-            lies_alike = live.layouts.get(name) == live.layouts.get(same)
-            if lies_alike and item.window_of(name) != item.window_of(same):
-                match.twins.append((name, same))
-                match.values[name] = live.owners.get(name, target)
-            elif source != item.source_of(other):
-                match.mismatched.append(f"{name}: shares memory with {other}, but was stored apart")
-            else:
-                continue
-            targets[:] = [pair for pair in targets if pair[0] != name]
-    for source in [source for source, targets in in_place.items() if not targets]:
-        del in_place[source]
-
-
-def _place_twins(match: Match) -> None:
-    """Memory for the twins of what is restored, which lies as that does."""
-    twins, match.twins = match.twins, []
-    for name, first in twins:
-        source, other = match.item.source_of(name), match.item.source_of(first)
-        view = match.item.view_of(name)
-        if other not in match.reads or match.item.window_of(name) == match.item.window_of(first):
+    """`NotFound` for a part that was asked for and picks nothing, such as a misspelt one."""
+    names = {name: content.items[name].names() for name in providers if name in content.items}
+    items = f"items {', '.join(sorted(content.items))} in the checkpoint"
+    for pattern in only:
+        whose = pattern.split("/", 1)[0]
+        if pattern in providers or any(
+            pattern == item
+            or (fnmatch.fnmatchcase(item, whose)
+                and any(_matches(pattern, item, name) for name in tensors))
+            for item, tensors in names.items()
+        ):  # fmt: skip
             continue
-        landing, layout = match.reads[other], match.layouts.get(other)
-        if source not in match.reads and (layout is None or view is None):
-            spec = match.item.tensors[source]
-            shape = spec.shape if layout is None else tuple(landing.shape)
-            match.reads[source] = allocate(spec.dtype, shape, str(landing.device))
-            if layout is not None:
-                match.layouts[source] = layout
-        if match.layouts.get(source) == layout:
-            match.twins.append((name, first))
-        else:
-            match.mismatched.append(f"{name}: lies otherwise over the ranks than {first}")
-
-
-def _place_live(
-    match: Match, source: str, targets: list[tuple[str, torch.Tensor]], live: Collected
-) -> None:
-    """Read straight into one live tensor where it has the stored form, and copy on from there."""
-    if any(name in live.layouts for name, _ in targets):
-        _place_parts(match, source, targets, live)
-        return
-    spec = match.item.tensors[source]
-    plain = [t for name, t in targets if match.item.view_of(name) is None and t.is_contiguous()]
-    landing = plain[0] if plain else allocate(spec.dtype, spec.shape, str(targets[0][1].device))
-    match.reads[source] = landing
-    for name, target in targets:
-        match.values[name] = target
-        view = match.item.view_of(name)
-        origin = landing if view is None else open_view(landing, view)
-        if origin is not target and not same_memory(origin, target):
-            match.copies.append((target, origin))
-
-
-def _place_parts(
-    match: Match, source: str, targets: list[tuple[str, torch.Tensor]], live: Collected
-) -> None:
-    """Read the part that this rank holds; all names of it must lie alike."""
-    first, target = targets[0]
-    layout = live.layouts.get(first)
-    landing = target
-    if not target.is_contiguous():
-        landing = allocate(DTYPE_NAMES[target.dtype], tuple(target.shape), str(target.device))
-    for name, other in targets:
-        alike = live.layouts.get(name) == layout and match.item.view_of(name) is None
-        if layout is None or not alike:
-            match.mismatched.append(f"{name}: lies otherwise over the ranks than {first}")
-            return
-        match.values[name] = live.owners.get(name, other)
-        if other is not landing and not same_memory(other, landing):
-            match.copies.append((other, landing))
-    match.reads[source] = landing
-    if layout is not None:
-        match.layouts[source] = layout
-
-
-def _allocate_fresh(
-    match: Match, names: list[str], provider: StateProvider, live: Collected
-) -> None:
-    devices = provider.devices([path_of(name) for name in names])
-    chosen = dict(zip(names, devices, strict=True))
-    for name in _replaced(live.tree).intersection(names):
-        chosen[name] = str(live.tensors[name].device)
-    models = provider.models([path_of(name) for name in names])
-    for name, model in zip(names, models, strict=True):
-        if is_dtensor(model) and match.item.view_of(name) is None:
-            _place_like(match, name, model)  # type: ignore[arg-type]
-            chosen.pop(name)
-    _place_fresh(match, chosen)
-
-
-def _place_like(match: Match, name: str, model: DTensor) -> None:
-    """New memory for a tensor that is to lie over the ranks as another one does."""
-    source = match.item.source_of(name)
-    spec = match.item.tensors[source]
-    if spec.shape != tuple(model.shape):
-        _place_fresh(match, {name: str(model.device)})
-        return
-    laid, landing = laid_of(model, name), match.reads.get(source)
-    if landing is None or name in match.apart:
-        own = allocate(spec.dtype, tuple(laid.local.shape), str(laid.local.device))
-        if landing is None:
-            match.reads[source], match.layouts[source] = own, laid.layout
-        elif not _copy_read(match, name, own, laid.layout):
-            return
-        landing = own
-    match.values[name] = like(model, landing)
-
-
-def _copy_read(match: Match, name: str, to: torch.Tensor, layout: Layout | None) -> bool:
-    """Copy there what is read for another name, if both lie alike."""
-    source = match.item.source_of(name)
-    if match.layouts.get(source) != layout:
-        match.mismatched.append(f"{name}: lies otherwise over the ranks than {source}")
-        return False
-    match.copies.append((to, match.read(name)))
-    return True
-
-
-def _replaced(tree: object) -> set[str]:
-    """The tensors of values that are replaced rather than written into, since their size may be
-    another: long bytes and sparse tensors."""
-    names: set[str] = set()
-
-    def see(tagged: Tagged) -> object:
-        if tagged.tag in ("bytes", "sparse"):
-            names.update(tensor_names(tagged.value))
-        return tagged
-
-    rebuild(tree, leaf=lambda ref: ref, revive=see)
-    return names
-
-
-def _place_fresh(match: Match, devices: dict[str, str]) -> None:
-    for name, device in devices.items():
-        source = match.item.source_of(name)
-        if source not in match.reads:
-            spec = match.item.tensors[source]
-            match.reads[source] = allocate(spec.dtype, spec.shape, device)
-        elif name in match.apart:
-            spec = match.item.spec_of(name)
-            own = allocate(spec.dtype, spec.shape, device)
-            if _copy_read(match, name, own, None):
-                match.values[name] = own
-            continue
-        match.values[name] = match.read(name)
-
-
-def _find_missing(match: Match, not_paired: tuple[Path, ...], live: Collected) -> None:
-    stored = _replaced(live.tree).union(match.values)
-    match.missing = [
-        name
-        for name in live.tensors
-        if name not in stored and not lies_under(path_of(name), not_paired)
-    ]
-
-
-def _newer(stored: object, live: object, path: Path) -> list[Path]:
-    """The entries of dicts in the live tree that the stored one does not have."""
-    theirs, found = _entries(stored), []
-    for key, inner in _entries(live).items():
-        if key in theirs:
-            found += _newer(theirs[key], inner, (*path, key))
-        elif isinstance(live, dict) and isinstance(stored, dict):
-            found.append((*path, key))
-    return found
-
-
-def _entries(node: object) -> dict[object, object]:
-    """The parts of a container by their keys, as paths have them; of anything else, none."""
-    if isinstance(node, dict):
-        return node
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return dict(zip(node._fields, node, strict=True))
-    return dict(enumerate(node)) if isinstance(node, list | tuple | deque) else {}
-
-
-def _name(path: Path) -> str:
-    try:
-        return name_of(path)
-    except Usage:  # a key that only a tensor's name would need to spell
-        return show_path(path)
-
-
-def _mark_absent(tree: object, path: Path) -> None:
-    """Note in a loaded tree that an entry of a dict was not restored."""
-    for key in path[:-1]:
-        tree = _entries(tree).get(key)
-    if isinstance(tree, dict):
-        tree[path[-1]] = ABSENT
-
-
-def _outline(item: StoredItem) -> object:
-    """The tree with specs in place of tensors, for a provider to check."""
-
-    def see(tagged: Tagged) -> object:
-        return owned(tagged).state if tagged.tag == OWNED else tagged.tag
-
-    return rebuild(item.tree, leaf=lambda ref: item.spec_of(ref.name), revive=see)
-
-
-def _under(names: list[str], prefixes: tuple[Path, ...]) -> str | None:
-    """The first name that lies under one of the prefixes."""
-    return next((name for name in names if lies_under(path_of(name), prefixes)), None)
-
-
-def _without(node: object, gone: tuple[Path, ...], path: Path = ()) -> object:
-    """The tree with ABSENT at these paths."""
-    if path in gone:
-        return ABSENT
-    if gone and type(node) is dict:
-        return {key: _without(inner, gone, (*path, key)) for key, inner in node.items()}
-    if gone and isinstance(node, Tagged) and node.tag == OWNED:
-        inside = owned(node)
-        return Tagged(OWNED, [inside.owner, _without(inside.state, gone, path)])
-    return node
-
-
-def _without_plain(node: object, whole: tuple[Path, ...], path: Path = ()) -> object:
-    """The tree with every plain value ABSENT, so that a partial restore changes none; and what
-    can only be taken `whole` is ABSENT altogether."""
-    if path in whole:
-        return ABSENT
-
-    def down(key: object, inner: object) -> object:
-        return _without_plain(inner, whole, (*path, key))
-
-    if isinstance(node, TensorRef):
-        return node
-    if isinstance(node, Tagged) and node.tag == OWNED:
-        inner = owned(node)
-        return Tagged(OWNED, [inner.owner, _without_plain(inner.state, whole, path)])
-    if isinstance(node, Tagged):
-        return node if _refers(node) else ABSENT
-    if type(node) in (dict, OrderedDict):
-        return {key: down(key, inner) for key, inner in node.items()}  # type: ignore[attr-defined]
-    if type(node) in (list, tuple):
-        return type(node)(down(i, inner) for i, inner in enumerate(node))  # type: ignore[arg-type, call-arg, var-annotated]
-    if isinstance(node, tuple) and hasattr(node, "_make"):
-        return node._make(down(key, inner) for key, inner in zip(node._fields, node, strict=True))  # type: ignore[attr-defined]
-    if isinstance(node, deque):
-        return deque((down(i, inner) for i, inner in enumerate(node)), node.maxlen)
-    return ABSENT
-
-
-def _refers(tagged: Tagged) -> bool:
-    found = False
-
-    def see(_: TensorRef) -> object:
-        nonlocal found
-        found = True
-        return None
-
-    rebuild(tagged.value, leaf=see, revive=lambda inner: None)
-    return found
+        if not any(fnmatch.fnmatchcase(item, whose) for item in providers):
+            raise NotFound(
+                "no live item of this Checkpointer matches",
+                where=where,
+                expected=pattern,
+                found=f"live items {', '.join(sorted(providers))}, and {items}",
+                remedy=f"pass {whose}=… to the Checkpointer to restore it"
+                if whose in content.items
+                else "name one of the live items",
+            )
+        raise NotFound(
+            "nothing in the checkpoint matches", where=where, expected=pattern, found=items,
+            remedy="`laststep show --all` lists the names",
+        )  # fmt: skip

@@ -1,335 +1,25 @@
-"""Carry a stored checkpoint into memory: fit, read, verify, copy, hand over.
-
-Everything that can be known to not fit is found, for all items together, before a single live byte
-is touched.
-"""
+"""Read what matches want of an open checkpoint into place, alone or together with other ranks."""
 
 from __future__ import annotations
 
-import fnmatch
-import logging
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from laststep.errors import Mismatch, NotFound, Problems
 from laststep.plan.load import Read, Want, plan_reads
 from laststep.ranks.group import together
 from laststep.read.reader import read_all
 from laststep.restoring.exchange import BoxTransfer
-from laststep.restoring.fit import Match, load_item, match_item
+from laststep.restoring.match import Match, load_item
 from laststep.restoring.placer import Placer
-from laststep.restoring.renaming import modules_in, rename
-from laststep.saving.describe import naming
-from laststep.state.modules import loads_in_its_own_way
-from laststep.state.tensors import collect, copy_tensors
+from laststep.state.tensors import copy_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
     from laststep.memory.pool import Pool
     from laststep.ranks.group import Ranks
-    from laststep.ranks.rank import Rank
     from laststep.read.content import Content
-    from laststep.restoring.renaming import Modules
-    from laststep.state.pieces import Collected
-    from laststep.state.provider import State, StateProvider
-
-log = logging.getLogger(__name__)
-
-VALUE = "state"
-"""The item that holds a one-off state."""
-_VALUES = frozenset({"value", "group"})
-"""Kinds of items that are restored into the live dicts themselves."""
-
-
-def selection(only: Sequence[str] | None, item: str) -> tuple[bool, Callable[[str], bool] | None]:
-    """Whether an item takes part in a restore, and which of its tensors (None: all of it)."""
-    if only is None or item in only:
-        return True, None
-    patterns = [p for p in only if fnmatch.fnmatchcase(item, p.split("/", 1)[0])]
-    if not patterns:
-        return False, None
-    return True, lambda name: any(_matches(pattern, item, name) for pattern in patterns)
-
-
-def _matches(pattern: str, item: str, name: str) -> bool:
-    """Whether a glob picks a tensor; one without a slash picks whole items."""
-    return "/" not in pattern or fnmatch.fnmatchcase(f"{item}/{name}", pattern)
-
-
-@dataclass(slots=True)
-class Fit:
-    """How a checkpoint goes into the live state of one rank, and all that does not fit."""
-
-    matches: list[Match]
-    missing: list[str]
-    unexpected: list[str]
-    mismatched: list[str]
-    removed: dict[str, list[str]]
-    """Live values that go, by item."""
-    derived: set[str] = field(default_factory=set)
-    """Items of which this rank derives a state of its own from another's."""
-    merged: list[str] = field(default_factory=list)
-    """Items whose state is made of those of all ranks that were."""
-    problems: Problems = field(default_factory=Problems)
-    have_twins: bool = False
-    """Whether any rank reads tensors that are two in the checkpoint and one in its state."""
-    strict: bool = True
-    where: str = ""
-
-
-def fit(
-    content: Content,
-    providers: Mapping[str, StateProvider],
-    only: Sequence[str] | None,
-    *,
-    strict: bool,
-    where: str,
-    remedy: str,
-    ranks: Ranks,
-) -> Fit:
-    """Fit all wanted items; raises one `Mismatch` that lists everything when `strict`. `where` (the
-    checkpoint's folder) and `remedy` are for its message. Where several `ranks` restore, what is
-    stored need not be wanted by each of them, but by one."""
-    found = together(
-        ranks, lambda: _look(content, providers, only, ranks.rank, strict=strict, where=where)
-    )
-    fits = _hear_of_others(found, ranks)
-    problems = Problems(
-        missing=tuple(found.missing), unexpected=tuple(found.unexpected),
-        mismatched=tuple(found.mismatched),
-    )  # fmt: skip
-
-    def judge() -> None:
-        if problems:
-            way = _way_by_hooks(problems, content, providers, where)
-            raise Mismatch.of(problems, where=where, remedy=remedy + way)
-
-    if strict and not fits:
-        together(ranks, judge)
-    _warn_of_removed(found.removed)
-    found.problems = problems
-    return found
-
-
-def judge_twins(found: Fit, ranks: Ranks) -> None:
-    """Judge what only the bytes tell, once they are read: whether what is one tensor here is stored
-    as two of the same. If not, that is a `Mismatch` when strict; else the first holds."""
-    if not found.have_twins:
-        return
-    mine = together(
-        ranks, lambda: [f"{m.item.name}/{text}" for m in found.matches for text in m.differing()]
-    )
-    told = map(msgspec.msgpack.decode, ranks.gather(msgspec.msgpack.encode(mine)))
-    texts = tuple(dict.fromkeys(text for note in told for text in note))
-    if texts and found.strict:
-        raise Mismatch.of(
-            Problems(mismatched=texts), where=found.where,
-            remedy="restore into a state in which they are apart, "
-            "or pass strict=False to take the first",
-        )  # fmt: skip
-    found.problems = msgspec.structs.replace(
-        found.problems, mismatched=found.problems.mismatched + texts
-    )
-
-
-def _look(
-    content: Content,
-    providers: Mapping[str, StateProvider],
-    only: Sequence[str] | None,
-    rank: Rank,
-    *,
-    strict: bool,
-    where: str,
-) -> Fit:
-    """What fits on this rank, and what does not; nothing is touched."""
-    found = Fit([], [], [], [], {}, strict=strict, where=where)
-    looks = _Looks(content, providers, only)
-    missing, unexpected, mismatched = found.missing, found.unexpected, found.mismatched
-    for name, provider in providers.items():
-        wanted, selected = selection(only, name)
-        if not wanted:
-            continue
-        if name not in content.items:
-            missing.append(name)
-            continue
-        item = content.item(name)
-        if not _takes_over(content, name, provider, rank, found):
-            continue
-        if selected is not None and not any(map(selected, item.names())):
-            continue
-        state, live = looks.at(name)
-        renamed = rename(item, live.tree, looks.stored_modules, looks.live_modules)
-        match = match_item(renamed, provider, state, live, selected)
-        match.exact = strict and selected is None
-        if () not in match.foreign:
-            found.matches.append(match)
-        missing += [f"{name}/{n}" for n in match.missing]
-        unexpected += [f"{name}/{n}" for n in match.unexpected]
-        unexpected += [f"{name} {text}" for text in match.lacking]
-        mismatched += [
-            f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}"
-            for text in match.mismatched
-        ]
-        newer = match.newer_values() if match.whole else []
-        if not strict:
-            missing += [f"{name}/{n}" for n in newer]
-        elif newer and provider.kind in _VALUES:
-            found.removed[name] = newer
-    if only is None:
-        unexpected += [name for name in content.items if name not in providers]
-    else:
-        _check_all_used(only, content, providers, where)
-    return found
-
-
-class _Looks:
-    """The live items, each looked at once at most; and the modules on both sides, whose ties tell
-    which names are of one parameter."""
-
-    def __init__(
-        self,
-        content: Content,
-        providers: Mapping[str, StateProvider],
-        only: Sequence[str] | None,
-    ) -> None:
-        self._content = content
-        self._providers = providers
-        self._only = only
-        self._seen: dict[str, tuple[State, Collected]] = {}
-
-    def at(self, name: str) -> tuple[State, Collected]:
-        if name not in self._seen:
-            with naming(name):
-                state = self._providers[name].describe()
-                live = collect(state.value, volatile=state.volatile, allow_pickle=True)
-            self._seen[name] = state, live
-        return self._seen[name]
-
-    def stored_modules(self) -> Modules:
-        found: Modules = {}
-        for item in self._content.items.values():
-            found |= modules_in(item.name, item.kind, item.tree, item.ties)
-        return found
-
-    def live_modules(self) -> Modules:
-        """Of groups only those that take part: others may be dear to look at."""
-        found: Modules = {}
-        for name, provider in self._providers.items():
-            takes_part, _ = selection(self._only, name)
-            if provider.kind == "module" or (provider.kind == "group" and takes_part):
-                live = self.at(name)[1]
-                found |= modules_in(name, provider.kind, live.tree, live.ties)
-        return found
-
-
-def _takes_over(
-    content: Content, name: str, provider: StateProvider, rank: Rank, found: Fit
-) -> bool:
-    """Whether a rank takes over a state that each has for itself; there may be other ranks now."""
-    stored, policy = content.commit.ranks, provider.when_ranks_change
-    if not provider.per_rank or stored == rank.ranks:
-        return True
-    if callable(policy):
-        found.merged.append(name)
-        return False
-    if policy in ("keep", "derive") and rank.number < stored:
-        return True
-    if policy == "derive":
-        found.derived.add(name)
-        return True
-    what = f"each rank has its own; it was saved by {stored}, and this job has {rank.ranks}"
-    if policy == "refuse":
-        found.mismatched.append(
-            f"{name}: {what}; wrap it to say what becomes of it: laststep.PerRank({name}, "
-            "when_ranks_change='keep', 'drop' or a function)"
-        )
-    elif policy == "drop":
-        log.warning("%s: %s: it is dropped", name, what)
-    else:
-        log.warning("%s: %s: rank %d begins with its own", name, what, rank.number)
-    return False
-
-
-def state_of_rank(content: Content, item: str, pool: Pool, *, allow_pickle: bool) -> object:
-    """An item's state in that rank's view of a checkpoint, in new memory."""
-    match = load_item(content.item(item), "cpu")
-    _transfer_whole(content, [match], pool, threads=1)
-    return match.tree(allow_pickle=allow_pickle)
-
-
-def _hear_of_others(found: Fit, ranks: Ranks) -> bool:
-    """Unexpected is what no rank has use for. Returns whether all fits, on all ranks."""
-    twins = any(match.twins for match in found.matches)
-    lacks = bool(found.missing or found.mismatched)
-    told = ranks.gather(msgspec.msgpack.encode((found.unexpected, twins, lacks)))
-    notes = [msgspec.msgpack.decode(note) for note in told]
-    common = set(notes[0][0]).intersection(*(unexpected for unexpected, _, _ in notes[1:]))
-    found.unexpected = [text for text in found.unexpected if text in common]
-    found.have_twins = any(twins for _, twins, _ in notes)
-    return not common and not any(lacks for _, _, lacks in notes)
-
-
-def _way_by_hooks(
-    problems: Problems, content: Content, providers: Mapping[str, StateProvider], where: str
-) -> str:
-    """The way out for modules that translate the names of older checkpoints when they load: tensors
-    that are restored in place do not pass through their hooks."""
-    named = {text.partition("/")[0] for text in (*problems.missing, *problems.unexpected)}
-    for name in sorted(named.intersection(providers)):
-        if any(loads_in_its_own_way(part) for part in providers[name].parts()):
-            stored = f"laststep.load({where!r})"
-            if set(content.items) != {VALUE}:
-                stored += f"[{name!r}]"
-            return (
-                f"; {name} has hooks for loading, which a restore in place does not run: "
-                f"its load_state_dict({stored}) does"
-            )
-    return ""
-
-
-def _warn_of_removed(removed: Mapping[str, Sequence[str]]) -> None:
-    for item, names in removed.items():
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        log.warning(
-            "%s goes back to what was saved, without %s%s; strict=False would keep them",
-            item, ", ".join(names[:3]), more,
-        )  # fmt: skip
-
-
-def _check_all_used(
-    only: Sequence[str], content: Content, providers: Mapping[str, StateProvider], where: str
-) -> None:
-    """`NotFound` for a part that was asked for and picks nothing, such as a misspelt one."""
-    names = {name: content.items[name].names() for name in providers if name in content.items}
-    items = f"items {', '.join(sorted(content.items))} in the checkpoint"
-    for pattern in only:
-        whose = pattern.split("/", 1)[0]
-        if pattern in providers or any(
-            pattern == item
-            or (fnmatch.fnmatchcase(item, whose)
-                and any(_matches(pattern, item, name) for name in tensors))
-            for item, tensors in names.items()
-        ):  # fmt: skip
-            continue
-        if not any(fnmatch.fnmatchcase(item, whose) for item in providers):
-            raise NotFound(
-                "no live item of this Checkpointer matches",
-                where=where,
-                expected=pattern,
-                found=f"live items {', '.join(sorted(providers))}, and {items}",
-                remedy=f"pass {whose}=… to the Checkpointer to restore it"
-                if whose in content.items
-                else "name one of the live items",
-            )
-        raise NotFound(
-            "nothing in the checkpoint matches", where=where, expected=pattern, found=items,
-            remedy="`laststep show --all` lists the names",
-        )  # fmt: skip
 
 
 def load_all(content: Content, device: str) -> list[Match]:
@@ -393,3 +83,10 @@ def _transfer_whole(content: Content, matches: Sequence[Match], pool: Pool, thre
     done = read_all(content.files, reads, pool, placer.deliver, threads=threads)
     placer.finish()
     return done
+
+
+def state_of_rank(content: Content, item: str, pool: Pool, *, allow_pickle: bool) -> object:
+    """An item's state in that rank's view of a checkpoint, in new memory."""
+    match = load_item(content.item(item), "cpu")
+    _transfer_whole(content, [match], pool, threads=1)
+    return match.tree(allow_pickle=allow_pickle)
