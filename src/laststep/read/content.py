@@ -221,8 +221,7 @@ class Content:
         if known != spec:
             raise Corrupt(
                 "the parts of a tensor differ", where=where,
-                expected=f"{known.dtype}{list(known.shape)} for {stored.name}",
-                found=f"{spec.dtype}{list(spec.shape)}", remedy=DAMAGE_REMEDY,
+                expected=f"{known} for {stored.name}", found=str(spec), remedy=DAMAGE_REMEDY,
             )  # fmt: skip
 
     def _item(self, name: str, kind: str) -> StoredItem:

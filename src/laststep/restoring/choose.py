@@ -99,12 +99,12 @@ def open_run(store: Store, ranks: Ranks) -> Run:
             return None
 
     unseen = Run(store, None)
-    found = together(ranks, lambda: look() if ranks.rank.is_first else unseen)
-    if not ranks.largest(found is None):
-        assert found is not None  # noqa: S101 (nobody has none)
-        return found
-    found = together(ranks, look)
-    if seen := ranks.largest(0 if found is None else ranks.rank.number):
+    run = together(ranks, lambda: look() if ranks.rank.is_first else unseen)
+    if not ranks.largest(run is None):
+        assert run is not None  # noqa: S101 (nobody has none)
+        return run
+    run = together(ranks, look)
+    if seen := ranks.largest(0 if run is None else ranks.rank.number):
         raise StorageFailed(
             "the first rank of this job sees no run where another does", where=store.url,
             expected="all ranks to see the same folder", found=f"a run on rank {seen}",
@@ -139,8 +139,8 @@ class Choosing:
             return
         self._saw(self._run.newest_point())
         self._lineage = self._run.lineage()
-        found = self._lineage if self._step is None else (_named(self._run, self._step),)
-        self._left = [one for one in found if one.folder not in self._passed]
+        to_try = self._lineage if self._step is None else (_named(self._run, self._step),)
+        self._left = [listed for listed in to_try if listed.folder not in self._passed]
 
     def next(self) -> Chosen | None:
         """The next to try; None where none is left."""
@@ -152,9 +152,9 @@ class Choosing:
             return None
         listed = self._left[-1]
         self._passed.add(listed.folder)
-        folders = [one.folder for one in self._lineage]
+        folders = [earlier.folder for earlier in self._lineage]
         until = folders.index(listed.folder) + 1 if listed.folder in folders else 0
-        steps = tuple(one.step for one in self._lineage[:until]) or (listed.step,)
+        steps = tuple(earlier.step for earlier in self._lineage[:until]) or (listed.step,)
         stored = b"" if listed.commit is None else manifest.encode(listed.commit)
         return Chosen(
             step=listed.step, epoch=listed.epoch, attempt=listed.attempt,
@@ -235,15 +235,15 @@ def _is_there(store: Store, name: str) -> bool:
 def _named(run: Run, step: int) -> Listed:
     """The checkpoint of that step: on the lineage, or else the last one committed beside it."""
     checkpoints: Sequence[Listed] = run.checkpoints()
-    found = [one for one in checkpoints if one.step == step]
-    on_lineage = [one for one in found if one.on_lineage]
+    of_step = [listed for listed in checkpoints if listed.step == step]
+    on_lineage = [listed for listed in of_step if listed.on_lineage]
     if on_lineage:
         return on_lineage[-1]
-    if found:
-        log.warning("step %d is not on the lineage of this run: %s", step, found[-1].folder)
-        return found[-1]
+    if of_step:
+        log.warning("step %d is not on the lineage of this run: %s", step, of_step[-1].folder)
+        return of_step[-1]
     raise NotFound(
         f"there is no checkpoint of step {step}", where=run.store.url,
-        found=nearest_steps((one.step for one in checkpoints), step),
+        found=nearest_steps((listed.step for listed in checkpoints), step),
         remedy="restore() without a step takes the newest",
     )  # fmt: skip

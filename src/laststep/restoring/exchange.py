@@ -138,10 +138,10 @@ def _wants_of_all(mine: Wish, shapes: Sequence[tuple[int, ...]], ranks: Ranks) -
     if ranks.size == 1:
         return Wants([mine], {ranks.rank.number: 0}, shapes)
     note = encode_wish(mine)
-    told = ranks.gather(digest(note))
-    numbers = {one: number for number, one in enumerate(dict.fromkeys(told))}
-    wishes = [decode_wish(ranks.tell(told.index(one), note)) for one in numbers]
-    return Wants(wishes, {rank: numbers[one] for rank, one in enumerate(told)}, shapes)
+    digests = ranks.gather(digest(note))
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(digests))}
+    wishes = [decode_wish(ranks.tell(digests.index(name), note)) for name in numbers]
+    return Wants(wishes, {rank: numbers[name] for rank, name in enumerate(digests)}, shapes)
 
 
 def _chunks(
@@ -160,7 +160,7 @@ def _chunks(
     sources: list[WriterSource]
     if agreement is None:
         stored = {writer: stored_by(writer) for writer in range(content.commit.ranks)}
-        sources = [one for one in known_sources(stored, wants) if rank in one.readers]
+        sources = [source for source in known_sources(stored, wants) if rank in source.readers]
     else:
         sources = list(Ledger(agreement.spreads, wants).sources(rank))
         stored = {source.writer: stored_by(source.writer) for source in sources}

@@ -74,6 +74,24 @@ class Fit:
     strict: bool = True
     where: str = ""
 
+    def take(self, match: Match, kind: str) -> None:
+        """Take in what came of matching an item of that kind."""
+        name = match.item.name
+        if () not in match.foreign:
+            self.matches.append(match)
+        self.missing += [f"{name}/{tensor}" for tensor in match.missing]
+        self.unexpected += [f"{name}/{tensor}" for tensor in match.unexpected]
+        self.unexpected += [f"{name} {text}" for text in match.lacking]
+        self.mismatched += [
+            f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}"
+            for text in match.mismatched
+        ]
+        newer = match.newer_values() if match.whole else []
+        if not self.strict:
+            self.missing += [f"{name}/{value}" for value in newer]
+        elif newer and kind in _VALUES:
+            self.removed[name] = newer
+
 
 def fit(
     content: Content,
@@ -88,13 +106,13 @@ def fit(
     """Fit all wanted items; raises one `Mismatch` that lists everything when `strict`. `where` (the
     checkpoint's folder) and `remedy` are for its message. Where several `ranks` restore, what is
     stored need not be wanted by each of them, but by one."""
-    found = together(
+    fitted = together(
         ranks, lambda: _look(content, providers, only, ranks.rank, strict=strict, where=where)
     )
-    fits = _hear_of_others(found, ranks)
+    fits = _hear_of_others(fitted, ranks)
     problems = Problems(
-        missing=tuple(found.missing), unexpected=tuple(found.unexpected),
-        mismatched=tuple(found.mismatched),
+        missing=tuple(fitted.missing), unexpected=tuple(fitted.unexpected),
+        mismatched=tuple(fitted.mismatched),
     )  # fmt: skip
 
     def judge() -> None:
@@ -104,29 +122,29 @@ def fit(
 
     if strict and not fits:
         together(ranks, judge)
-    _warn_of_removed(found.removed)
-    found.problems = problems
-    return found
+    _warn_of_removed(fitted.removed)
+    fitted.problems = problems
+    return fitted
 
 
-def judge_twins(found: Fit, ranks: Ranks) -> None:
+def judge_twins(fitted: Fit, ranks: Ranks) -> None:
     """Judge what only the bytes tell, once they are read: whether what is one tensor here is stored
     as two of the same. If not, that is a `Mismatch` when strict; else the first holds."""
-    if not found.have_twins:
+    if not fitted.have_twins:
         return
     mine = together(
-        ranks, lambda: [f"{m.item.name}/{text}" for m in found.matches for text in m.differing()]
+        ranks, lambda: [f"{m.item.name}/{text}" for m in fitted.matches for text in m.differing()]
     )
-    told = map(msgspec.msgpack.decode, ranks.gather(msgspec.msgpack.encode(mine)))
-    texts = tuple(dict.fromkeys(text for note in told for text in note))
-    if texts and found.strict:
+    notes = map(msgspec.msgpack.decode, ranks.gather(msgspec.msgpack.encode(mine)))
+    texts = tuple(dict.fromkeys(text for note in notes for text in note))
+    if texts and fitted.strict:
         raise Mismatch.of(
-            Problems(mismatched=texts), where=found.where,
+            Problems(mismatched=texts), where=fitted.where,
             remedy="restore into a state in which they are apart, "
             "or pass strict=False to take the first",
         )  # fmt: skip
-    found.problems = msgspec.structs.replace(
-        found.problems, mismatched=found.problems.mismatched + texts
+    fitted.problems = msgspec.structs.replace(
+        fitted.problems, mismatched=fitted.problems.mismatched + texts
     )
 
 
@@ -140,18 +158,17 @@ def _look(
     where: str,
 ) -> Fit:
     """What fits on this rank, and what does not; nothing is touched."""
-    found = Fit([], [], [], [], {}, strict=strict, where=where)
+    fitted = Fit([], [], [], [], {}, strict=strict, where=where)
     looks = _Looks(content, providers, only)
-    missing, unexpected, mismatched = found.missing, found.unexpected, found.mismatched
     for name, provider in providers.items():
         wanted, selected = selection(only, name)
         if not wanted:
             continue
         if name not in content.items:
-            missing.append(name)
+            fitted.missing.append(name)
             continue
         item = content.item(name)
-        if not _takes_over(content, name, provider, rank, found):
+        if not _takes_over(content, name, provider, rank, fitted):
             continue
         if selected is not None and not any(map(selected, item.names())):
             continue
@@ -159,25 +176,12 @@ def _look(
         renamed = rename(item, live.tree, looks.stored_modules, looks.live_modules)
         match = match_item(renamed, provider, state, live, selected)
         match.exact = strict and selected is None
-        if () not in match.foreign:
-            found.matches.append(match)
-        missing += [f"{name}/{n}" for n in match.missing]
-        unexpected += [f"{name}/{n}" for n in match.unexpected]
-        unexpected += [f"{name} {text}" for text in match.lacking]
-        mismatched += [
-            f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}"
-            for text in match.mismatched
-        ]
-        newer = match.newer_values() if match.whole else []
-        if not strict:
-            missing += [f"{name}/{n}" for n in newer]
-        elif newer and provider.kind in _VALUES:
-            found.removed[name] = newer
+        fitted.take(match, provider.kind)
     if only is None:
-        unexpected += [name for name in content.items if name not in providers]
+        fitted.unexpected += [name for name in content.items if name not in providers]
     else:
         _check_all_used(only, content, providers, where)
-    return found
+    return fitted
 
 
 class _Looks:
@@ -204,40 +208,40 @@ class _Looks:
         return self._seen[name]
 
     def stored_modules(self) -> Modules:
-        found: Modules = {}
+        modules: Modules = {}
         for item in self._content.items.values():
-            found |= modules_in(item.name, item.kind, item.tree, item.ties)
-        return found
+            modules |= modules_in(item.name, item.kind, item.tree, item.ties)
+        return modules
 
     def live_modules(self) -> Modules:
         """Of groups only those that take part: others may be dear to look at."""
-        found: Modules = {}
+        modules: Modules = {}
         for name, provider in self._providers.items():
             takes_part, _ = selection(self._only, name)
             if provider.kind == "module" or (provider.kind == "group" and takes_part):
                 live = self.at(name)[1]
-                found |= modules_in(name, provider.kind, live.tree, live.ties)
-        return found
+                modules |= modules_in(name, provider.kind, live.tree, live.ties)
+        return modules
 
 
 def _takes_over(
-    content: Content, name: str, provider: StateProvider, rank: Rank, found: Fit
+    content: Content, name: str, provider: StateProvider, rank: Rank, fitted: Fit
 ) -> bool:
     """Whether a rank takes over a state that each has for itself; there may be other ranks now."""
     stored, policy = content.commit.ranks, provider.when_ranks_change
     if not provider.per_rank or stored == rank.ranks:
         return True
     if callable(policy):
-        found.merged.append(name)
+        fitted.merged.append(name)
         return False
     if policy in ("keep", "derive") and rank.number < stored:
         return True
     if policy == "derive":
-        found.derived.add(name)
+        fitted.derived.add(name)
         return True
     what = f"each rank has its own; it was saved by {stored}, and this job has {rank.ranks}"
     if policy == "refuse":
-        found.mismatched.append(
+        fitted.mismatched.append(
             f"{name}: {what}; wrap it to say what becomes of it: laststep.PerRank({name}, "
             "when_ranks_change='keep', 'drop' or a function)"
         )
@@ -248,15 +252,15 @@ def _takes_over(
     return False
 
 
-def _hear_of_others(found: Fit, ranks: Ranks) -> bool:
+def _hear_of_others(fitted: Fit, ranks: Ranks) -> bool:
     """Unexpected is what no rank has use for. Returns whether all fits, on all ranks."""
-    twins = any(match.twins for match in found.matches)
-    lacks = bool(found.missing or found.mismatched)
-    told = ranks.gather(msgspec.msgpack.encode((found.unexpected, twins, lacks)))
-    notes = [msgspec.msgpack.decode(note) for note in told]
+    twins = any(match.twins for match in fitted.matches)
+    lacks = bool(fitted.missing or fitted.mismatched)
+    mine = msgspec.msgpack.encode((fitted.unexpected, twins, lacks))
+    notes = [msgspec.msgpack.decode(note) for note in ranks.gather(mine)]
     common = set(notes[0][0]).intersection(*(unexpected for unexpected, _, _ in notes[1:]))
-    found.unexpected = [text for text in found.unexpected if text in common]
-    found.have_twins = any(twins for _, twins, _ in notes)
+    fitted.unexpected = [text for text in fitted.unexpected if text in common]
+    fitted.have_twins = any(twins for _, twins, _ in notes)
     return not common and not any(lacks for _, _, lacks in notes)
 
 

@@ -120,31 +120,22 @@ def match_item(
 ) -> Match:
     """Fit one item. `selected` picks tensors by name for a partial restore; None takes all."""
     item = renamed.item
+    stored = item.names()
     match = Match(item=item, whole=selected is None, fresh=state.fresh, apart=renamed.apart)
     match.twins = [pair for pair in renamed.twins if selected is None or selected(pair[0])]
-    match.values = dict.fromkeys(item.names(), ABSENT)
+    match.values = dict.fromkeys(stored, ABSENT)
+    outline = _outline(item)
     if selected is None:
         _refuse_foreign(match, live)
         if () in match.foreign:
             return match
-        match.mismatched += [*provider.check(_outline(item)), *renamed.differing]
-    for path, why in provider.refuses(_outline(item)).items():
-        below = (n for n in item.names() if lies_under(path_of(n), (path,)))
-        if selected is None or any(map(selected, below)):
-            match.foreign += (path,)
-            match.mismatched.append(why)
-    for path, why in provider.lacks(_outline(item)).items():
-        match.foreign += (path,)
-        if selected is None:
-            match.lacking.append(why)
-    names = [name for name in item.names() if selected is None or selected(name)]
+        match.mismatched += [*provider.check(outline), *renamed.differing]
+    _leave_alone(match, provider, outline, selected)
+    names = stored if selected is None else list(filter(selected, stored))
     if match.foreign:
         names = [name for name in names if not lies_under(path_of(name), match.foreign)]
-    if selected is not None and (one := _under(names, state.fresh)) is not None:
-        raise Usage(
-            f"{item.name}/{one} can only be restored with the rest of its state",
-            remedy=f"name the item itself: only=[{item.name!r}]",
-        )
+    if selected is not None:
+        _refuse_parts_of(state.fresh, names, item)
     fresh = _pair(match, names, state, live)
     _allocate_fresh(match, fresh, provider, live)
     _place_twins(match)
@@ -156,6 +147,31 @@ def match_item(
             path for path in _newer(item.tree, live.tree, ()) if not lies_under(path, not_paired)
         )
     return match
+
+
+def _leave_alone(
+    match: Match, provider: StateProvider, outline: object, selected: Callable[[str], bool] | None
+) -> None:
+    """Note what the provider refuses, or has no use for."""
+    for path, why in provider.refuses(outline).items():
+        below = (name for name in match.values if lies_under(path_of(name), (path,)))
+        if selected is None or any(map(selected, below)):
+            match.foreign += (path,)
+            match.mismatched.append(why)
+    for path, why in provider.lacks(outline).items():
+        match.foreign += (path,)
+        if selected is None:
+            match.lacking.append(why)
+
+
+def _refuse_parts_of(fresh: tuple[Path, ...], names: list[str], item: StoredItem) -> None:
+    """`Usage` for a tensor that was picked out of what is handed over whole or not at all."""
+    for name in names:
+        if lies_under(path_of(name), fresh):
+            raise Usage(
+                f"{item.name}/{name} can only be restored with the rest of its state",
+                remedy=f"name the item itself: only=[{item.name!r}]",
+            )
 
 
 def load_item(item: StoredItem, device: str) -> Match:
@@ -205,11 +221,9 @@ def _differs(match: Match, name: str, target: torch.Tensor, live: Collected) -> 
     spec = match.item.spec_of(name)
     layout = live.layouts.get(name)
     shape = tuple(target.shape) if layout is None else layout.shape
-    found = TensorSpec(DTYPE_NAMES[target.dtype], shape)
-    if spec != found:
-        match.mismatched.append(
-            f"{name}: stored {spec.dtype}{list(spec.shape)}, live {found.dtype}{list(found.shape)}"
-        )
+    here = TensorSpec(DTYPE_NAMES[target.dtype], shape)
+    if spec != here:
+        match.mismatched.append(f"{name}: stored {spec}, live {here}")
         return True
     if repeats_itself(target):
         match.mismatched.append(
@@ -393,13 +407,13 @@ def _find_missing(match: Match, not_paired: tuple[Path, ...], live: Collected) -
 
 def _newer(stored: object, live: object, path: Path) -> list[Path]:
     """The entries of dicts in the live tree that the stored one does not have."""
-    theirs, found = _entries(stored), []
+    theirs, newer = _entries(stored), []
     for key, inner in _entries(live).items():
         if key in theirs:
-            found += _newer(theirs[key], inner, (*path, key))
+            newer += _newer(theirs[key], inner, (*path, key))
         elif isinstance(live, dict) and isinstance(stored, dict):
-            found.append((*path, key))
-    return found
+            newer.append((*path, key))
+    return newer
 
 
 def _entries(node: object) -> dict[object, object]:
@@ -435,11 +449,6 @@ def _outline(item: StoredItem) -> object:
     return rebuild(item.tree, leaf=lambda ref: item.spec_of(ref.name), revive=see)
 
 
-def _under(names: list[str], prefixes: tuple[Path, ...]) -> str | None:
-    """The first name that lies under one of the prefixes."""
-    return next((name for name in names if lies_under(path_of(name), prefixes)), None)
-
-
 def _without(node: object, gone: tuple[Path, ...], path: Path = ()) -> object:
     """The tree with ABSENT at these paths."""
     if path in gone:
@@ -467,7 +476,7 @@ def _without_plain(node: object, whole: tuple[Path, ...], path: Path = ()) -> ob
         inner = owned(node)
         return Tagged(OWNED, [inner.owner, _without_plain(inner.state, whole, path)])
     if isinstance(node, Tagged):
-        return node if _refers(node) else ABSENT
+        return node if tensor_names(node.value) else ABSENT
     if type(node) in (dict, OrderedDict):
         return {key: down(key, inner) for key, inner in node.items()}  # type: ignore[attr-defined]
     if type(node) in (list, tuple):
@@ -477,15 +486,3 @@ def _without_plain(node: object, whole: tuple[Path, ...], path: Path = ()) -> ob
     if isinstance(node, deque):
         return deque((down(i, inner) for i, inner in enumerate(node)), node.maxlen)
     return ABSENT
-
-
-def _refers(tagged: Tagged) -> bool:
-    found = False
-
-    def see(_: TensorRef) -> object:
-        nonlocal found
-        found = True
-        return None
-
-    rebuild(tagged.value, leaf=see, revive=lambda inner: None)
-    return found

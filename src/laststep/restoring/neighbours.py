@@ -32,10 +32,10 @@ def enter(who: object, run: str, under_way: _Ask) -> None:
 
 def wait_for_others(who: object, run: str) -> None:
     """Wait until the saves that others had under way are over; how they ended is theirs to tell."""
-    for one, (place, ask) in list(_entered.items()):
+    for other, (place, ask) in list(_entered.items()):
         if place != Path(run).resolve():
             continue
-        handles = () if one is who else ask(one)
+        handles = () if other is who else ask(other)
         if not handles:
             continue
         steps = ", ".join(str(handle.step) for handle in handles)

@@ -109,11 +109,11 @@ class BoxPlacer:
         self._places: dict[tuple[int, int], list[_ParcelPlace]] = {}
         self._placed: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self._streams = CopyStreams(h.memory.device for some in targets.values() for h in some)
+        self._streams = CopyStreams(box.memory.device for held in targets.values() for box in held)
 
     def device(self) -> torch.device:
         """Where all that this rank wants is to lie; the host, if not all on one device."""
-        devices = {h.memory.device for some in self._targets.values() for h in some}
+        devices = {box.memory.device for held in self._targets.values() for box in held}
         if not devices and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return devices.pop() if len(devices) == 1 else torch.device("cpu")
@@ -129,8 +129,8 @@ class BoxPlacer:
         moves = [(chunk, list(self._moves(chunk))) for chunk in chunks]
         heads: dict[int, list[Sent]] = {}
         sizes: Counter[int] = Counter()
-        for _, some in moves:
-            for move in some:
+        for _, wanted in moves:
+            for move in wanted:
                 if move.who != self._rank.number:
                     sizes[move.who] += align_up(move.size_bytes, _ALIGN_BYTES)
                     sent = Sent(move.tensor, move.common.start, move.common.stop)
@@ -145,9 +145,9 @@ class BoxPlacer:
         self._streams.follow()  # this memory may have been another's, which is still being copied
         at: Counter[int] = Counter()
         self._places = {}
-        for chunk, some in moves:
+        for chunk, wanted in moves:
             places = self._places[chunk.file, chunk.start] = []
-            for move in some:
+            for move in wanted:
                 parcel = parcels.get(move.who)
                 places.append(
                     _ParcelPlace(move, None if parcel is None else parcel.data, at[move.who])
@@ -184,8 +184,8 @@ class BoxPlacer:
 
     def lacking(self) -> int | None:
         """A tensor of which not everything that this rank wants has come."""
-        for tensor, some in self._targets.items():
-            if self._placed[tensor] != sum(held.box.volume for held in some):
+        for tensor, held in self._targets.items():
+            if self._placed[tensor] != sum(target.box.volume for target in held):
                 return tensor
         return None
 
@@ -219,15 +219,15 @@ class BoxPlacer:
         by_device: dict[torch.device, list[_Copy]] = {}
         for copy in copies:
             by_device.setdefault(copy.into.device, []).append(copy)
-        for device, some in by_device.items():
+        for device, onto in by_device.items():
             if memory.is_cuda:  # a parcel that came on the stream that copies it, too
-                self._scatter(memory, some)
+                self._scatter(memory, onto)
                 continue
             with self._streams.copying(device):
                 source = memory
-                if device.type == "cuda" and len(some) > MANY:
+                if device.type == "cuda" and len(onto) > MANY:
                     source = memory.to(device, non_blocking=True)
-                self._scatter(source, some)
+                self._scatter(source, onto)
 
     def _scatter(self, memory: torch.Tensor, copies: Sequence[_Copy]) -> None:
         source = [box_of(self._view(memory, c.at, c.tensor, c.box), c.taken) for c in copies]

@@ -48,16 +48,16 @@ def _modules_in(
 ) -> Modules:
     if type(tree) is not dict or kind not in ("module", "group"):
         return {}
-    found: Modules = {}
+    modules: Modules = {}
     if kind == "group":
         for key, inner in tree.items():
-            found |= _modules_in(f"{item}.{key}", "group", inner, ties, (*path, key))
+            modules |= _modules_in(f"{item}.{key}", "group", inner, ties, (*path, key))
     alike: dict[str, list[str]] = {}
-    for one, first in ties.items():
-        if one[:-1] == first[:-1] == path:
-            alike.setdefault(str(first[-1]), [str(first[-1])]).append(str(one[-1]))
+    for tied, first in ties.items():
+        if tied[:-1] == first[:-1] == path:
+            alike.setdefault(str(first[-1]), [str(first[-1])]).append(str(tied[-1]))
     by_name = {name: tuple(names) for names in alike.values() for name in names}
-    return found | {item: ModuleNames(tree, by_name)}
+    return modules | {item: ModuleNames(tree, by_name)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class _Renaming:
             if objects.encode(state) == objects.encode(self._state[twin]):
                 pairs = [(old, self._ties.get(new, new)) for old, new in moved.items()]
         spec_of = self._so_far.item.spec_of
-        if pairs is None or any(spec_of(one) != spec_of(other) for one, other in pairs):
+        if pairs is None or any(spec_of(old) != spec_of(kept) for old, kept in pairs):
             self._differing.append(
                 f"state of {name}: is that of {twin} here, but was stored apart and differs"
             )
@@ -185,9 +185,9 @@ def _names_of_same(name: str, modules: Modules) -> list[str]:
     if item in modules:
         return [f"{item}:{other}" for other in modules[item].alike.get(rest, ()) if other != rest]
     asked = [module for module in modules.values() if name in module.names]
-    found = {other: None for module in asked for other in module.alike.get(name, ())}
+    others = {other: None for module in asked for other in module.alike.get(name, ())}
     return [
-        other for other in found
+        other for other in others
         if other != name
         and all(other in m.alike.get(name, ()) for m in asked if other in m.names)
     ]  # fmt: skip

@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from laststep.catalog.run import Run, newest_point
 from laststep.errors import Corrupt, LaststepError, NotFound, Problems
@@ -105,8 +105,8 @@ def restore_into(
     """Restore; None where there is nothing yet and no step was asked for. `touched` is called with
     the folder's name before the first live byte changes, `saw`, on the first rank, with the newest
     epoch before each look at what there is. All ranks are here, and their saves are over."""
-    asked = None if wanted.only is None else tuple(wanted.only)
-    check_asked(ranks, Asked(step=wanted.step, only=asked, strict=wanted.strict))
+    only = None if wanted.only is None else tuple(wanted.only)
+    check_asked(ranks, Asked(step=wanted.step, only=only, strict=wanted.strict))
     together(ranks, lambda: _look_at_writers(store, saw) if ranks.rank.is_first else None)
     try:
         run = open_run(store, ranks)
@@ -115,41 +115,7 @@ def restore_into(
             raise
         return None
     choosing = Choosing(run, wanted.step, ranks, saw)
-    attempt = _Attempts(choosing, providers, pool, wanted, ranks, touched)
-    skipped: list[Skipped] = []
-    deleted: list[Chosen] = []
-    last: LaststepError | None = None
-    while (chosen := choosing.next()) is not None:
-        interrupts.let_in()
-        began = time.perf_counter()
-        try:
-            done = attempt.restore(chosen)
-        except (Corrupt, NotFound) as error:
-            verdict = choosing.judge(chosen, error)
-            if verdict is StandsOrGone.UNSEEN:
-                choosing.wait_to_see(chosen, error)
-            elif verdict is StandsOrGone.DELETED and wanted.step is None:
-                log.warning("%s is gone, and the run is listed again: %s", chosen.folder, error)
-                deleted.append(chosen)
-                choosing.list_again()
-            elif isinstance(error, NotFound):
-                raise
-            else:
-                _pass_over(chosen, error, wanted, bus, skipped)
-                choosing.go_on()
-            last = error
-            continue
-        seconds = time.perf_counter() - began
-        bus.emit(
-            RestoredEvent(
-                step=chosen.step, folder=chosen.folder, size_bytes=done.size_bytes, seconds=seconds
-            )
-        )
-        gone = [_skip(one, "it was deleted meanwhile") for one in deleted if one.step > chosen.step]
-        return replace(done.outcome, skipped=(*gone, *skipped))
-    if last is not None:
-        raise _none_left(store, skipped, deleted) from last
-    return None
+    return _Attempts(choosing, providers, pool, bus, wanted, ranks, touched).until_one_succeeds()
 
 
 def _look_at_writers(store: Store, saw: Callable[[tuple[int, int]], None]) -> None:
@@ -159,19 +125,15 @@ def _look_at_writers(store: Store, saw: Callable[[tuple[int, int]], None]) -> No
     saw(newest_point(store))
 
 
-class _Done(NamedTuple):
-    outcome: Outcome
-    size_bytes: int
-
-
 class _Attempts:
-    """Tries to restore checkpoints, one after the other."""
+    """Tries to restore checkpoints, one after the other, on all ranks."""
 
     def __init__(
         self,
         choosing: Choosing,
         providers: Mapping[str, StateProvider],
         pool: Pool,
+        bus: Bus,
         wanted: RestoreRequest,
         ranks: Ranks,
         touched: Callable[[str], None],
@@ -179,41 +141,111 @@ class _Attempts:
         self._choosing = choosing
         self._providers = providers
         self._pool = pool
+        self._bus = bus
         self._wanted = wanted
         self._ranks = ranks
         self._touched = touched
         self._changed = False
         """Whether an earlier one may have put something in place."""
+        self._skipped: list[Skipped] = []
+        self._deleted: list[Skipped] = []
+        """Those that were gone when they were to be opened."""
 
-    def restore(self, chosen: Chosen) -> _Done:
-        """That one, on all ranks; what fails on one fails on all."""
+    def until_one_succeeds(self) -> Outcome | None:
+        """The first that can be restored; None where there is none to try."""
+        last: LaststepError | None = None
+        while (chosen := self._choosing.next()) is not None:
+            interrupts.let_in()
+            began = time.perf_counter()
+            try:
+                outcome, size_bytes = self._restore(chosen)
+            except (Corrupt, NotFound) as error:
+                self._go_on_after(chosen, error)
+                last = error
+                continue
+            seconds = time.perf_counter() - began
+            self._bus.emit(
+                RestoredEvent(
+                    step=chosen.step, folder=chosen.folder, size_bytes=size_bytes, seconds=seconds
+                )
+            )
+            newer = [skipped for skipped in self._deleted if skipped.step > chosen.step]
+            return replace(outcome, skipped=(*newer, *self._skipped))
+        if last is not None:
+            raise self._none_left() from last
+        return None
+
+    def _restore(self, chosen: Chosen) -> tuple[Outcome, int]:
+        """Restore that one, on all ranks, and count the bytes; what fails on one fails on all."""
         wanted, ranks, pool = self._wanted, self._ranks, self._pool
         with self._choosing.open(chosen) as content:
-            found = fit(
+            fitted = fit(
                 content, self._providers, wanted.only, strict=wanted.strict,
                 where=f"{self._choosing.url}/{chosen.folder}", remedy=_REMEDY, ranks=ranks,
             )  # fmt: skip
-            transfer = Transfer(content, found.matches, ranks)
+            transfer = Transfer(content, fitted.matches, ranks)
             self._touched(chosen.folder)
             changed_before, self._changed = self._changed, True
-            size = transfer.run(pool, wanted.threads)
-            judge_twins(found, ranks)
+            size_bytes = transfer.run(pool, wanted.threads)
+            judge_twins(fitted, ranks)
             give = functools.partial(
-                hand_over, content, found, self._providers, pool, ranks.rank,
+                hand_over, content, fitted, self._providers, pool, ranks.rank,
                 allow_pickle=wanted.allow_pickle,
             )  # fmt: skip
             together(ranks, give)
         outcome = Outcome(
-            chosen=chosen, commit=content.commit, skipped=(), problems=found.problems,
+            chosen=chosen, commit=content.commit, skipped=(), problems=fitted.problems,
             # What a damaged checkpoint had put in place may lie beyond what this one covers.
-            mixed=changed_before and (bool(found.problems) or wanted.only is not None),
+            mixed=changed_before and (bool(fitted.problems) or wanted.only is not None),
         )  # fmt: skip
-        return _Done(outcome, size)
+        return outcome, size_bytes
+
+    def _go_on_after(self, chosen: Chosen, error: Corrupt | NotFound) -> None:
+        """Choose what to try next: the same again, one of a new list, or an older one. A step that
+        was asked for has none to stand in for it: its error is raised."""
+        named = self._wanted.step is not None
+        verdict = self._choosing.judge(chosen, error)
+        if verdict is StandsOrGone.UNSEEN:
+            self._choosing.wait_to_see(chosen, error)
+        elif verdict is StandsOrGone.DELETED and not named:
+            log.warning("%s is gone, and the run is listed again: %s", chosen.folder, error)
+            self._deleted.append(_skip(chosen, "it was deleted meanwhile"))
+            self._choosing.list_again()
+        elif named or isinstance(error, NotFound):
+            raise error
+        else:
+            # Without the remedy, which is to take the newest good one: so it is done.
+            skipped = _skip(chosen, error.without_remedy())
+            self._skipped.append(skipped)
+            self._bus.emit(
+                PassedOver(step=skipped.step, folder=skipped.folder, reason=skipped.reason)
+            )
+            self._choosing.go_on()
+
+    def _none_left(self) -> LaststepError:
+        url, skipped = self._choosing.url, self._skipped
+        if not skipped:
+            return NotFound(
+                "the checkpoints of this run were deleted while they were looked at", where=url,
+                found="; ".join(f"{gone.folder} is gone" for gone in self._deleted[:3]),
+                remedy="`laststep ls` lists what is there; restore() again to begin anew if it is "
+                "none",
+            )  # fmt: skip
+        return Corrupt(
+            f"none of the {len(skipped)} checkpoints of this run can be restored", where=url,
+            found="; ".join(f"step {s.step}: {s.reason}" for s in skipped[:3]),
+            remedy=f"`laststep verify {url}` lists all damage; a copy of the run may still be "
+            "good, and a new run elsewhere begins from the start",
+        )  # fmt: skip
+
+
+def _skip(chosen: Chosen, reason: str) -> Skipped:
+    return Skipped(step=chosen.step, folder=chosen.folder, reason=reason)
 
 
 def hand_over(
     content: Content,
-    found: Fit,
+    fitted: Fit,
     providers: Mapping[str, StateProvider],
     pool: Pool,
     rank: Rank,
@@ -221,57 +253,26 @@ def hand_over(
     allow_pickle: bool,
 ) -> None:
     """Give every provider its state, on the training thread."""
-    for match in found.matches:
+    for match in fitted.matches:
         name = match.item.name
         tree = match.tree(allow_pickle=allow_pickle)
         with naming(name, "restored"):
-            if name in found.derived:
+            if name in fitted.derived:
                 providers[name].derive(tree, rank.number)
             else:
                 providers[name].restore(tree)
-    if not found.merged:
+    if not fitted.merged:
         return
-    states: dict[str, list[object]] = {name: [] for name in found.merged}
+    states: dict[str, list[object]] = {name: [] for name in fitted.merged}
     for number in range(content.commit.ranks):
         with content.of_rank(number) as theirs:
-            for name, some in states.items():
-                some.append(state_of_rank(theirs, name, pool, allow_pickle=allow_pickle))
-    for name, some in states.items():
+            for name, of_ranks in states.items():
+                of_ranks.append(state_of_rank(theirs, name, pool, allow_pickle=allow_pickle))
+    for name, of_ranks in states.items():
         merge = providers[name].when_ranks_change
         assert callable(merge)  # noqa: S101 (that is why it is here)
         with naming(name, "restored"):
-            providers[name].restore(merge(some, rank.number, rank.ranks))
-
-
-def _pass_over(
-    chosen: Chosen, error: Corrupt, wanted: RestoreRequest, bus: Bus, skipped: list[Skipped]
-) -> None:
-    """Go on to an older one and say so; a step that was asked for has none to stand in for it."""
-    if wanted.step is not None:
-        raise error
-    # Without the remedy, which is to take the newest good one: so it is done.
-    skipped.append(_skip(chosen, error.without_remedy()))
-    bus.emit(PassedOver(step=chosen.step, folder=chosen.folder, reason=skipped[-1].reason))
-
-
-def _skip(chosen: Chosen, reason: str) -> Skipped:
-    return Skipped(step=chosen.step, folder=chosen.folder, reason=reason)
-
-
-def _none_left(store: Store, skipped: list[Skipped], deleted: list[Chosen]) -> LaststepError:
-    if not skipped:
-        return NotFound(
-            "the checkpoints of this run were deleted while they were looked at", where=store.url,
-            found="; ".join(f"{one.folder} is gone" for one in deleted[:3]),
-            remedy="`laststep ls` lists what is there; restore() again to begin anew if it is none",
-        )  # fmt: skip
-    return Corrupt(
-        f"none of the {len(skipped)} checkpoints of this run can be restored",
-        where=store.url,
-        found="; ".join(f"step {s.step}: {s.reason}" for s in skipped[:3]),
-        remedy=f"`laststep verify {store.url}` lists all damage; a copy of the run may still be "
-        "good, and a new run elsewhere begins from the start",
-    )
+            providers[name].restore(merge(of_ranks, rank.number, rank.ranks))
 
 
 def newest_of(store: Store) -> Listed | None:

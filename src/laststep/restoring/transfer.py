@@ -45,7 +45,7 @@ class Transfer:
             if match.item.name in content.per_rank
             or (ranks.size == 1 and _is_simple(content, match))
         ]  # fmt: skip
-        common = [match for match in matches if not any(match is one for one in self._own)]
+        common = [match for match in matches if not any(match is own for own in self._own)]
         self._boxes = None
         if common or ranks.size > 1:
             self._boxes = BoxTransfer(content, common, ranks)
@@ -65,7 +65,7 @@ class Transfer:
 def _is_simple(content: Content, match: Match) -> bool:
     """Whether every tensor that is read lies in one place, and goes to one."""
     places = (content.places(match.item.name, source) for source in match.reads)
-    return not match.layouts and all(len(one) == 1 for one in places)
+    return not match.layouts and all(len(boxes) == 1 for boxes in places)
 
 
 def _transfer_whole(content: Content, matches: Sequence[Match], pool: Pool, threads: int) -> int:

@@ -31,15 +31,15 @@ _LOOK_S = 0.05
 def wait_for_writers(store: Store) -> None:
     """Let others finish what they have under way, up to a limit in all."""
     deadline = time.monotonic() + WAIT_FOR_OTHERS_S
-    wait_for_announced(store, deadline)
+    _wait_for_announced(store, deadline)
     try:
         run = Run.open(store)
     except LaststepError:
         return  # whoever opens it says what is wrong
-    wait_for_flushers(run, deadline)
+    _wait_for_flushers(run, deadline)
 
 
-def wait_for_announced(store: Store, deadline: float) -> None:
+def _wait_for_announced(store: Store, deadline: float) -> None:
     """Wait for the saves that somebody has announced and nobody has ended, whether there is
     anything of them in the run yet or not."""
     for announced in coming(store):
@@ -48,7 +48,7 @@ def wait_for_announced(store: Store, deadline: float) -> None:
         _let_finish(who, saves, functools.partial(still_coming, store, announced), deadline)
 
 
-def wait_for_flushers(run: Run, deadline: float) -> None:
+def _wait_for_flushers(run: Run, deadline: float) -> None:
     """A trainer that died may have left a flusher that is finishing its last save: let it. Whether
     its trainer is dead cannot be known, so a live one is waited for likewise. What a failed disk
     kept our own from deciding is not."""
@@ -77,14 +77,14 @@ def _let_finish(who: str, saves: str, works: Callable[[], bool], deadline: float
 
 def _other_writers(run: Run) -> list[LiveWriter]:
     """Writers that are alive, have undecided saves and do not work for this process."""
-    found: list[LiveWriter] = []
+    others: list[LiveWriter] = []
     try:
         writer = run.live_writer()
         while writer is not None:
             own = writer.shares_pids and writer.pid == os.getpid()
             if writer.attempts and not own:
-                found.append(writer)
+                others.append(writer)
             writer = run.live_writer(below=writer.epoch)
     except LaststepError as error:
         log.warning("cannot tell whether another process is saving to this run: %s", error)
-    return found
+    return others

@@ -25,6 +25,9 @@ class TensorSpec(NamedTuple):
     dtype: str
     shape: Shape
 
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredItem:
