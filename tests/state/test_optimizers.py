@@ -257,6 +257,20 @@ def test_other_parameters_or_groups_than_the_stored_are_listed(
         carry(source, {"model": other, "optimizer": fewer})
 
 
+def test_stored_state_without_a_parameter_is_told_of_a_per_rank_optimizer_too(
+    carry: Callable[..., object],
+) -> None:
+    model, other = network(0), network(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    fewer = torch.optim.AdamW(other[0].parameters())
+    with pytest.raises(laststep.Mismatch, match=r"does not have the parameter 1\.bias"):
+        carry(
+            {"model": model, "optimizer": laststep.PerRank(optimizer)},
+            {"model": other, "optimizer": laststep.PerRank(fewer)},
+        )
+
+
 def test_a_part_of_the_moments_does_not_make_half_an_optimizer(
     carry: Callable[..., object],
 ) -> None:

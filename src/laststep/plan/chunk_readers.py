@@ -8,11 +8,10 @@ on.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.state.boxes import Box, boxes_of_range
+from laststep.state.boxes import Box, boxes_of_range, row_major
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -20,6 +19,10 @@ if TYPE_CHECKING:
 
     from laststep.plan.who_reads import WriterSource
     from laststep.plan.wishes import Wants
+
+
+_Reach = tuple[int, int, tuple[int, ...]]
+"""Bytes [first, last) of a file, and the ranks that want something of them."""
 
 
 class FileBox(NamedTuple):
@@ -44,20 +47,13 @@ class Chunk:
 
     def boxes(self) -> Iterator[tuple[FileBox, Box, int]]:
         """The boxes that lie in it, each with the byte at which it begins, in the chunk."""
-        for one in self.stored:
-            first = max(self.start - one.start, 0) // one.itemsize
-            last = (min(self.stop, one.stop) - one.start) // one.itemsize
-            at = one.start + first * one.itemsize - self.start
-            for box in boxes_of_range(one.box.shape, first, last):
-                yield one, _moved(box, one.box.start), at
-                at += box.volume * one.itemsize
-
-
-def _moved(box: Box, by: tuple[int, ...]) -> Box:
-    return Box(
-        tuple(a + b for a, b in zip(box.start, by, strict=True)),
-        tuple(a + b for a, b in zip(box.stop, by, strict=True)),
-    )
+        for stored in self.stored:
+            first = max(self.start - stored.start, 0) // stored.itemsize
+            last = (min(self.stop, stored.stop) - stored.start) // stored.itemsize
+            at = stored.start + first * stored.itemsize - self.start
+            for box in boxes_of_range(stored.box.shape, first, last):
+                yield stored, box.moved(stored.box.start), at
+                at += box.volume * stored.itemsize
 
 
 def chunks_of(
@@ -69,45 +65,57 @@ def chunks_of(
 ) -> list[Chunk]:
     """The chunks that a rank reads of a source's files, in which `stored` lies; `tensor_bytes` says
     how long the tensor area of each is."""
-    grid: dict[tuple[int, int], list[FileBox]] = {}
-    for one in stored:
-        for number in range(one.start // CHUNK_BYTES, -(-one.stop // CHUNK_BYTES)):
-            grid.setdefault((one.file, number), []).append(one)
-    reach = functools.cache(lambda one: _reach(one, source.readers, wants))
-    # Files have other numbers on other ranks, but come in the same order.
-    order = {file: at for at, file in enumerate(dict.fromkeys(one.file for one in stored))}
-    chunks = sorted(grid, key=lambda chunk: (order[chunk[0]], chunk[1]))
+    in_chunk: dict[tuple[int, int], list[FileBox]] = {}
+    for box in stored:
+        for number in range(box.start // CHUNK_BYTES, -(-box.stop // CHUNK_BYTES)):
+            in_chunk.setdefault((box.file, number), []).append(box)
+    reach = functools.cache(lambda box: _reach(box, source.readers, wants))
     readers = frozenset(source.readers)
 
     @functools.cache
-    def everybody(one: FileBox) -> list[tuple[int, int]]:
-        ranks = wants.ranks(wants.of_box(one.tensor, one.box))
-        return _outer(reach(one) if readers.issuperset(ranks) else _reach(one, ranks, wants))
+    def reach_of_all(box: FileBox) -> list[tuple[int, int]]:
+        ranks = wants.ranks(wants.of_box(box.tensor, box.box))
+        return _outer(reach(box) if readers.issuperset(ranks) else _reach(box, ranks, wants))
 
-    found = []
+    # Files have other numbers on other ranks, but come in the same order.
+    order = {file: at for at, file in enumerate(dict.fromkeys(box.file for box in stored))}
+    chunks = sorted(in_chunk, key=lambda chunk: (order[chunk[0]], chunk[1]))
+    mine: list[Chunk] = []
+    for (file, number), reader in zip(
+        chunks, _readers(chunks, in_chunk, reach, source), strict=True
+    ):
+        if reader == rank:
+            start = number * CHUNK_BYTES
+            stop = min(start + CHUNK_BYTES, tensor_bytes[file])
+            chunk = Chunk(file, start, stop, tuple(in_chunk[file, number]))
+            mine += filter(None, [_trimmed(chunk, reach_of_all)])
+    return mine
+
+
+def _readers(
+    chunks: Sequence[tuple[int, int]],
+    in_chunk: Mapping[tuple[int, int], Sequence[FileBox]],
+    reach: Callable[[FileBox], list[_Reach]],
+    source: WriterSource,
+) -> Iterator[int]:
+    """Who reads each chunk of a source's files: of those who want something of it, whoever has read
+    least. What none of them wants is for somebody else, or for nobody."""
     read = dict.fromkeys(source.readers, 0)
     for turn, (file, number) in enumerate(chunks):
         low, high = number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES
         wanting: set[int] = set()
-        for one in grid[file, number]:
-            for first, last, who in reach(one):
+        for box in in_chunk[file, number]:
+            for first, last, who in reach(box):
                 if first < high and low < last:
                     wanting.update(who)
-        # What none of them wants is for somebody else, or for nobody. Who has read least is next.
         able = sorted(wanting) or list(source.readers)
         begin = (source.writer * len(chunks) + turn) % len(able)
         reader = min(able[begin:] + able[:begin], key=read.__getitem__)
         read[reader] += 1
-        if reader == rank:
-            stop = min(high, tensor_bytes[file])
-            chunk = _trimmed(Chunk(file, low, stop, tuple(grid[file, number])), everybody)
-            found += [] if chunk is None else [chunk]
-    return found
+        yield reader
 
 
-def _reach(
-    stored: FileBox, ranks: tuple[int, ...], wants: Wants
-) -> list[tuple[int, int, tuple[int, ...]]]:
+def _reach(stored: FileBox, ranks: tuple[int, ...], wants: Wants) -> list[_Reach]:
     """The bytes of the file that these ranks want of a stored box, from the first to the last."""
     return [
         (first, last, who)
@@ -116,20 +124,20 @@ def _reach(
     ]
 
 
-def _outer(reach: list[tuple[int, int, tuple[int, ...]]]) -> list[tuple[int, int]]:
+def _outer(reach: list[_Reach]) -> list[tuple[int, int]]:
     """What is reached by any; those that lie within another's are left out."""
-    found: list[tuple[int, int]] = []
+    outer: list[tuple[int, int]] = []
     for first, last, _ in sorted(reach):
-        if not found or last > found[-1][1]:
-            found.append((first, last))
-    return found
+        if not outer or last > outer[-1][1]:
+            outer.append((first, last))
+    return outer
 
 
 def _trimmed(chunk: Chunk, reach: Callable[[FileBox], list[tuple[int, int]]]) -> Chunk | None:
     """The blocks of a chunk from the first to the last of which somebody wants something."""
     start, stop = chunk.stop, chunk.start
-    for one in chunk.stored:
-        for first, last in reach(one):
+    for box in chunk.stored:
+        for first, last in reach(box):
             if first < chunk.stop and chunk.start < last:
                 start, stop = min(start, max(first, chunk.start)), max(stop, min(last, chunk.stop))
     if start >= stop:
@@ -148,10 +156,6 @@ def _ranges(stored: FileBox, boxes: tuple[Box, ...]) -> Iterator[tuple[int, int]
             yield stored.start, stored.stop
         elif common is not None:
             inner = common.within(stored.box)
-            first = _offset(stored.box.shape, inner.start)
-            last = _offset(stored.box.shape, tuple(stop - 1 for stop in inner.stop)) + 1
+            first = row_major(stored.box.shape, inner.start)
+            last = row_major(stored.box.shape, (stop - 1 for stop in inner.stop)) + 1
             yield stored.start + first * stored.itemsize, stored.start + last * stored.itemsize
-
-
-def _offset(shape: tuple[int, ...], index: tuple[int, ...]) -> int:
-    return sum(one * math.prod(shape[dim + 1 :]) for dim, one in enumerate(index))

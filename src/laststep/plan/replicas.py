@@ -26,18 +26,18 @@ class ReplicatedTensors(NamedTuple):
 def held_alike(agreement: Agreement) -> tuple[ReplicatedTensors, ...]:
     """All that should be equal on several ranks, in an order that is the same for everybody."""
     holders: dict[Key, list[int]] = {}
-    for number, one in enumerate(agreement.classes):
-        for item in one.table:
+    for number, alike in enumerate(agreement.classes):
+        for item in alike.table:
             for tensor in () if item.per_rank else item.tensors:
                 if tensor.replicas is Replicas.UNPROVEN:
                     holders.setdefault((item.name, tensor.name), []).append(number)
-    alike: dict[tuple[int, ...], list[Key]] = {}
+    held: dict[tuple[int, ...], list[Key]] = {}
     for key, numbers in holders.items():
         if sum(len(agreement.classes[number].ranks) for number in numbers) > 1:
-            alike.setdefault(tuple(numbers), []).append(key)
+            held.setdefault(tuple(numbers), []).append(key)
     return tuple(
         ReplicatedTensors(
-            numbers, tuple(keys), min(agreement.classes[one].ranks[0] for one in numbers)
+            numbers, tuple(keys), min(agreement.classes[number].ranks[0] for number in numbers)
         )
-        for numbers, keys in alike.items()
+        for numbers, keys in held.items()
     )

@@ -18,15 +18,7 @@ from laststep.codecs.digests import digest
 from laststep.errors import Mismatch, Problems
 from laststep.plan.who_writes import Share, Spread, shares_of
 from laststep.state.boxes import counts, whole
-from laststep.state.layouts import (
-    Layout,
-    Mesh,
-    Replicate,
-    Sharded,
-    from_plain,
-    of_one_replica,
-    to_plain,
-)
+from laststep.state.layouts import Layout, Mesh, from_plain, held_whole, of_one_replica, to_plain
 from laststep.terms import DTYPES, listed
 
 if TYPE_CHECKING:
@@ -77,25 +69,28 @@ def encode_table(table: Table) -> bytes:
     """A table as bytes; equal tables give equal bytes. Layouts, of which there are few, are listed
     once."""
     layouts: dict[Layout, int] = {}
+
+    def plain(tensor: TableTensor) -> tuple[object, ...]:
+        name, dtype, shape, layout, replicas = tensor
+        number = None if layout is None else layouts.setdefault(layout, len(layouts))
+        return name, dtype, shape, number, *((int(replicas),) if replicas else ())
+
     items = [
-        (item.name, item.kind, item.per_rank, [
-            (t.name, t.dtype, t.shape,
-             None if t.layout is None else layouts.setdefault(t.layout, len(layouts)),
-             *((int(t.replicas),) if t.replicas else ()))
-            for t in item.tensors
-        ], item.ties)
+        (item.name, item.kind, item.per_rank, list(map(plain, item.tensors)), item.ties)
         for item in table
-    ]  # fmt: skip
+    ]
     return msgspec.msgpack.encode((items, [to_plain(layout) for layout in layouts]))
 
 
 def decode_table(data: bytes) -> Table:
     """The table again; on something else a `ValueError`, `TypeError`, `IndexError` or `Usage`."""
     items, plain = msgspec.msgpack.decode(data)
-    layouts = [from_plain(one) for one in plain]
+    layouts = [from_plain(layout) for layout in plain]
     return tuple(
-        TableItem(name, kind, per_rank, tuple(_tensor(layouts, *tensor) for tensor in tensors),
-             tuple((name, first) for name, first in ties))
+        TableItem(
+            name, kind, per_rank, tuple(_tensor(layouts, *tensor) for tensor in tensors),
+            tuple((name, first) for name, first in ties),
+        )
         for name, kind, per_rank, tensors, ties in items
     )  # fmt: skip
 
@@ -109,10 +104,10 @@ def _tensor(
     replicas: int = 0,
 ) -> TableTensor:
     layout = None if number is None else layouts[number]
-    found = TableTensor(name, dtype, counts(shape), layout, Replicas(replicas))
-    if found.layout is not None and found.layout.shape != found.shape:
+    tensor = TableTensor(name, dtype, counts(shape), layout, Replicas(replicas))
+    if layout is not None and layout.shape != tensor.shape:
         raise ValueError(f"{name} has not the shape of its layout")
-    return found
+    return tensor
 
 
 def digest_of(table: bytes) -> bytes:
@@ -155,30 +150,30 @@ class Agreement:
         return self.classes[self.class_of[rank]].ranks[0] == rank
 
 
+_Described = dict[Key, list[tuple[TableTensor, int]]]
+"""A tensor of the job → how classes of ranks describe it, and the numbers of these classes."""
+
+
 def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
     """Put the tables together; `Mismatch` where ranks contradict each other."""
     members: dict[bytes, list[int]] = {}
     for rank, table in enumerate(digests):
         members.setdefault(table, []).append(rank)
     classes = tuple(RankClass(tables[table], tuple(ranks)) for table, ranks in members.items())
-    class_of = {rank: number for number, one in enumerate(classes) for rank in one.ranks}
-    told: dict[Key, list[tuple[TableTensor, int]]] = {}
+    class_of = {rank: number for number, alike in enumerate(classes) for rank in alike.ranks}
+    described = _described(classes)
     problems = _item_problems(classes)
-    for number, one in enumerate(classes):
-        for item in one.table:
-            for tensor in () if item.per_rank else item.tensors:
-                told.setdefault((item.name, tensor.name), []).append((tensor, number))
-    _drop_unseen_ties(told, classes)
     spreads: list[Spread] = []
     empty: dict[int, int] = {}
     wholes: dict[tuple[tuple[int, ...], Shape, bool], Layout] = {}
-    for key, tellings in told.items():
-        problems += _tensor_problems(key, tellings, classes)
-        layouts = _layouts(tellings, classes, wholes)
-        if 0 in tellings[0][0].shape:
-            empty[len(spreads)] = classes[tellings[0][1]].ranks[0]
-        spreads.append(Spread(DTYPES[tellings[0][0].dtype].size_bytes, layouts))
-    problems += _gaps(told, classes)
+    for key, by_class in described.items():
+        problems += _tensor_problems(key, by_class, classes)
+        tensor, number = by_class[0]
+        if 0 in tensor.shape:
+            empty[len(spreads)] = classes[number].ranks[0]
+        layouts = _layouts(by_class, classes, wholes)
+        spreads.append(Spread(DTYPES[tensor.dtype].size_bytes, layouts))
+    problems += _gaps(described, classes)
     if problems:
         raise Mismatch.of(
             Problems(mismatched=tuple(problems)),
@@ -187,50 +182,55 @@ def agree(digests: Sequence[bytes], tables: dict[bytes, Table]) -> Agreement:
             remedy="make them alike; what each rank has for itself goes into laststep.PerRank, and "
             "every rank of a mesh must hold its part of what lies on it",
         )
-    dtypes = {key: tellings[0][0].dtype for key, tellings in told.items()}
+    dtypes = {key: by_class[0][0].dtype for key, by_class in described.items()}
     return Agreement(
-        digest(b"".join(digests)), classes, tuple(told), tuple(spreads), class_of, dtypes, empty
-    )
+        digest(b"".join(digests)), classes, tuple(described), tuple(spreads), class_of, dtypes,
+        empty,
+    )  # fmt: skip
 
 
-def _drop_unseen_ties(
-    told: dict[Key, list[tuple[TableTensor, int]]], classes: Sequence[RankClass]
-) -> None:
-    """What ranks that hold nothing of a tensor take for one of its own, and others know to be tied,
-    is tied."""
-    ties = {(item.name, name) for one in classes for item in one.table for name, _ in item.ties}
-    for key in ties.intersection(told):
+def _described(classes: Sequence[RankClass]) -> _Described:
+    """Every tensor that ranks share. What ranks that hold nothing of a tensor take for one of its
+    own, and others know to be tied, is tied, and left out."""
+    described: _Described = {}
+    for number, alike in enumerate(classes):
+        for item in alike.table:
+            for tensor in () if item.per_rank else item.tensors:
+                described.setdefault((item.name, tensor.name), []).append((tensor, number))
+    ties = {(item.name, name) for alike in classes for item in alike.table for name, _ in item.ties}
+    for key in ties.intersection(described):
         if not any(
             tensor.layout is None or tensor.layout.held(rank)
-            for tensor, number in told[key]
+            for tensor, number in described[key]
             for rank in classes[number].ranks
         ):
-            del told[key]
+            del described[key]
+    return described
 
 
 def _item_problems(classes: Sequence[RankClass]) -> list[str]:
     kinds: dict[str, dict[str, list[int]]] = {}
-    for one in classes:
-        for item in one.table:
+    for alike in classes:
+        for item in alike.table:
             form = f"a {item.kind}" + (" of each rank's own" if item.per_rank else "")
-            kinds.setdefault(item.name, {}).setdefault(form, []).extend(one.ranks)
-    return [_told_apart(name, forms) for name, forms in kinds.items() if len(forms) > 1]
+            kinds.setdefault(item.name, {}).setdefault(form, []).extend(alike.ranks)
+    return [_who_says_what(name, forms) for name, forms in kinds.items() if len(forms) > 1]
 
 
 def _tensor_problems(
-    key: Key, tellings: list[tuple[TableTensor, int]], classes: Sequence[RankClass]
+    key: Key, by_class: list[tuple[TableTensor, int]], classes: Sequence[RankClass]
 ) -> list[str]:
     forms: dict[str, list[int]] = {}
-    for tensor, number in tellings:
+    for tensor, number in by_class:
         form = f"{tensor.dtype}{list(tensor.shape)}"
         forms.setdefault(form, []).extend(classes[number].ranks)
-    return [_told_apart("/".join(key), forms)] if len(forms) > 1 else []
+    return [_who_says_what("/".join(key), forms)] if len(forms) > 1 else []
 
 
-def _told_apart(what: str, forms: dict[str, list[int]]) -> str:
+def _who_says_what(what: str, forms: dict[str, list[int]]) -> str:
     """Who says what of it. What most ranks say comes last: it is the others that have changed."""
-    told = sorted(forms.items(), key=lambda form: (len(form[1]), min(form[1])))
-    return f"{what}: " + ", ".join(f"{form} on {_ranks(sorted(ranks))}" for form, ranks in told)
+    rarest = sorted(forms.items(), key=lambda form: (len(form[1]), min(form[1])))
+    return f"{what}: " + ", ".join(f"{form} on {_ranks(sorted(ranks))}" for form, ranks in rarest)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -240,40 +240,37 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _layouts(
-    tellings: list[tuple[TableTensor, int]],
+    by_class: list[tuple[TableTensor, int]],
     classes: Sequence[RankClass],
     wholes: dict[tuple[tuple[int, ...], Shape, bool], Layout],
 ) -> tuple[Layout, ...]:
     """The layouts in which a tensor is written, one for each way in which it lies; all who hold it
     whole are one, and `wholes` keeps who that is for the next tensor of that shape. Where replicas
     are not known to be equal, one of them stands for all: what comes back is what a rank held."""
-    laid = [tensor for tensor, _ in tellings if tensor.layout is not None]
-    found = dict.fromkeys(tensor.layout for tensor in laid if tensor.layout is not None)
+    laid = [tensor for tensor, _ in by_class if tensor.layout is not None]
+    layouts = dict.fromkeys(tensor.layout for tensor in laid if tensor.layout is not None)
     if any(tensor.replicas for tensor in laid):
-        return (of_one_replica(next(iter(found))),)
-    plain = [(tensor, number) for tensor, number in tellings if tensor.layout is None]
+        return (of_one_replica(next(iter(layouts))),)
+    plain = [(tensor, number) for tensor, number in by_class if tensor.layout is None]
     alone = any(tensor.replicas for tensor, _ in plain)
-    if plain and not (alone and found):
+    if plain and not (alone and layouts):
         case = (tuple(number for _, number in plain), plain[0][0].shape, alone)
         if case not in wholes:
             ranks = sorted(rank for _, number in plain for rank in classes[number].ranks)
-            mesh = Mesh.of(("rank",), (len(ranks),), ranks)
-            layout = Sharded(plain[0][0].shape, mesh, (Replicate(),))
+            layout = held_whole(plain[0][0].shape, ranks)
             wholes[case] = of_one_replica(layout) if alone else layout
-        found[wholes[case]] = None
-    return tuple(found)
+        layouts[wholes[case]] = None
+    return tuple(layouts)
 
 
-def _gaps(
-    told: dict[Key, list[tuple[TableTensor, int]]], classes: Sequence[RankClass]
-) -> list[str]:
+def _gaps(described: _Described, classes: Sequence[RankClass]) -> list[str]:
     """Ranks of a mesh that do not describe a tensor that is laid out on it: their part of it would
     be written by nobody."""
     meshes: dict[tuple[Mesh, tuple[int, ...]], int | None] = {}
     problems = []
-    for key, tellings in told.items():
+    for key, by_class in described.items():
         by_layout: dict[Layout, list[int]] = {}
-        for tensor, number in tellings:
+        for tensor, number in by_class:
             if tensor.layout is not None:
                 by_layout.setdefault(tensor.layout, []).append(number)
         for layout, numbers in by_layout.items():

@@ -56,10 +56,10 @@ def _turns(ranks: int, size_bytes: int, pieces: int) -> int:
 
 def known_sources(stored: Mapping[int, Sequence[FileBox]], wants: Wants) -> Iterator[WriterSource]:
     """All sources, where everything is known of what lies in the files of each writer."""
-    for writer, some in stored.items():
-        ranks = wants.ranks(union([wants.of_box(one.tensor, one.box) for one in some]))
+    for writer, boxes in stored.items():
+        ranks = wants.ranks(union([wants.of_box(box.tensor, box.box) for box in boxes]))
         if ranks:
-            size_bytes = sum(one.stop - one.start for one in some)
+            size_bytes = sum(box.stop - box.start for box in boxes)
             yield WriterSource(writer, readers_of(ranks, writer, size_bytes))
 
 
@@ -88,11 +88,11 @@ class Ledger:
 
     def _pieces_for(self, rank: int) -> Iterator[tuple[Line, list[range]]]:
         """The lines that hold something for a rank, and in which of their pieces."""
-        found: dict[int, tuple[Line, set[range]]] = {}
+        by_line: dict[int, tuple[Line, set[range]]] = {}
         for tensor in self._wants.tensors(rank):
             for line, piece in self._pieces_with(rank, tensor):
-                found.setdefault(id(line), (line, set()))[1].add(piece)
-        for line, pieces in found.values():
+                by_line.setdefault(id(line), (line, set()))[1].add(piece)
+        for line, pieces in by_line.values():
             yield line, _merged(pieces)
 
     def _pieces_with(self, rank: int, tensor: int) -> Iterator[tuple[Line, range]]:
@@ -114,18 +114,18 @@ class Ledger:
         """The pieces for which a rank reads, each with all who do."""
         common, size = self._wanted_alike(line), line.size_bytes // line.pieces
         alike = 1 if common is None else line.pieces
-        for some in pieces:
-            turns: Iterable[int] = some
+        for consecutive in pieces:
+            turns: Iterable[int] = consecutive
             if common is not None:
-                turns = _own_turns(self._place(rank, common), size, some, alike)
+                turns = _own_turns(self._place(rank, common), size, consecutive, alike)
             for piece in turns:
                 readers = readers_of(self._ranks(line, piece), piece, size, alike)
                 if rank in readers:
                     yield piece, readers
 
-    def _place(self, rank: int, some: frozenset[RanksWanting]) -> tuple[int, int]:
+    def _place(self, rank: int, wanting: frozenset[RanksWanting]) -> tuple[int, int]:
         """Which of these a rank is, and how many they are."""
-        ranks = self._wants.ranks(some)
+        ranks = self._wants.ranks(wanting)
         return bisect.bisect_left(ranks, rank), len(ranks)
 
     def _ranks(self, line: Line, piece: int) -> tuple[int, ...]:
@@ -139,10 +139,10 @@ class Ledger:
     def _wanted_alike(self, line: Line) -> frozenset[RanksWanting] | None:
         """Who wants something of each piece of a line, if those are always the same."""
         if id(line) not in self._common:
-            found = {self._wants.of_box(entry.tensor, entry.held) for entry in line.entries}
+            wanting = {self._wants.of_box(entry.tensor, entry.held) for entry in line.entries}
             # Of a tensor that they have cut, a rank may want what lies in one of the pieces only.
-            alike = len(found) == 1 and all(self._wants.whole(e.tensor) for e in line.entries)
-            self._common[id(line)] = union(found) if alike or line.pieces == 1 else None
+            alike = len(wanting) == 1 and all(self._wants.whole(e.tensor) for e in line.entries)
+            self._common[id(line)] = union(wanting) if alike or line.pieces == 1 else None
         return self._common[id(line)]
 
     def _leading(self, writer: int) -> Line | None:
@@ -160,21 +160,21 @@ class Ledger:
     def _of(self, rank: int) -> _LinesOfPlace:
         """What a rank holds; who stands alike in every way in which tensors are cut holds that
         too."""
-        found = self._standing.get(rank)
-        if found is None:
+        held = self._standing.get(rank)
+        if held is None:
             where = tuple(
                 at and tuple(at[axis] for axis in cutting)
                 for mesh, cutting in self._cuts
                 for at in (mesh.coordinate(rank),)
             )
-            found = self._alike.get(where)
-            if found is None:
+            held = self._alike.get(where)
+            if held is None:
                 lines = lines_of(rank, self._spreads)
                 # Others hold some of these too, and not all: one object each, whoever asks.
-                found = _LinesOfPlace([self._known.setdefault(line.copies, line) for line in lines])
-                self._alike[where] = found
-            self._standing[rank] = found
-        return found
+                held = _LinesOfPlace([self._known.setdefault(line.copies, line) for line in lines])
+                self._alike[where] = held
+            self._standing[rank] = held
+        return held
 
 
 class _LinesOfPlace:
@@ -206,10 +206,10 @@ def _own_turns(place: tuple[int, int], size_bytes: int, pieces: range, alike: in
 
 def _merged(ranges: Iterable[range]) -> list[range]:
     """Ranges that do not overlap, in order."""
-    found: list[range] = []
-    for one in sorted(ranges, key=lambda one: (one.start, one.stop)):
-        if found and one.start <= found[-1].stop:
-            found[-1] = range(found[-1].start, max(found[-1].stop, one.stop))
+    merged: list[range] = []
+    for following in sorted(ranges, key=lambda numbers: (numbers.start, numbers.stop)):
+        if merged and following.start <= merged[-1].stop:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, following.stop))
         else:
-            found.append(one)
-    return found
+            merged.append(following)
+    return merged

@@ -77,7 +77,7 @@ class Line:
     @property
     def holders(self) -> int:
         """How many hold it."""
-        return sum(some.size for some in self.copies)
+        return sum(holders.size for holders in self.copies)
 
     @property
     def pieces(self) -> int:
@@ -86,23 +86,23 @@ class Line:
     def piece_of(self, rank: int) -> int | None:
         """Which piece a rank of it writes; None where it writes none."""
         before = 0
-        for some in self.copies:
-            place = some.place(rank)
+        for holders in self.copies:
+            place = holders.place(rank)
             if place is not None:
                 # Other lines begin with other tensors: where few write, these are not always the
                 # same ranks.
                 piece = (before + place - self.entries[0].tensor) % self.holders
                 return piece if piece < self.pieces else None
-            before += some.size
+            before += holders.size
         return None
 
     def writer(self, piece: int) -> int:
         """The rank that writes a piece."""
         place = (piece + self.entries[0].tensor) % self.holders
-        for some in self.copies:
-            if place < some.size:
-                return some.rank(place)
-            place -= some.size
+        for holders in self.copies:
+            if place < holders.size:
+                return holders.rank(place)
+            place -= holders.size
         raise IndexError(piece)
 
     def range_of(self, piece: int) -> tuple[int, int]:
@@ -114,7 +114,7 @@ class Line:
         """What is written with a piece."""
         low, high = self.range_of(piece)
         first = max(bisect.bisect_right(self.starts, low) - 1, 0)
-        found = []
+        shares = []
         for number in range(first, len(self.entries)):
             start = self.starts[number]
             if start >= high:
@@ -122,8 +122,8 @@ class Line:
             entry = self.entries[number]
             box = _rows(entry, low - start, high - start)
             if box is not None:
-                found.append(Share(entry.tensor, box, entry.held))
-        return found
+                shares.append(Share(entry.tensor, box, entry.held))
+        return shares
 
     def pieces_with(self, number: int, wanted: Box) -> range:
         """The pieces that hold something of a box, which is part of that entry's."""
@@ -160,19 +160,20 @@ def lines_of(rank: int, tensors: Sequence[Spread]) -> list[Line]:
             part = parts.get(id(layout))
             if part is None:
                 part = parts[id(layout)] = _part(rank, layout)
-            held = part.held
+            copies, held, volumes = part
             if held:
-                copies = part.copies
                 if len(writing) > 1:
-                    copies = tuple(c for one in writing if (c := one.copies(held)) is not None)
+                    copies = tuple(filter(None, (other.copies(held) for other in writing)))
                 lines.setdefault(copies, []).extend(
                     LineBox(number, box, volume * itemsize)
-                    for box, volume in zip(held, part.volumes, strict=True)
+                    for box, volume in zip(held, volumes, strict=True)
                 )
                 break
     return [
-        Line(copies, tuple(line),
-             tuple(itertools.accumulate((entry.size_bytes for entry in line), initial=0)))
+        Line(
+            copies, tuple(line),
+            tuple(itertools.accumulate((entry.size_bytes for entry in line), initial=0)),
+        )
         for copies, line in lines.items()
     ]  # fmt: skip
 
@@ -182,7 +183,7 @@ def _part(rank: int, layout: Layout) -> _HeldBoxes:
     if at is None:
         return _HeldBoxes((), (), ())
     cutting, held = layout.cutting, layout.held(rank)
-    place = tuple(one if axis in cutting else 0 for axis, one in enumerate(at))
+    place = tuple(step if axis in cutting else 0 for axis, step in enumerate(at))
     copies = (Holders(layout.mesh, place, cutting),)
     return _HeldBoxes(copies, held, tuple(box.volume for box in held))
 

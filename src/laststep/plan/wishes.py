@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from laststep.state.boxes import Box, whole
-from laststep.state.layouts import Layout, Mesh, MeshRange, Replicate, Sharded, from_plain, to_plain
+from laststep.state.layouts import Layout, Mesh, MeshRange, from_plain, held_whole, to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -69,7 +69,7 @@ class Wants:
         self._wholes: dict[tuple[tuple[int, ...], tuple[int, ...]], Layout] = {}
         self._complete: dict[tuple[Mesh, tuple[int, ...]], bool] = {}
         self._ranks: dict[frozenset[RanksWanting], tuple[int, ...]] = {}
-        self._told = functools.cache(self._work_out)
+        self._layouts = functools.cache(self._layouts_of)
         # By the identity of layouts, which many tensors share, and which live as long as this.
         self._spans: dict[tuple[int, Box], tuple[MeshRange, ...]] = {}
         self._held: dict[tuple[int, int], tuple[Box, ...]] = {}
@@ -88,51 +88,51 @@ class Wants:
 
     def by_all(self, tensor: int) -> bool:
         """Whether every rank wants all of a tensor."""
-        told = self._told(tensor)
+        wanted = self._layouts(tensor)
         return (
-            len(told) == 1
-            and told[0].classes is None
-            and not told[0].layout.cutting
-            and math.prod(told[0].layout.mesh.sizes) == self.size
+            len(wanted) == 1
+            and wanted[0].classes is None
+            and not wanted[0].layout.cutting
+            and math.prod(wanted[0].layout.mesh.sizes) == self.size
         )
 
     def whole(self, tensor: int) -> bool:
         """Whether all who want something of a tensor want all of it."""
-        return not any(told.layout.cutting for told in self._told(tensor))
+        return not any(wanted.layout.cutting for wanted in self._layouts(tensor))
 
     def of_box(self, tensor: int, box: Box) -> frozenset[RanksWanting]:
         """Who wants something of a box."""
         return frozenset(
-            RanksWanting(span, told.classes)
-            for told in self._told(tensor)
-            for span in self._holders(told.layout, box)
+            RanksWanting(span, wanted.classes)
+            for wanted in self._layouts(tensor)
+            for span in self._holders(wanted.layout, box)
         )
 
-    def ranks(self, some: frozenset[RanksWanting]) -> tuple[int, ...]:
+    def ranks(self, wanting: frozenset[RanksWanting]) -> tuple[int, ...]:
         """All ranks of these, in order."""
-        if some not in self._ranks:
-            found: set[int] = set()
-            for span, classes in some:
+        if wanting not in self._ranks:
+            every: set[int] = set()
+            for span, classes in wanting:
                 ranks = span.ranks()
                 if classes is not None:
                     ranks = filter(lambda rank: self._class_of.get(rank) in classes, ranks)
-                found.update(ranks)
-            self._ranks[some] = tuple(sorted(found))
-        return self._ranks[some]
+                every.update(ranks)
+            self._ranks[wanting] = tuple(sorted(every))
+        return self._ranks[wanting]
 
     def alike(
         self, tensor: int, ranks: tuple[int, ...]
     ) -> list[tuple[tuple[Box, ...], tuple[int, ...]]]:
         """What these ranks want of a tensor; those who want the same, together."""
-        found: dict[tuple[Box, ...], list[int]] = {}
-        for told in self._told(tensor):
-            for group in _standing_alike(told.layout.mesh, told.layout.cutting, ranks):
+        by_boxes: dict[tuple[Box, ...], list[int]] = {}
+        for layout, classes in self._layouts(tensor):
+            for group in _standing_alike(layout.mesh, layout.cutting, ranks):
                 members = group
-                if told.classes is not None:
-                    members = tuple(r for r in group if self._class_of[r] in told.classes)
-                if members and (boxes := self._held_by(told.layout, members[0])):
-                    found.setdefault(boxes, []).extend(members)
-        return [(boxes, tuple(some)) for boxes, some in found.items()]
+                if classes is not None:
+                    members = tuple(rank for rank in group if self._class_of[rank] in classes)
+                if members and (boxes := self._held_by(layout, members[0])):
+                    by_boxes.setdefault(boxes, []).extend(members)
+        return [(boxes, tuple(members)) for boxes, members in by_boxes.items()]
 
     def _held_by(self, layout: Layout, rank: int) -> tuple[Box, ...]:
         case = (id(layout), rank)
@@ -146,28 +146,27 @@ class Wants:
             self._spans[case] = layout.holders(box)
         return self._spans[case]
 
-    def _work_out(self, tensor: int) -> tuple[_WantedLayout, ...]:
-        tellers: dict[Layout | None, list[int]] = {}
+    def _layouts_of(self, tensor: int) -> tuple[_WantedLayout, ...]:
+        wishing: dict[Layout | None, list[int]] = {}
         for number, wish in enumerate(self._wishes):
             if tensor in wish:
-                tellers.setdefault(wish[tensor], []).append(number)
-        found = []
-        for layout, numbers in tellers.items():
+                wishing.setdefault(wish[tensor], []).append(number)
+        wanted = []
+        for layout, numbers in wishing.items():
             classes = tuple(numbers)
             if layout is None:
-                found.append(_WantedLayout(self._whole_on(classes, self._shapes[tensor]), None))
+                wanted.append(_WantedLayout(self._whole_on(classes, self._shapes[tensor]), None))
             else:
                 complete = self._is_complete(layout.mesh, classes)
-                found.append(_WantedLayout(layout, None if complete else classes))
-        return tuple(found)
+                wanted.append(_WantedLayout(layout, None if complete else classes))
+        return tuple(wanted)
 
     def _whole_on(self, classes: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
         """A tensor that all ranks of some classes hold."""
         case = (classes, shape)
         if case not in self._wholes:
             ranks = sorted(rank for rank, number in self._class_of.items() if number in classes)
-            mesh = Mesh.of(("rank",), (len(ranks),), ranks)
-            self._wholes[case] = Sharded(shape, mesh, (Replicate(),))
+            self._wholes[case] = held_whole(shape, ranks)
         return self._wholes[case]
 
     def _is_complete(self, mesh: Mesh, classes: tuple[int, ...]) -> bool:
@@ -182,12 +181,12 @@ def _standing_alike(
     mesh: Mesh, cutting: tuple[int, ...], ranks: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
     """The ranks, by where they stand along these dimensions of a mesh."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    standing: dict[tuple[int, ...], list[int]] = {}
     for rank in ranks:
         at = mesh.coordinate(rank)
         if at is not None:
-            found.setdefault(tuple(at[axis] for axis in cutting), []).append(rank)
-    return [tuple(some) for some in found.values()]
+            standing.setdefault(tuple(at[axis] for axis in cutting), []).append(rank)
+    return [tuple(alike) for alike in standing.values()]
 
 
 def union(parts: Iterable[frozenset[RanksWanting]]) -> frozenset[RanksWanting]:

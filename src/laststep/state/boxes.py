@@ -11,7 +11,7 @@ import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 Index = tuple[int, ...]
 
@@ -44,10 +44,24 @@ class Box(NamedTuple):
             tuple(map(operator.sub, self.stop, outer.start)),
         )
 
+    def moved(self, by: Index) -> Box:
+        """The same box, so far from where it was: the way back from `within`."""
+        return Box(
+            tuple(map(operator.add, self.start, by)), tuple(map(operator.add, self.stop, by))
+        )
+
 
 def whole(shape: Index) -> Box:
     """All of a tensor."""
     return Box((0,) * len(shape), shape)
+
+
+def row_major(shape: Iterable[int], index: Iterable[int]) -> int:
+    """Which element that is, counted in row-major order."""
+    at = 0
+    for size, coordinate in zip(shape, index, strict=True):
+        at = at * size + coordinate
+    return at
 
 
 def boxes_of_range(shape: Index, first: int, last: int) -> tuple[Box, ...]:
@@ -89,9 +103,7 @@ def runs_of(shape: Index, box: Box) -> Iterator[tuple[int, int]]:
         return
     lead = [range(a, b) for a, b in zip(box.start[: inner - 1], box.stop[: inner - 1], strict=True)]
     for index in itertools.product(*lead):
-        at = 0
-        for size, one in zip(shape, (*index, box.start[inner - 1]), strict=False):
-            at = at * size + one
+        at = row_major(shape[:inner], (*index, box.start[inner - 1]))
         yield at * run, (at + box.stop[inner - 1] - box.start[inner - 1]) * run
 
 

@@ -29,7 +29,7 @@ from laststep.state.wrappers import Unwrapped, layers_of
 from laststep.terms import is_item_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _PART = re.compile(r"(.+)-r?[0-9]{5,}")
 """How the files of an item are named that is split, or that several ranks have."""
@@ -55,7 +55,7 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
                 expected=f"not {part[1]!r} and a number behind it", found=repr(name),
                 remedy="choose another name",
             )  # fmt: skip
-    modules = {n: item for n, item in _find(items) if is_module(item)}
+    modules = {name: thing for name, thing in _things_in(items) if is_module(thing)}
 
     def names() -> dict[int, tuple[str, str]]:
         return _names_of_parameters(modules)
@@ -63,19 +63,17 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
     return {name: _provider(name, item, names) for name, item in items.items()}
 
 
-def _find(items: Mapping[str, object]) -> list[tuple[str, Any]]:
+def _things_in(items: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     """Every thing in the items, groups and providers looked into."""
-    found: list[tuple[str, Any]] = []
     for name, item in items.items():
         if isinstance(item, PerRank):
-            found += _find({name: item.item})
+            yield from _things_in({name: item.item})
         elif isinstance(item, StateProvider):
-            found += [(name, part) for part in item.parts()]
+            yield from ((name, part) for part in item.parts())
         elif type(item) is dict and _is_group(item):
-            found += [(f"{name}.{inner}", thing) for inner, thing in _find(item)]
+            yield from ((f"{name}.{inner}", thing) for inner, thing in _things_in(item))
         else:
-            found.append((name, item))
-    return found
+            yield name, item
 
 
 def _names_of_parameters(modules: dict[str, Any]) -> dict[int, tuple[str, str]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from laststep.errors import Usage
-from laststep.state.boxes import Box, Index, boxes_of_range, counts, runs_of, whole
+from laststep.state.boxes import Box, Index, boxes_of_range, counts, row_major, runs_of, whole
 from laststep.state.meshes import Holders, Mesh, MeshRange
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "Shard",
     "Sharded",
     "from_plain",
+    "held_whole",
     "of_one_replica",
     "to_plain",
 ]  # fmt: skip
@@ -127,7 +128,7 @@ class Sharded:
                 at[axis] = (element[dim] - start) // each if each else 0
                 start = min(start + at[axis] * each, stop)
                 stop = min(start + each, stop)
-        there = all(one < size for one, size in zip(at, self.mesh.sizes, strict=True))
+        there = all(map(operator.lt, at, self.mesh.sizes))
         return tuple(at) if there else None
 
     @property
@@ -268,12 +269,11 @@ class Flat:
             return ()
         part = self._cut.part_at(at)
         inside = boxes_of_range(part.shape, *(self._range(at, part) or (0, 0)))
-        return tuple(box for one in inside for box in self._boxes(part, one))
+        return tuple(box for range_box in inside for box in self._boxes(part, range_box))
 
     def _range(self, at: Index, part: Box) -> tuple[int, int] | None:
-        number = 0
-        for axis in self._flattening:
-            number = number * self.mesh.sizes[axis] + at[axis]
+        sizes, places = ([of[axis] for axis in self._flattening] for of in (self.mesh.sizes, at))
+        number = row_major(sizes, places)
         first = max(number * self._each - self.offset, 0)
         last = min((number + 1) * self._each - self.offset, part.volume)
         return (first, last) if first < last else None
@@ -290,9 +290,8 @@ class Flat:
         place = self._cut.place_of(begin.start)
         if place is None:
             return None
-        part, first = self._cut.part_at(place), 0
-        for size, one in zip(part.shape, begin.within(part).start, strict=True):
-            first = first * size + one
+        part = self._cut.part_at(place)
+        first = row_major(part.shape, begin.within(part).start)
         at = self._standing(place, (self.offset + first) // self._each)
         if self.held(self.mesh.rank(at)) != held:
             return None
@@ -307,14 +306,14 @@ class Flat:
         """Who holds something of a box, exactly: spans that do not overlap."""
         if not box.volume:
             return ()
-        found: dict[Index, set[int]] = {}
-        for one in self._by_block(box):
-            for span in self._cut.holders(one):
+        ranges: dict[Index, set[int]] = {}
+        for in_block in self._by_block(box):
+            for span in self._cut.holders(in_block):
                 for place in span.places(self._cut.cutting):
-                    found.setdefault(place, set()).update(self._numbers(place, one))
+                    ranges.setdefault(place, set()).update(self._numbers(place, in_block))
         return tuple(
             self._span_at(self._standing(place, number))
-            for place, numbers in found.items()
+            for place, numbers in ranges.items()
             for number in sorted(numbers)
         )
 
@@ -355,17 +354,22 @@ class Flat:
 
     def _boxes(self, part: Box, inside: Box) -> Iterator[Box]:
         """A box within a part of what is cut, as boxes of the tensor."""
-        start = tuple(map(operator.add, inside.start, part.start))
-        stop = tuple(map(operator.add, inside.stop, part.start))
+        box = inside.moved(part.start)
         if self.blocks == 1:
-            yield Box(start, stop)
+            yield box
             return
+        start, stop = box
         rows = self.shape[0] // self.blocks
         for at in range(start[0] * rows, stop[0] * rows, rows):
             yield Box((at + start[1], *start[2:]), (at + stop[1], *stop[2:]))
 
 
 Layout = Sharded | Flat
+
+
+def held_whole(shape: Index, ranks: Sequence[int]) -> Layout:
+    """A tensor of which all these ranks hold everything."""
+    return Sharded(shape, Mesh.of(("rank",), (len(ranks),), ranks), (Replicate(),))
 
 
 def of_one_replica(layout: Layout) -> Layout:

@@ -126,8 +126,8 @@ class Holders(NamedTuple):
     def ranks(self) -> Iterator[int]:
         """All of them, in row-major order of the mesh."""
         free = [
-            (one,) if axis in self.cutting else range(size)
-            for axis, (one, size) in enumerate(zip(self.at, self.mesh.sizes, strict=True))
+            (place,) if axis in self.cutting else range(size)
+            for axis, (place, size) in enumerate(zip(self.at, self.mesh.sizes, strict=True))
         ]
         return map(self.mesh.rank, itertools.product(*free))
 

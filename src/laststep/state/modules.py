@@ -42,17 +42,17 @@ def _inner_name(kind: type[torch.nn.Module], children: Collection[str]) -> str |
 
 def walk_modules(module: torch.nn.Module) -> list[tuple[str, str, torch.nn.Module]]:
     """(own prefix, plain prefix, module) of every submodule, wrappers looked through."""
-    found: list[tuple[str, str, torch.nn.Module]] = []
+    nodes: list[tuple[str, str, torch.nn.Module]] = []
 
     def visit(node: torch.nn.Module, own: str, plain: str) -> None:
-        found.append((own, plain, node))
+        nodes.append((own, plain, node))
         wrapped = _inner_name(type(node), node._modules)
         for name, child in node._modules.items():
             if child is not None:
                 visit(child, f"{own}{name}.", plain if name == wrapped else f"{plain}{name}.")
 
     visit(module, "", "")
-    return found
+    return nodes
 
 
 class _Build(NamedTuple):
@@ -131,7 +131,7 @@ def _look_now(module: torch.nn.Module) -> _Looked:
     visit(module)
     hidden, hooks, pre_hooks, *groups = zip(*map(_INSIDE, insides), strict=True)
     if {*map(type, chain.from_iterable(groups))} != {dict}:  # a ScriptModule has its own kind
-        groups = [tuple(dict(one.items()) for one in group) for group in groups]
+        groups = [tuple(dict(entries.items()) for entries in group) for group in groups]
     children, parameters, buffers = groups
     modules = chain.from_iterable(map(dict.values, children))
     both = chain.from_iterable(zip(parameters, buffers, strict=True))
@@ -190,11 +190,11 @@ def _named(build: _Build) -> _Named:
 def _prefixes(build: _Build) -> list[str]:
     """The plain prefix of each submodule."""
     starts = list(accumulate(map(len, build.children), initial=0))
-    found: list[str] = []
+    prefixes: list[str] = []
 
     def visit(prefix: str) -> None:
-        number = len(found)
-        found.append(prefix)
+        number = len(prefixes)
+        prefixes.append(prefix)
         names = build.children[number]
         wrapped = _inner_name(build.kinds[number], names)
         for name, is_none in zip(names, build.no_child[starts[number] :], strict=False):
@@ -202,7 +202,7 @@ def _prefixes(build: _Build) -> list[str]:
                 visit(prefix if name == wrapped else f"{prefix}{name}.")
 
     visit("")
-    return found
+    return prefixes
 
 
 def _extra(names: Iterable[str]) -> tuple[Path, ...]:
@@ -265,7 +265,7 @@ class ModuleProvider(StateProvider):
 
     def restore(self, value: object) -> None:
         if not isinstance(value, dict):
-            return  # which was told
+            return  # which `check` has said
         live = self._module.state_dict(keep_vars=False)
         nodes = walk_modules(self._module)
         plain_of = _plain_names(nodes)
@@ -301,17 +301,20 @@ def _is_standard_class(kind: type[torch.nn.Module]) -> bool:
     """Whether state_dict() of such a module is just its parameters and persistent buffers."""
     if kind.__module__ in ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm"):
         return True  # these only look at versions of their state
-    root = next(k for k in kind.__mro__ if (k.__module__, k.__name__) == _MODULE)
     own_ways = ("state_dict", "_save_to_state_dict", "get_extra_state", "_load_from_state_dict")
-    return all(getattr(kind, name) is getattr(root, name) for name in own_ways)
+    return _has_methods_of_torch(kind, own_ways)
 
 
 def _loads_as_standard(kind: type[torch.nn.Module]) -> bool:
     if kind.__module__.startswith("torch."):
         return True  # these only look at versions of their state
+    return _has_methods_of_torch(kind, ("load_state_dict", "_load_from_state_dict"))
+
+
+def _has_methods_of_torch(kind: type[torch.nn.Module], names: Iterable[str]) -> bool:
+    """Whether a class of modules has these methods as nn.Module itself has them."""
     root = next(k for k in kind.__mro__ if (k.__module__, k.__name__) == _MODULE)
-    own_ways = ("load_state_dict", "_load_from_state_dict")
-    return all(getattr(kind, name) is getattr(root, name) for name in own_ways)
+    return all(getattr(kind, name) is getattr(root, name) for name in names)
 
 
 def _plain_names(nodes: list[tuple[str, str, torch.nn.Module]]) -> dict[str, str]:
@@ -331,8 +334,9 @@ def _plain(name: str, plain_of: dict[str, str]) -> str:
 
 
 def _aliases(nodes: list[tuple[str, str, torch.nn.Module]]) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for _own, plain, node in nodes:
-        for group in (node._parameters, node._buffers):
-            found.update({plain + name: t for name, t in group.items() if t is not None})
-    return found
+    return {
+        plain + name: tensor
+        for _own, plain, node in nodes
+        for name, tensor in (*node._parameters.items(), *node._buffers.items())
+        if tensor is not None
+    }

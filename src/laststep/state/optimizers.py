@@ -68,10 +68,7 @@ class OptimizerProvider(StateProvider):
         by_name = {name: dict(held[key]) for key, name in names.items() if key in held}
         return State(
             # Another rule's state would be taken for this one's, and its options with it.
-            value=Owned(
-                type(self._optimizer).__name__,
-                {"state": by_name, "groups": groups},
-            ),
+            value=Owned(type(self._optimizer).__name__, {"state": by_name, "groups": groups}),
             loose=((),),
         )
 
@@ -113,10 +110,9 @@ class OptimizerProvider(StateProvider):
     def models(self, paths: list[Path]) -> list[object]:
         """State lies as its parameter does."""
         parameters: dict[object, object] = {name: p for p, name, _ in self._walk()}
-        of_state = [path[:1] == ("state",) and len(path) > 2 for path in paths]
         return [
-            parameters.get(path[1]) if one else None
-            for path, one in zip(paths, of_state, strict=True)
+            parameters.get(path[1]) if path[:1] == ("state",) and len(path) > 2 else None
+            for path in paths
         ]
 
     def refuses(self, stored: object) -> dict[Path, str]:
@@ -125,18 +121,18 @@ class OptimizerProvider(StateProvider):
         if not is_optimizer_state(stored):
             return {}
         live = {name: _form(parameter) for parameter, name, _ in self._walk()}
-        found: dict[Path, str] = {}
+        refused: dict[Path, str] = {}
         for group in stored["groups"]:
             for name, theirs in group["params"].items():
                 ours = live.get(name, theirs)
                 if ours != theirs:
-                    found["state", name] = f"state of {name}: stored for {theirs}, live is {ours}"
+                    refused["state", name] = f"state of {name}: stored for {theirs}, live is {ours}"
         if _keeps_to_forms(type(self._optimizer)):
             for parameter, name, _ in self._walk():
                 odd = _odd_entry(stored["state"].get(name, {}), tuple(parameter.shape))
                 if odd is not None:
-                    found.setdefault(("state", name), f"state of {name}: {odd}")
-        return found
+                    refused.setdefault(("state", name), f"state of {name}: {odd}")
+        return refused
 
     def devices(self, paths: list[Path]) -> list[str]:
         """As torch does: `step` stays on the host unless the group is fused or capturable."""
@@ -152,7 +148,7 @@ class OptimizerProvider(StateProvider):
         return [device(path) for path in paths]
 
     def restore(self, value: object) -> None:
-        if is_optimizer_state(value):  # else that was told
+        if is_optimizer_state(value):  # else `check` has said so
             with handing_over(type(self._optimizer).__name__):
                 self._restore(value)
 
@@ -217,14 +213,15 @@ def _named(
 ) -> tuple[str, ...]:
     """The names of the parameters of all groups: by the items and names that modules know them
     under, or by the optimizer's own names, or by place."""
-    items = {one[0] for group in known for one in group if one is not None}
+    items = {in_module[0] for group in known for in_module in group if in_module is not None}
     names: list[str] = []
     for g, group in enumerate(known):
-        for i, one in enumerate(group):
-            if one is None or not one[1]:
+        for i, in_module in enumerate(group):
+            item, name = in_module or ("", "")
+            if not name:
                 names.append(own[g][i] if own[g] else f"group{g}.{i}")
             else:
-                names.append(f"{one[0]}:{one[1]}" if len(items) > 1 else one[1])
+                names.append(f"{item}:{name}" if len(items) > 1 else name)
     return tuple(names)
 
 

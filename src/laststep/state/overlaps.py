@@ -58,7 +58,7 @@ def find_overlaps(extents: list[MemoryRange]) -> list[Overlap]:
 
 
 def _groups(members: list[MemoryRange]) -> list[Overlap]:
-    found: list[Overlap] = []
+    overlaps: list[Overlap] = []
     group, stop = [members[0]], members[0].stop
     for extent in [*members[1:], None]:
         if extent is not None and extent.start < stop:
@@ -66,7 +66,7 @@ def _groups(members: list[MemoryRange]) -> list[Overlap]:
             stop = max(stop, extent.stop)
             continue
         if len(group) > 1:
-            found.append(Overlap(group[0].start, stop, tuple(group)))
+            overlaps.append(Overlap(group[0].start, stop, tuple(group)))
         if extent is not None:
             group, stop = [extent], extent.stop
-    return found
+    return overlaps

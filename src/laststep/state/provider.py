@@ -147,3 +147,33 @@ class StateProvider(ABC):
     def parts(self) -> tuple[object, ...]:
         """The objects that this provider speaks for, so that others can find e.g. modules."""
         return ()
+
+
+class AroundProvider(StateProvider):
+    """Stands around another provider, and asks that one everything."""
+
+    _inner: StateProvider
+
+    def describe(self) -> State:
+        return self._inner.describe()
+
+    def restore(self, value: object) -> None:
+        self._inner.restore(value)
+
+    def check(self, stored: object) -> list[str]:
+        return self._inner.check(stored)
+
+    def refuses(self, stored: object) -> dict[Path, str]:
+        return self._inner.refuses(stored)
+
+    def lacks(self, stored: object) -> dict[Path, str]:
+        return self._inner.lacks(stored)
+
+    def models(self, paths: list[Path]) -> list[object]:
+        return self._inner.models(paths)
+
+    def devices(self, paths: list[Path]) -> list[str]:
+        return self._inner.devices(paths)
+
+    def parts(self) -> tuple[object, ...]:
+        return self._inner.parts()

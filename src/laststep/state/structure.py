@@ -85,10 +85,7 @@ class _Walk:
         return copied
 
     def _stretch(
-        self,
-        path: Path,
-        names: Collection[object],
-        rows: Collection[dict[object, object]],
+        self, path: Path, names: Collection[object], rows: Collection[dict[object, object]]
     ) -> _Part:
         """Leaves that follow each other: a container of them, or several in one above them."""
         self.leaves += chain.from_iterable(map(dict.values, rows))

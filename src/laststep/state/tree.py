@@ -135,10 +135,7 @@ def _pickled(value: object, path: Path) -> bytes:
 
 
 def rebuild(
-    tree: object,
-    *,
-    leaf: Callable[[TensorRef], object],
-    revive: Callable[[Tagged], object],
+    tree: object, *, leaf: Callable[[TensorRef], object], revive: Callable[[Tagged], object]
 ) -> object:
     """The nested state again: every TensorRef through `leaf`, every Tagged through `revive`."""
 
@@ -187,12 +184,12 @@ def owners(tree: object, path: Path = ()) -> dict[Path, str]:
     """The classes of the objects that gave a tree or its parts, by path."""
     if type(tree) is Tagged and tree.tag == OWNED:
         return {path: owned(tree).owner}
-    found: dict[Path, str] = {}
+    classes: dict[Path, str] = {}
     if type(tree) is dict:
         for key, inner in tree.items():
             if type(inner) in (Tagged, dict):
-                found |= owners(inner, (*path, key))
-    return found
+                classes |= owners(inner, (*path, key))
+    return classes
 
 
 def show_path(path: Path) -> str:
@@ -205,17 +202,21 @@ def show_path(path: Path) -> str:
     return text
 
 
-def merge_trees(one: object, other: object) -> object:
+def merge_trees(first: object, second: object) -> object:
     """What two ranks hold of one item: the entries of both. Where they contradict each other, as
     the settings of two stages may, the first holds."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        merged = dict(one)
-        for key, value in other.items():
-            merged[key] = merge_trees(one[key], value) if key in one else value
-        return type(one)(merged)
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [merge_trees(a, b) for a, b in zip(one, other, strict=True)]
-    if isinstance(one, Tagged) and isinstance(other, Tagged) and one.tag == other.tag == OWNED:
-        first, second = owned(one), owned(other)
-        return Tagged(OWNED, [first.owner, merge_trees(first.state, second.state)])
-    return one
+    if isinstance(first, dict) and isinstance(second, dict):
+        merged = dict(first)
+        for key, value in second.items():
+            merged[key] = merge_trees(first[key], value) if key in first else value
+        return type(first)(merged)
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        return list(map(merge_trees, first, second))
+    if (
+        isinstance(first, Tagged)
+        and isinstance(second, Tagged)
+        and first.tag == second.tag == OWNED
+    ):
+        ours, theirs = owned(first), owned(second)
+        return Tagged(OWNED, [ours.owner, merge_trees(ours.state, theirs.state)])
+    return first

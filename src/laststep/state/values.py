@@ -14,7 +14,14 @@ import numpy as np
 
 from laststep.codecs.digests import digest
 from laststep.errors import Mismatch, Usage
-from laststep.state.provider import ABSENT, State, StateProvider, handing_over, has_absent
+from laststep.state.provider import (
+    ABSENT,
+    AroundProvider,
+    State,
+    StateProvider,
+    handing_over,
+    has_absent,
+)
 from laststep.state.stored_items import TensorSpec
 from laststep.state.tensors import (
     is_tensor,
@@ -78,7 +85,7 @@ def _kind_of_torch(owner: object) -> str | None:
     inner = getattr(owner, "_schedulers", None)
     if kind is None or not isinstance(inner, list | tuple):
         return kind
-    return f"{kind}({', '.join(_kind_of_torch(one) or '…' for one in inner)})"
+    return f"{kind}({', '.join(_kind_of_torch(part) or '…' for part in inner)})"
 
 
 class ScalerProvider(StateProvider):
@@ -123,7 +130,7 @@ class ScalerProvider(StateProvider):
             return
         with handing_over("the gradient scaler"):
             plain = {k: v.item() if is_tensor(v) else v for k, v in value.items()}
-            if not self.check(plain):  # else that was told
+            if not self.check(plain):  # else that has been said
                 self._scaler.load_state_dict(plain)
 
 
@@ -156,7 +163,7 @@ class RNG(StateProvider):
 
     def restore(self, value: object) -> None:
         if self.check(value):
-            return  # which was told
+            return  # which has been said
         states: dict[str, Any] = value  # type: ignore[assignment]
         with handing_over("a random number generator"):
             random.Random().setstate(states["python"])  # noqa: S311 (a trial: all of them, or none)
@@ -206,7 +213,7 @@ class ValueProvider(StateProvider):
 
     def check(self, stored: object) -> list[str]:
         alike = (dict, (list, deque))  # of each, what is stored can be written into what is live
-        if any(isinstance(self._value, one) and not isinstance(stored, one) for one in alike):
+        if any(isinstance(self._value, kind) and not isinstance(stored, kind) for kind in alike):
             return [f"is a {type(self._value).__name__}, the stored one is not"]
         return []
 
@@ -290,7 +297,7 @@ class EntryProvider(StateProvider):
             self._owner[self._key] = _put(self._owner[self._key], value)
 
 
-class PerRank(StateProvider):
+class PerRank(AroundProvider):
     """Marks an item of which every rank has a state of its own, such as its place in the data:
     `PerRank(loader, when_ranks_change="drop")`."""
 
@@ -309,35 +316,11 @@ class PerRank(StateProvider):
             )  # fmt: skip
         self.item = item
         self.when_ranks_change = when_ranks_change
-        self._inner: StateProvider | None = None
 
     def around(self, inner: StateProvider) -> PerRank:
-        """Speak for what that provider provides."""
+        """Speak for what that provider provides; before anything is asked."""
         self._inner, self.kind = inner, inner.kind
         return self
-
-    @property
-    def _provider(self) -> StateProvider:
-        assert self._inner is not None  # noqa: S101 (set before anything is asked)
-        return self._inner
-
-    def parts(self) -> tuple[object, ...]:
-        return self._provider.parts()
-
-    def describe(self) -> State:
-        return self._provider.describe()
-
-    def restore(self, value: object) -> None:
-        self._provider.restore(value)
-
-    def check(self, stored: object) -> list[str]:
-        return self._provider.check(stored)
-
-    def refuses(self, stored: object) -> dict[Path, str]:
-        return self._provider.refuses(stored)
-
-    def devices(self, paths: list[tuple[object, ...]]) -> list[str]:
-        return self._provider.devices(paths)
 
 
 class GroupProvider(StateProvider):
@@ -398,10 +381,10 @@ class GroupProvider(StateProvider):
             for path, text in ask(member, stored[key]).items()
         }
 
-    def models(self, paths: list[tuple[object, ...]]) -> list[object]:
+    def models(self, paths: list[Path]) -> list[object]:
         return [self._members[str(p[0])].models([p[1:]])[0] if p else None for p in paths]
 
-    def devices(self, paths: list[tuple[object, ...]]) -> list[str]:
+    def devices(self, paths: list[Path]) -> list[str]:
         return [self._members[str(p[0])].devices([p[1:]])[0] if p else "cpu" for p in paths]
 
     def restore(self, value: object) -> None:

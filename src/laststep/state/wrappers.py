@@ -22,13 +22,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from laststep.errors import Usage
-from laststep.state.provider import State, StateProvider
+from laststep.state.provider import AroundProvider, State, StateProvider
 from laststep.state.tensors import is_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from laststep.state.tree import Path
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ _MOST = 8
 """So many wrappers around each other are looked through."""
 
 
-class Unwrapped(StateProvider):
+class Unwrapped(AroundProvider):
     """What is inside of mere wrappers; looks at each save whether they still are that."""
 
     def __init__(self, layers: Sequence[Any], inner: StateProvider) -> None:
@@ -49,30 +47,9 @@ class Unwrapped(StateProvider):
         self.kind, self.cheap, self.passive = inner.kind, inner.cheap, inner.passive
         self.per_rank, self.when_ranks_change = inner.per_rank, inner.when_ranks_change
 
-    def parts(self) -> tuple[object, ...]:
-        return self._inner.parts()
-
     def describe(self) -> State:
         _check(self._layers)
-        return self._inner.describe()
-
-    def restore(self, value: object) -> None:
-        self._inner.restore(value)
-
-    def check(self, stored: object) -> list[str]:
-        return self._inner.check(stored)
-
-    def refuses(self, stored: object) -> dict[Path, str]:
-        return self._inner.refuses(stored)
-
-    def lacks(self, stored: object) -> dict[Path, str]:
-        return self._inner.lacks(stored)
-
-    def models(self, paths: list[Path]) -> list[object]:
-        return self._inner.models(paths)
-
-    def devices(self, paths: list[Path]) -> list[str]:
-        return self._inner.devices(paths)
+        return super().describe()
 
 
 def layers_of(item: Any) -> list[Any]:
@@ -179,8 +156,8 @@ def _hands_over(wrapper: Any, inner: Any) -> bool:
 def of_torch(owner: object) -> str | None:
     """The class of torch that an object is, or derives from: a user may rename a class of theirs
     and still resume."""
-    found = (k.__name__ for k in type(owner).__mro__ if k.__module__.startswith("torch."))
-    return next(found, None)
+    names = (k.__name__ for k in type(owner).__mro__ if k.__module__.startswith("torch."))
+    return next(names, None)
 
 
 def _held(wrapper: Any) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from laststep.state.names import name_of
 from laststep.state.overlaps import MemoryRange, find_overlaps, find_ties
 from laststep.state.pieces import Collected, Piece, View
 from laststep.state.structure import KnownState, know
-from laststep.state.tensors.freed_storage import is_backed, not_backed
+from laststep.state.tensors.freed_storage import is_backed, needed_bytes, not_backed
 from laststep.state.tensors.kinds import DTYPE_NAMES, PLAIN_TENSORS, handler_for
 from laststep.state.tensors.local_parts import Laid, is_dtensor, laid_of
 from laststep.state.tensors.tensor_places import TensorPlaces
@@ -124,8 +124,10 @@ class Collector:
                 remedy="materialise it first, e.g. module.to_empty(device=...)",
             )
         if tensor.dtype not in DTYPE_NAMES:
-            raise Usage(f"cannot save a tensor of {tensor.dtype}", where=show_path(path),
-                        expected="a plain dtype", remedy="dequantise it first")  # fmt: skip
+            raise Usage(
+                f"cannot save a tensor of {tensor.dtype}", where=show_path(path),
+                expected="a plain dtype", remedy="dequantise it first",
+            )  # fmt: skip
         if not is_backed(tensor):
             raise not_backed(tensor, show_path(path))
         detached = tensor.detach() if tensor.requires_grad else tensor
@@ -171,8 +173,8 @@ class Collector:
         parts: dict[str, object]
         if tensor.layout is torch.sparse_coo:
             # _indices and _values do not demand coalescing, which would change what is stored.
-            parts = {"indices": tensor._indices(), "values": tensor._values(),
-                     "coalesced": tensor.is_coalesced()}  # fmt: skip
+            parts = {"indices": tensor._indices(), "values": tensor._values()}
+            parts["coalesced"] = tensor.is_coalesced()
         elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
             parts = {
                 "crow": tensor.crow_indices(),
@@ -257,8 +259,10 @@ class _Last:
         sources = None if met is None else self.sources(met[1])
         if met is None or sources is None:
             return None
-        return Collected(tree=met[0], pieces=self._pieces, sources=sources, ties=self._ties,
-                         layouts=self._layouts)  # fmt: skip
+        return Collected(
+            tree=met[0], pieces=self._pieces, sources=sources, ties=self._ties,
+            layouts=self._layouts,
+        )  # fmt: skip
 
 
 def _remember(
@@ -297,19 +301,18 @@ def _collected(tree: object, collector: Collector) -> Collected:
 
 def _pieces(tensors: dict[str, torch.Tensor], volatile: set[str]) -> list[Piece]:
     devices: dict[torch.device, str] = {}
-    found = []
+    pieces = []
     for name, tensor in tensors.items():
         device = devices.get(tensor.device)
         if device is None:
             device = "cpu" if tensor.device.type == "cpu" else str(tensor.device)
             devices[tensor.device] = device
-        found.append(
-            Piece(
-                name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, device,
-                tensor.is_contiguous(), name in volatile,
-            )
-        )  # fmt: skip
-    return found
+        dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
+        contiguous = tensor.is_contiguous()
+        pieces.append(
+            Piece(name, dtype, shape, tensor.nbytes, device, contiguous, name in volatile)
+        )
+    return pieces
 
 
 def _lie_apart(tensors: Collection[torch.Tensor]) -> bool:
@@ -359,9 +362,6 @@ def _sharing(
 
 
 def _extent(name: str, tensor: torch.Tensor, storage: int) -> MemoryRange:
-    size = tensor.element_size()
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    start = int(tensor.storage_offset()) * size
-    reach = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    stop = start if tensor.numel() == 0 else start + (reach + 1) * size
-    return MemoryRange(name, storage, start, stop, (tensor.dtype, shape, stride, start))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    window = (tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), start)
+    return MemoryRange(name, storage, start, needed_bytes(tensor) or start, window)

@@ -34,12 +34,12 @@ def is_backed(tensor: torch.Tensor) -> bool:
 
 def not_backed(tensor: torch.Tensor, where: str) -> Usage:
     """The error for one that does not."""
-    found = tensor.untyped_storage().nbytes()
-    what = "its memory was freed" if found == 0 else "its storage is too small"
+    there = tensor.untyped_storage().nbytes()
+    what = "its memory was freed" if there == 0 else "its storage is too small"
     return Usage(
         f"cannot copy a tensor: {what}",
         where=where,
         expected=f"a storage of at least {needed_bytes(tensor)} bytes",
-        found=f"{found} bytes",
+        found=f"{there} bytes",
         remedy="bring its data back first, e.g. unshard or reload what was offloaded",
     )

@@ -56,8 +56,7 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one form have the same bytes, where a NaN is what its bits are."""
-    one, other = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(one, other)
+    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
 def repeats_itself(tensor: torch.Tensor) -> bool:
@@ -115,11 +114,10 @@ def hold_scalar(name: str, value: object) -> object:
     """A metric as it is now: a tensor is copied on its device, without waiting for it."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
-            found = f"{value.dtype}{list(value.shape)}"
             raise Usage(
                 f"metric {name!r} is not one number",
                 expected="a number, a string or a tensor of one element",
-                found=found,
+                found=f"{value.dtype}{list(value.shape)}",
                 remedy="reduce it first, e.g. with mean()",
             )
         if value.is_meta or value.layout is not torch.strided or not is_backed(value):

@@ -123,11 +123,11 @@ def held_by(rank: int, laid: Laid, where: str) -> list[LocalBox]:
     check_held(rank, boxes, laid.local.numel(), where)
     if len(boxes) == 1:
         return [LocalBox(boxes[0], laid.local.view(boxes[0].shape))]
-    flat, at, found = laid.local.reshape(-1), 0, []
+    flat, at, held = laid.local.reshape(-1), 0, []
     for box in boxes:
-        found.append(LocalBox(box, flat[at : at + box.volume].view(box.shape)))
+        held.append(LocalBox(box, flat[at : at + box.volume].view(box.shape)))
         at += box.volume
-    return found
+    return held
 
 
 def like(model: DTensor, local: torch.Tensor) -> torch.Tensor:

@@ -124,8 +124,8 @@ class KnownTensors:
 
     def in_place(self) -> list[torch.Tensor] | None:
         """All of them, held, if each is alive and has the form and the memory that it had."""
-        found: list[torch.Tensor | None] = list(map(operator.call, self._refs))
-        if any(map(operator.is_, found, repeat(None))):
+        alive: list[torch.Tensor | None] = list(map(operator.call, self._refs))
+        if any(map(operator.is_, alive, repeat(None))):
             return None
-        tensors: list[torch.Tensor] = found  # type: ignore[assignment]
+        tensors: list[torch.Tensor] = alive  # type: ignore[assignment]
         return tensors if self._forms.are_those_of(tensors) else None
