@@ -60,7 +60,7 @@ def _changed(data: bytes, content: bytes, where: str, what: str) -> Corrupt:
         expected = "the record of a checkpoint"
         return corrupt(where, expected, "an empty file", what=what, why="it is empty")
     claimed = data[len(_OPEN) : len(_OPEN) + _DIGEST_TEXT_BYTES].decode("ascii", "replace")
-    found = digest_text(content)
-    if not is_digest(claimed) or claimed == found:
-        claimed, found = "what was written", "other bytes"
-    return corrupt(where, claimed, found, what=what, why=f"the {what} has been changed")
+    actual = digest_text(content)
+    if not is_digest(claimed) or claimed == actual:
+        claimed, actual = "what was written", "other bytes"
+    return corrupt(where, claimed, actual, what=what, why=f"the {what} has been changed")

@@ -12,12 +12,17 @@ from typing import Literal
 
 import msgspec
 
-from laststep.codecs import strict
 from laststep.codecs.digests import digest_text
 from laststep.errors import Corrupt, Usage
 from laststep.format.envelope import corrupt, seal, unseal
-from laststep.format.manifest import MAX_RANKS, Count, FileRecord, GroupRecord, files_problem
-from laststep.format.versions import refuse_later
+from laststep.format.manifest import (
+    MAX_RANKS,
+    Count,
+    FileRecord,
+    GroupRecord,
+    files_problem,
+    parse_content,
+)
 
 GROUPS_FOLDER = "groups"
 _WHAT = "group manifest"
@@ -56,10 +61,7 @@ def decode(data: bytes, record: GroupRecord, *, where: str) -> GroupManifest:
     content = unseal(data, member="group", where=where, what=_WHAT)
     if digest_text(content) != record.digest:
         raise _corrupt(where, record.digest, digest_text(content))
-    plain = strict.parse(content, where=where)
-    if not isinstance(plain, dict):
-        raise _corrupt(where, "a JSON object", f"a {type(plain).__name__}")
-    refuse_later(plain.get("format"), what=_WHAT, where=where, writer=plain.get("laststep"))
+    parse_content(content, where=where, what=_WHAT)
     try:
         group = msgspec.json.decode(content, type=GroupManifest)
     except msgspec.ValidationError as error:
@@ -79,9 +81,9 @@ def _problem(group: GroupManifest, record: GroupRecord) -> tuple[str, str] | Non
     if not 1 <= group.ranks <= MAX_RANKS:
         return f"from 1 to {MAX_RANKS} ranks", str(group.ranks)
     size_bytes = sum(file.size_bytes for file in group.files)
-    found = (group.first, group.ranks, len(group.files), size_bytes)
+    actual = (group.first, group.ranks, len(group.files), size_bytes)
     wanted = (record.first, record.ranks, record.files, record.size_bytes)
-    if found != wanted:
+    if actual != wanted:
         text = "{1} ranks from {0} on, with {2} files of {3} bytes"
-        return text.format(*wanted), text.format(*found)
+        return text.format(*wanted), text.format(*actual)
     return files_problem(group.files, range(group.first, group.first + group.ranks))

@@ -19,14 +19,7 @@ from laststep.codecs import strict
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import Corrupt, Usage
 from laststep.format.versions import refuse_later
-from laststep.terms import (
-    ALIGN_BYTES,
-    BLOCK_BYTES,
-    DTYPES,
-    MAX_HEADER_BYTES,
-    DType,
-    align_up,
-)
+from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, DTYPES, MAX_HEADER_BYTES, DType, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -199,10 +199,7 @@ def encode(decision: Commit | Abort) -> bytes:
 def decode(data: bytes, *, where: str) -> Commit | Abort:
     """The decision that `data` records, verified against its digest and checked throughout."""
     content = unseal(data, member="manifest", where=where, what="manifest")
-    plain = strict.parse(content, where=where)
-    if not isinstance(plain, dict):
-        raise _corrupt(where, "a JSON object", f"a {type(plain).__name__}")
-    refuse_later(plain.get("format"), what="manifest", where=where, writer=plain.get("laststep"))
+    plain = parse_content(content, where=where, what="manifest")
     try:
         if plain.get("decision") == "abort":
             return _decode_abort(content)
@@ -214,6 +211,15 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
     if problem is not None:
         raise _corrupt(where, *problem)
     return commit
+
+
+def parse_content(content: bytes, *, where: str, what: str) -> dict[str, object]:
+    """The members of a manifest of any kind, of a format that this version reads."""
+    plain = strict.parse(content, where=where)
+    if not isinstance(plain, dict):
+        raise corrupt(where, "a JSON object", f"a {type(plain).__name__}", what=what)
+    refuse_later(plain.get("format"), what=what, where=where, writer=plain.get("laststep"))
+    return plain
 
 
 def _corrupt(where: str, expected: str, found: str) -> Corrupt:

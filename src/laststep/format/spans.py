@@ -57,17 +57,17 @@ def _runs(ranks: Iterable[int]) -> list[Span]:
 
 
 def _transposed(spans: Sequence[Span]) -> list[Span]:
-    found: list[Span] = []
+    transposed: list[Span] = []
     at = 0
     while at < len(spans):
-        one, many = spans[at], _alike(spans, at)
-        if one.length < many:
-            period = spans[at + 1].first - one.first
-            found += [Span(one.first + n * one.stride, many, period) for n in range(one.length)]
+        (first, length, stride), many = spans[at], _alike(spans, at)
+        if length < many:
+            period = spans[at + 1].first - first
+            transposed += [Span(first + n * stride, many, period) for n in range(length)]
         else:
-            found += spans[at : at + many]
+            transposed += spans[at : at + many]
         at += many
-    return found
+    return transposed
 
 
 def _alike(spans: Sequence[Span], at: int) -> int:
@@ -122,7 +122,7 @@ class RanksOf(Sequence[int]):
     def __getitem__(self, at: slice) -> tuple[int, ...]: ...
     def __getitem__(self, at: int | slice) -> int | tuple[int, ...]:
         if isinstance(at, slice):
-            return tuple(self[one] for one in range(*at.indices(len(self))))
+            return tuple(self[number] for number in range(*at.indices(len(self))))
         wanted = at + len(self) if at < 0 else at
         if not 0 <= wanted < len(self):
             raise IndexError(f"there are {len(self)} ranks, and no number {at}")

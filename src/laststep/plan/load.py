@@ -46,10 +46,23 @@ def plan_reads(file: int, tensor_bytes: int, wants: list[Want]) -> list[Read]:
     wants = sorted(
         (want for want in wants if want.start < want.stop), key=lambda w: (w.start, w.stop)
     )
-    reads: list[Read] = []
-    for start, stop in _ranges(wants, tensor_bytes):
-        reads.append(Read(file=file, start=start, stop=stop, parts=()))
-    return _with_parts(reads, wants)
+    ranges = _ranges(wants, tensor_bytes)
+    parts: list[list[ReadPart]] = [[] for _ in ranges]
+    first = 0
+    for want in wants:  # both are sorted by offset
+        while first < len(ranges) and ranges[first][1] <= want.start:
+            first += 1
+        number = first
+        while number < len(ranges) and ranges[number][0] < want.stop:
+            low, high = ranges[number]
+            start, stop = max(low, want.start), min(high, want.stop)
+            part = ReadPart(want.target, start - low, start - want.start, stop - start)
+            parts[number].append(part)
+            number += 1
+    return [
+        Read(file=file, start=start, stop=stop, parts=tuple(held))
+        for (start, stop), held in zip(ranges, parts, strict=True)
+    ]
 
 
 def _ranges(wants: list[Want], tensor_bytes: int) -> list[tuple[int, int]]:
@@ -69,24 +82,3 @@ def _ranges(wants: list[Want], tensor_bytes: int) -> list[tuple[int, int]]:
             ranges.append((start, stop))
             start = stop
     return ranges
-
-
-def _with_parts(reads: list[Read], wants: list[Want]) -> list[Read]:
-    """Hand each read the parts of the wants that it holds; both are sorted by offset."""
-    parts: list[list[ReadPart]] = [[] for _ in reads]
-    first = 0
-    for want in wants:
-        while first < len(reads) and reads[first].stop <= want.start:
-            first += 1
-        number = first
-        while number < len(reads) and reads[number].start < want.stop:
-            read = reads[number]
-            start, stop = max(read.start, want.start), min(read.stop, want.stop)
-            parts[number].append(
-                ReadPart(want.target, start - read.start, start - want.start, stop - start)
-            )
-            number += 1
-    return [
-        Read(file=read.file, start=read.start, stop=read.stop, parts=tuple(mine))
-        for read, mine in zip(reads, parts, strict=True)
-    ]

@@ -13,6 +13,7 @@ where a description is new.
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 import threading
@@ -69,7 +70,7 @@ class Board:
         threads.start(self._thread)
 
     def under(self, name: str) -> None:
-        """Lie under that name as well; before anything was asked."""
+        """Put all notes under this name as well. MUST be called before anything is asked."""
         self.prefix += f"/{name}"
 
     def put(self, name: str, note: bytes) -> None:
@@ -89,13 +90,14 @@ class Board:
 
     def look_all(self, names: Iterable[str]) -> dict[str, bytes]:
         """Those of the notes that are there."""
-        found: dict[str, bytes] = {}
-        for some in _cut(names):
-            if (notes := self._look_at(some)) is not None:
-                found.update(zip(some, notes, strict=True))
-            elif len(some) > 1:
-                found.update({name: note for name in some if (note := self.look(name)) is not None})
-        return found
+        seen: dict[str, bytes] = {}
+        for together in _cut(names):
+            if (notes := self._look_at(together)) is not None:
+                seen.update(zip(together, notes, strict=True))
+            elif len(together) > 1:
+                looks = {name: self.look(name) for name in together}
+                seen.update({name: note for name, note in looks.items() if note is not None})
+        return seen
 
     def remove(self, names: Iterable[str]) -> None:
         """Take notes away that nobody needs any more."""
@@ -124,15 +126,11 @@ class Board:
             pause = min(2 * pause, self._look_s)
 
     def wait_all(
-        self,
-        names: Iterable[str],
-        until_s: float,
-        *,
-        meanwhile: Callable[[], None] | None = None,
+        self, names: Iterable[str], until_s: float, *, meanwhile: Callable[[], None] | None = None
     ) -> dict[str, bytes]:
         """All notes, or those that are there at that time (monotonic). `meanwhile` is called at
         every look that does not see them all."""
-        missing, found = _cut(names), dict[str, bytes]()
+        missing, seen = _cut(names), dict[str, bytes]()
 
         def look() -> dict[str, bytes] | None:
             # They mostly come together: the rest is asked for when the first are there.
@@ -141,12 +139,12 @@ class Board:
                     if meanwhile is not None:
                         meanwhile()
                     return None
-                found.update(zip(missing.pop(0), notes, strict=True))
-            return found
+                seen.update(zip(missing.pop(0), notes, strict=True))
+            return seen
 
         if self.until(look, until_s) is None:
-            found.update(self.look_all(name for some in missing for name in some))
-        return found
+            seen.update(self.look_all(itertools.chain.from_iterable(missing)))
+        return seen
 
     def close(self) -> None:
         """No more questions. Does not wait: one that is never answered ends with the program."""
@@ -166,28 +164,28 @@ class Board:
         return notes
 
     def _ask(self, ask: Callable[[Any], object]) -> Any:
-        one = _Question(ask)
-        self._questions.put(one)
-        if not interrupts.wait(one.answered, self._patience_s):
-            one.dropped = True
+        question = _Question(ask)
+        self._questions.put(question)
+        if not interrupts.wait(question.answered, self._patience_s):
+            question.dropped = True
             raise _gone(f"no answer within {self._patience_s:g} s")
-        if one.error is not None:
-            raise _gone(one.error) from one.error
-        return one.answer
+        if question.error is not None:
+            raise _gone(question.error) from question.error
+        return question.answer
 
     def _work(self) -> None:
         store: Any = None
-        while (one := self._questions.get()) is not None:
-            if one.dropped:
+        while (question := self._questions.get()) is not None:
+            if question.dropped:
                 continue
             try:
                 if store is None:  # here, since connecting can stand still as well
                     store = distributed_c10d.PrefixStore(self.prefix, self._default.clone())
                     store.set_timeout(timedelta(seconds=_CALL_S))
-                one.answer = one.ask(store)
+                question.answer = question.ask(store)
             except Exception as error:  # noqa: BLE001 (raised by whoever asked)
-                one.error = error
-            one.answered.set()
+                question.error = error
+            question.answered.set()
         self._default = None
 
 

@@ -19,14 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from laststep.errors import (
-    Corrupt,
-    LaststepError,
-    Mismatch,
-    NotFound,
-    StorageFailed,
-    from_wire,
-)
+from laststep.errors import Corrupt, LaststepError, Mismatch, NotFound, StorageFailed, from_wire
 from laststep.process import shortage
 from laststep.ranks.carriers import HOST, Carrier, DeviceCarrier, Transit, has_nccl
 from laststep.ranks.missing_ranks import awaited
@@ -159,9 +152,13 @@ class RankGroup:
     def _gather(self, note: bytes, width: int) -> list[bytes]:
         """The notes of all, each filled up to `width` bytes."""
         mine = torch.frombuffer(bytearray(note.ljust(width, b"\0")), dtype=torch.uint8)
-        found = torch.empty(self.size * width, dtype=torch.uint8)
-        _asked(lambda: _ALL_GATHER(found, mine, group=self._group))
-        return [row.tobytes() for row in found.view(self.size, width).numpy()]
+        return [row.tobytes() for row in self._gather_rows(mine).numpy()]
+
+    def _gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, which are of one length."""
+        rows = torch.empty(self.size * len(mine), dtype=mine.dtype)
+        _asked(lambda: _ALL_GATHER(rows, mine, group=self._group))
+        return rows.view(self.size, len(mine))
 
     def largest(self, number: int) -> int:
         value = torch.tensor([number], dtype=torch.int64)
@@ -214,14 +211,11 @@ class RankGroup:
 
     def exchange(self, each: Mapping[int, Parcel], to_all: Parcel | None) -> Iterator[Parcel]:
         head, data = to_all or (b"", _NOTHING)
-        sums = [len(each), len(head), data.numel()]
-        found = torch.empty(self.size * len(sums), dtype=torch.int64)
-        mine = torch.tensor(sums)
-        _asked(lambda: _ALL_GATHER(found, mine, group=self._group))
-        told = found.view(self.size, len(sums)).tolist()
-        if any(parcels for parcels, _, _ in told):
+        mine = torch.tensor([len(each), len(head), data.numel()])
+        announced = self._gather_rows(mine).tolist()
+        if any(parcels for parcels, _, _ in announced):
             yield from self._pass_each(each)
-        for who, (_, head_bytes, data_bytes) in enumerate(told):
+        for who, (_, head_bytes, data_bytes) in enumerate(announced):
             if head_bytes:
                 own = who == self.rank.number
                 heard = self._tell(self._host, who, _tensor(head) if own else None, head_bytes)
@@ -235,9 +229,9 @@ class RankGroup:
         coming at a time, however many ranks have something for this one."""
         mine = self.rank.number
         out = [each.get(rank, (b"", _NOTHING)) for rank in range(self.size)]
-        told = torch.tensor([[len(head), data.numel()] for head, data in out])
-        come = torch.empty_like(told)
-        _asked(lambda: dist.all_to_all_single(come, told, group=self._group))
+        sent = torch.tensor([[len(head), data.numel()] for head, data in out])
+        come = torch.empty_like(sent)
+        _asked(lambda: dist.all_to_all_single(come, sent, group=self._group))
         sizes = come.tolist()
         coming: _IncomingParcel | None = None
         for apart in range(1, self.size):
@@ -246,12 +240,10 @@ class RankGroup:
             if not head and not head_bytes:
                 continue
             swap = functools.partial(self._swap, to=to, source=source)
-            before, coming = (
-                coming,
-                _IncomingParcel(
-                    swap(self._host, _tensor(head), come_bytes=head_bytes, tag=0),
-                    swap(self._carrier, data, come_bytes=data_bytes, tag=1),
-                ),
+            before = coming
+            coming = _IncomingParcel(
+                swap(self._host, _tensor(head), come_bytes=head_bytes, tag=0),
+                swap(self._carrier, data, come_bytes=data_bytes, tag=1),
             )
             yield from _arrived(before)
         yield from _arrived(coming)
@@ -328,8 +320,8 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         error = raised
     except Exception as raised:  # noqa: BLE001 (raised again below, when the others know)
         short = shortage.is_one(raised)  # of this machine: no word about the checkpoint either
-        told = shortage.error_for("go on", raised) if short else _Foreign(repr(raised))
-        error = _caused(told, raised)
+        error = shortage.error_for("go on", raised) if short else _Foreign(repr(raised))
+        error.__cause__ = raised
     try:
         if ranks.largest(error is not None):
             raise _cause(ranks, error)
@@ -343,15 +335,10 @@ class _Foreign(LaststepError):
     """Stands for an error that is not ours, such as one of a provider, until all have heard."""
 
 
-def _caused(error: LaststepError, by: Exception) -> LaststepError:
-    error.__cause__ = by
-    return error
-
-
 def _weight(kind: str, fields: Mapping[str, str | None]) -> int:
     """Which of several errors is the cause: the one of the least weight. What a rank found missing
     weighs more than what it found wrong: it may only not have seen it."""
-    names = [one.__name__ for one in _CONSEQUENCES]
+    names = [consequence.__name__ for consequence in _CONSEQUENCES]
     weight = 2 * (names.index(kind) + 1) if kind in names else 0
     return weight + ("missing" in fields)
 
@@ -359,8 +346,8 @@ def _weight(kind: str, fields: Mapping[str, str | None]) -> int:
 def _cause(ranks: Ranks, error: LaststepError | None) -> BaseException:
     """The error that is the cause of all others, or this rank's own if it is of the same kind."""
     notes = ranks.gather(b"" if error is None else _encode(error))
-    told = [(rank, *msgspec.msgpack.decode(note)) for rank, note in enumerate(notes) if note]
-    rank, kind, fields = min(told, key=lambda one: _weight(one[1], one[2]))
+    errors = [(rank, *msgspec.msgpack.decode(note)) for rank, note in enumerate(notes) if note]
+    rank, kind, fields = min(errors, key=lambda sent: _weight(*sent[1:]))
     own = error is not None and _weight(*error.to_wire()) == _weight(kind, fields)
     if error is not None and (rank == ranks.rank.number or (own and type(error).__name__ == kind)):
         if isinstance(error, _Foreign) and error.__cause__ is not None:

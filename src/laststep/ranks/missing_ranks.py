@@ -31,7 +31,8 @@ PATIENCE_S = 5.0
 
 @contextlib.contextmanager
 def awaited(rank: Rank, what: str, name: str, limit_s: float) -> Iterator[None]:
-    """While inside, all ranks are to come; `name` is that of this call of theirs, of `what`."""
+    """While this block runs, all ranks are expected to make the call `what`; whoever has not made
+    it after a few seconds is named in the log. `name` tells this call from earlier ones."""
     store: Any = distributed_c10d._get_default_store()  # noqa: SLF001 (no other way)
     store.set(f"{name}/{rank.number}", b"1")
     come = threading.Event()
@@ -42,12 +43,11 @@ def awaited(rank: Rank, what: str, name: str, limit_s: float) -> Iterator[None]:
         with contextlib.suppress(RuntimeError):  # a store that is gone is told by whoever waits
             own = store.clone()
             asked = range(rank.ranks if rank.is_first else 1)
-            late = [one for one in asked if not own.check([f"{name}/{one}"])]
+            late = [number for number in asked if not own.check([f"{name}/{number}"])]
             if not come.is_set() and (late or rank.is_first):
                 log.warning(
                     "%s waits for %s, for %g s at most: every rank has to call it", what,
-                    listed((f"rank {one}" for one in late), 8) or "other ranks",
-                    limit_s,
+                    listed((f"rank {number}" for number in late), 8) or "other ranks", limit_s,
                 )  # fmt: skip
 
     thread = threading.Thread(target=watch, name="laststep-arriving", daemon=True)

@@ -80,8 +80,8 @@ class Extent(NamedTuple):
     def _wrong(self, image: memoryview, got: int) -> list[Damage]:
         size = self.stop - self.start
         there = image[:got]
-        found = block_digests(there) if self.what is None else digest(there)
-        if got == size and found == self.digests:
+        digests = block_digests(there) if self.what is None else digest(there)
+        if got == size and digests == self.digests:
             return []
         step = BLOCK_BYTES if self.what is None else max(size, 1)
         wrong = []
@@ -140,5 +140,5 @@ def damage_of(
 
 def refuse(damage: Iterable[Damage]) -> None:
     """Raise the first damage, if there is any."""
-    for one in damage:
-        raise one.error
+    for first in damage:
+        raise first.error

@@ -75,7 +75,7 @@ class Content:
                     self._open_tables()
                 else:
                     self._open_all()
-                self.items = {one.name: self._item(one.name, one.kind) for one in commit.items}
+                self.items = {item.name: self._item(item.name, item.kind) for item in commit.items}
         except BaseException:
             self.close()
             raise
@@ -153,11 +153,11 @@ class Content:
     def _open_all(self) -> None:
         """Open all files, and see that what lies in them makes up every tensor."""
         numbers = self._open(files_of(self._store, self.folder, self.commit))
-        found: dict[Key, list[Place]] = {}
+        by_tensor: dict[Key, list[Place]] = {}
         for key, place in self._placed(numbers):
-            found.setdefault(key, []).append(place)
+            by_tensor.setdefault(key, []).append(place)
         self._shared, self.agreement = {}, None
-        for key, places in found.items():
+        for key, places in by_tensor.items():
             shape = self._specs[key].shape
             boxes = [place.box for place in places]
             if boxes != [whole(shape)] and not covers_once(shape, boxes):
@@ -170,12 +170,12 @@ class Content:
 
     def _open_tables(self) -> None:
         """Open the files that say what all ranks held, and those of this one."""
-        firsts = [one.ranks[0] for one in self.commit.classes]
+        firsts = [record.ranks[0] for record in self.commit.classes]
         records = files_of(self._store, self.folder, self.commit, {*firsts, self._rank})
         shared = [record for record in records if _is_shared(record)]
         own = [record for record in records if record.rank == self._rank] if self.per_rank else []
         self._open(shared)
-        tables = [self._table(one) for one in self.commit.classes]
+        tables = [self._table(record) for record in self.commit.classes]
         known = [table for table in tables if table is not None]
         if len(known) < len(tables):  # by a version that describes it in another way
             self._open_all()
@@ -254,10 +254,10 @@ def agreement_of(
     digests = [b""] * ranks
     known: dict[bytes, Table] = {}
     try:
-        for data, one in zip(tables, classes, strict=True):
+        for data, record in zip(tables, classes, strict=True):
             name = digest(data)
             known[name] = decode_table(data)
-            for rank in one.ranks:
+            for rank in record.ranks:
                 digests[rank] = name
         return agree(digests, known)
     except (Mismatch, Usage, ValueError, TypeError, KeyError, IndexError) as error:

@@ -115,9 +115,9 @@ class _Check:
 
     def _files_there(self) -> list[FileRecord]:
         here = self._store.list(self._folder)
-        inner = [entry.name for entry in here if entry.is_folder]
+        folders = [entry.name for entry in here if entry.is_folder]
         places = [("", here)]
-        places += [(f"{one}/", self._store.list(f"{self._folder}/{one}")) for one in inner]
+        places += [(f"{name}/", self._store.list(f"{self._folder}/{name}")) for name in folders]
         return [
             FileRecord(
                 name=place + entry.name, size_bytes=entry.size_bytes, header_bytes=0,
@@ -181,7 +181,7 @@ class _Check:
         lost: tuple[str, ...] = ()
         if file is not None and opened.damage:  # which can be its size only
             lost = self._touched(file, file.reader.size_bytes, record.size_bytes)
-        self.damage += [replace(one, touches=lost) for one in opened.damage]
+        self.damage += [replace(damage, touches=lost) for damage in opened.damage]
         if there_bytes is not None:
             header_bytes = min(opened.record.header_bytes, there_bytes)
             self.files += 1
@@ -204,9 +204,10 @@ class _Check:
     def _note(self, file: DataFile, part: Extent, damage: list[Damage]) -> None:
         end = file.reader.size_bytes
         # What is missing behind the end of a short file is one damage already: its size.
-        there = [one for one in damage if one.start < end or part.start == part.stop]
         self.damage += [
-            replace(one, touches=self._touched(file, one.start, one.stop)) for one in there
+            replace(wrong, touches=self._touched(file, wrong.start, wrong.stop))
+            for wrong in damage
+            if wrong.start < end or part.start == part.stop
         ]
         there_bytes = max(0, min(part.stop, end) - part.start)
         self.bytes += there_bytes
@@ -218,15 +219,15 @@ class _Check:
         """What lies in bytes [start, stop) of a file, at most so many."""
         data_at = file.record.header_bytes
 
-        def lies_there(one: TensorEntry | ObjectEntry) -> bool:
-            return data_at + one.start < stop and start < data_at + one.stop
+        def lies_there(entry: TensorEntry | ObjectEntry) -> bool:
+            return data_at + entry.start < stop and start < data_at + entry.stop
 
         tensors = itertools.islice(filter(lies_there, file.header.tensors), _MAX_TOUCHED)
-        stored = [stored_in(file.header, entry) for entry in tensors]
-        found = [one.text + self._whose(file, one.item) for one in stored]
-        objects = [one.name for one in filter(lies_there, file.header.objects)]
-        found += [object_text(one) + self._whose(file, item_of_object(one)) for one in objects]
-        return tuple(found[:_MAX_TOUCHED])
+        boxes = [stored_in(file.header, entry) for entry in tensors]
+        texts = [box.text + self._whose(file, box.item) for box in boxes]
+        names = [entry.name for entry in filter(lies_there, file.header.objects)]
+        texts += [object_text(name) + self._whose(file, item_of_object(name)) for name in names]
+        return tuple(texts[:_MAX_TOUCHED])
 
     def _whose(self, file: DataFile, item: str | None) -> str:
         """The rank that has it for itself, as the end of a text."""
