@@ -1,4 +1,4 @@
-"""Which tensors several ranks hold whole without anybody's word that they are the same.
+"""Find the tensors that several ranks hold whole though nothing says that they are equal.
 
 Pure. What the ranks have of these can be compared by one digest for each set of ranks that hold the
 same tensors; there are as many sets as there are ways in which classes of ranks overlap: few.

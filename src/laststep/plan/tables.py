@@ -1,4 +1,4 @@
-"""What all ranks of a job hold, and who writes what of it, worked out by each rank for itself.
+"""Tables of what the ranks of a job hold, and the agreement that each rank makes of all of them.
 
 Pure. A rank describes its state in a table: every tensor with its whole shape and its layout. Ranks
 with equal tables form a class, so a job of any size is a few tables and, for each, who has it. From

@@ -1,4 +1,4 @@
-"""What every rank of a job wants of a checkpoint, without a list of it for each rank.
+"""Say what every rank of a job wants of a checkpoint, without a list for each rank.
 
 Pure. Ranks that want the same tensors in the same layouts form a class and say so once; who wants
 what of a box follows by arithmetic, however many ranks there are.

@@ -189,10 +189,7 @@ class _Looks:
     which names are of one parameter."""
 
     def __init__(
-        self,
-        content: Content,
-        providers: Mapping[str, StateProvider],
-        only: Sequence[str] | None,
+        self, content: Content, providers: Mapping[str, StateProvider], only: Sequence[str] | None
     ) -> None:
         self._content = content
         self._providers = providers
@@ -253,7 +250,8 @@ def _takes_over(
 
 
 def _hear_of_others(fitted: Fit, ranks: Ranks) -> bool:
-    """Unexpected is what no rank has use for. Returns whether all fits, on all ranks."""
+    """Hear what fits on the other ranks: only what none of them has use for is unexpected. Returns
+    whether everything fits on all ranks."""
     twins = any(match.twins for match in fitted.matches)
     lacks = bool(fitted.missing or fitted.mismatched)
     mine = msgspec.msgpack.encode((fitted.unexpected, twins, lacks))

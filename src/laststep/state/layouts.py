@@ -382,8 +382,8 @@ _Plain = tuple[object, ...]
 
 def to_plain(layout: Layout) -> _Plain:
     """A layout as nested tuples of numbers and strings, for a table and its digest."""
-    mesh = (layout.mesh.names, layout.mesh.sizes, layout.mesh.strides, layout.mesh.base,
-            layout.mesh.listed)  # fmt: skip
+    grid = layout.mesh
+    mesh = (grid.names, grid.sizes, grid.strides, grid.base, grid.listed)
     cuts = tuple((p.dim, p.after) if isinstance(p, Shard) else () for p in layout.placements)
     if isinstance(layout, Flat):
         flat = "flat", layout.shape, mesh, layout.axes, layout.offset, layout.total

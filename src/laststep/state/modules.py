@@ -98,8 +98,8 @@ _looks: ContextVar[dict[int, _Looked] | None] = ContextVar("looks", default=None
 
 @contextlib.contextmanager
 def one_moment() -> Iterator[None]:
-    """In a moment modules stay as they are: each is looked at once, whoever asks for its names. No
-    code but laststep's and torch's own may run in it."""
+    """While this block runs, modules stay as they are: each is looked at once, whoever asks for its
+    names. No code but laststep's and torch's own may run in it."""
     token = _looks.set({})
     try:
         yield
@@ -206,8 +206,8 @@ def _prefixes(build: _Build) -> list[str]:
 
 
 def _extra(names: Iterable[str]) -> tuple[Path, ...]:
-    """Of these those of extra state, which is what get_extra_state gives: it need not have the
-    shape that it was stored in."""
+    """The paths of extra state among these names. It is whatever get_extra_state gives, so it need
+    not have the shape that it was stored in."""
     return tuple((name,) for name in names if name.rpartition(".")[2] == _EXTRA)
 
 

@@ -57,7 +57,7 @@ class Collected:
     tree: object
     pieces: tuple[Piece, ...]
     sources: tuple[torch.Tensor, ...]
-    """The live tensor of each piece (possibly strided), opaque outside the engine."""
+    """The live tensor of each piece (possibly strided); nobody here looks into it."""
     ties: dict[str, str] = field(default_factory=dict)
     """A name whose tensor is the same memory as the piece named by the value."""
     views: dict[str, View] = field(default_factory=dict)

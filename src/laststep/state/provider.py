@@ -1,8 +1,8 @@
 """What a state provider is: the object that describes an item's state and puts it back.
 
-Knows nothing of files or copies. Everything the engine needs follows from `describe`: it takes the
-tree apart, finds the bytes behind every tensor, and on restore writes them back in place or hands
-the loaded tree to `restore`.
+Knows nothing of files or copies. Everything that a save or a restore needs follows from
+`describe`: the tree is taken apart and the bytes behind every tensor are found; a restore writes
+them back in place, or hands the loaded tree to `restore`.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class _Different(Exception):
 
 
 class _Walk:
-    """A walk, whose trace are `keys` and `sizes`."""
+    """Walks through a state once; `keys` and `sizes` are the trace that it leaves."""
 
     def __init__(self, parts: Iterator[_Part]) -> None:
         self._parts = parts
@@ -105,7 +105,7 @@ class _Walk:
 
 
 class _FirstWalk(_Walk):
-    """Makes the parts that later walks take over."""
+    """The walk through a new state: it makes the parts that later walks take over."""
 
     def __init__(self, refs: Iterable[TensorRef]) -> None:
         super().__init__(iter(()))
@@ -121,7 +121,7 @@ class _FirstWalk(_Walk):
 
 
 class KnownState:
-    """How a state is built."""
+    """Remembers how a state is built, to recognise one that is built the same."""
 
     def __init__(self, walk: _FirstWalk) -> None:
         self._parts = walk.parts
@@ -154,8 +154,9 @@ class KnownState:
 
 
 def know(value: object, leaves: Sequence[object], refs: Sequence[TensorRef]) -> KnownState | None:
-    """How a state is built whose leaves are these, in order, and stand in its tree as `refs`; None
-    if a walk would meet others, such as sets and arrays, which are taken apart anew each time."""
+    """Remember a state. `leaves` are its tensors in order, and `refs` stand for them in its tree.
+    Returns None if a walk would meet other leaves, such as arrays, which are taken apart anew each
+    time."""
     walk = _FirstWalk(refs)
     try:
         tree = _walked(walk, value)

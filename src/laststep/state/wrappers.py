@@ -40,7 +40,7 @@ _MOST = 8
 
 
 class Unwrapped(AroundProvider):
-    """What is inside of mere wrappers; looks at each save whether they still are that."""
+    """Provides what is inside of mere wrappers; checks at each save that they still are that."""
 
     def __init__(self, layers: Sequence[Any], inner: StateProvider) -> None:
         self._layers, self._inner = layers, inner

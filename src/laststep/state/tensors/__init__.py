@@ -1,7 +1,7 @@
 """Everything that must know what a tensor is: take it apart, describe it, allocate it, revive it.
 
-The only part of `state` that imports torch. Never moves tensors between devices; `engine.copy` does
-that.
+The only part of `state` that imports torch. Moves no tensor from one device to another: `capture`
+does that on a save, `restoring` on a restore.
 """
 
 from laststep.state.tensors.collecting import CollectCache, collect

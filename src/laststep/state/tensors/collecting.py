@@ -1,6 +1,6 @@
 """Take a state with tensors apart: its tree of plain values, its tensors as pieces, what is shared.
 
-Never copies the data of a tensor that training may change; `engine.copy` does that.
+Copies no data of a tensor that training may change: `capture` does that.
 """
 
 from __future__ import annotations
