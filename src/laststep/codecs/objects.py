@@ -19,15 +19,9 @@ from laststep.codecs.typed_values import MAX_DEPTH, MAX_NAMEDTUPLES, Tagged, Ten
 from laststep.errors import Corrupt
 
 __all__ = [
-    "MAX_DEPTH",
-    "MAX_NAMEDTUPLES",
-    "EncodedDicts",
-    "Tagged",
-    "TensorRef",
-    "decode",
-    "encode",
+    "MAX_DEPTH", "MAX_NAMEDTUPLES", "EncodedDicts", "Tagged", "TensorRef", "decode", "encode",
     "from_parsed",
-]
+]  # fmt: skip
 
 
 def encode(value: object, kept: EncodedDicts | None = None) -> bytes:

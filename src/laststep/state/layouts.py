@@ -22,19 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = [
-    "Flat",
-    "Holders",
-    "Layout",
-    "Mesh",
-    "MeshRange",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "Sharded",
-    "from_plain",
-    "held_whole",
-    "of_one_replica",
-    "to_plain",
+    "Flat", "Holders", "Layout", "Mesh", "MeshRange", "Placement", "Replicate", "Shard",
+    "Sharded", "from_plain", "held_whole", "of_one_replica", "to_plain",
 ]  # fmt: skip
 
 
