@@ -374,7 +374,7 @@ class GivenMesh:
 
 
 def test_meshes_that_are_no_longer_used_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(laid, "_MOST_KNOWN", 3)
+    monkeypatch.setattr(local_parts, "_MOST_KNOWN", 3)
     meshes = [GivenMesh() for _ in range(8)]
     first = weakref.ref(meshes[0])
     for mesh in meshes:
