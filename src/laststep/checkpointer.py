@@ -13,7 +13,6 @@ import functools
 import logging
 import os
 import time
-import weakref
 from typing import TYPE_CHECKING, Self, SupportsIndex
 
 from laststep import arguments
@@ -22,7 +21,7 @@ from laststep.checks import seconds
 from laststep.commit import meeting as teaming
 from laststep.errors import Aborted, Exists, LaststepError, Usage
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
-from laststep.flush.handle import SaveHandle
+from laststep.flush.saves import SaveUnderWay
 from laststep.memory.pool import Pool
 from laststep.plan.files import PlanCache
 from laststep.process import interrupts, lifetimes, shortage
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
 
     from laststep.capture.job import Job
     from laststep.catalog.retention import Keep
+    from laststep.flush.handle import SaveHandle
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
     from laststep.settings import Capture, CompareReplicas
@@ -99,9 +99,9 @@ class Checkpointer(single.OnlyOne):
         self._rank = self._who()
         self._group: Ranks | None = None
         self._sharing = PortionPlanner(self._rank.number)
-        self._jobs: weakref.WeakKeyDictionary[SaveHandle, Job] = weakref.WeakKeyDictionary()
         self._turn = queueing.Turn()
         self._taken: set[int] = set()
+        """Steps of the lineage, as far as they are committed."""
         self._ahead: set[int] = set()
         """Steps of the lineage beyond the one that was restored: saving them replaces them."""
         self._mixed: str | None = None
@@ -200,9 +200,7 @@ class Checkpointer(single.OnlyOne):
         self._check_usable("save")
         step = arguments.plain_step(step)
         arguments.check_metrics(metrics)
-        overwrite = (
-            arguments.true_or_false("overwrite", overwrite) or step in self._ahead - self._taken
-        )
+        overwrite = arguments.true_or_false("overwrite", overwrite)
         streams = arguments.cuda_streams(streams)
         earlier = None
         try:
@@ -212,32 +210,28 @@ class Checkpointer(single.OnlyOne):
                 raise
             earlier = error  # the ranks hear of it at different saves, and must make the same ones
         self._revive()
-        self._check_step(step, overwrite=overwrite)
-        handle = SaveHandle(step)
-        waited = self._make_room(handle)
-        if handle.report.skipped is not None:
-            if earlier is not None:
-                raise earlier
-            return handle
-        with without_collection():
-            job = self._capture(handle, metrics, metadata, streams, overwrite=overwrite)
-        job.timing.stall_s = time.perf_counter() - began
-        job.timing.waited_s += waited
+        save = SaveUnderWay(
+            self._client, step, overwrite=self._replaces(step, overwrite=overwrite),
+            role="alone" if self._team is None else "first" if self._rank.is_first else "member",
+        )  # fmt: skip
+        waited = self._make_room(save)
+        if save.handle.report.skipped is None:
+            with without_collection():
+                job = self._capture(save, metrics, metadata, streams)
+            job.timing.stall_s = time.perf_counter() - began
+            job.timing.waited_s += waited
         if earlier is not None:
             raise earlier
-        return handle
+        return save.handle
 
     def _capture(
         self,
-        handle: SaveHandle,
+        save: SaveUnderWay,
         metrics: Mapping[str, object] | None,
         metadata: object,
         streams: Sequence[torch.cuda.Stream],
-        *,
-        overwrite: bool,
     ) -> Job:
         """Take the state and hand it to the capture thread."""
-        step = handle.step
         self._capturer.join(streams)
         early = None
         if all(provider.passive for provider in self._providers.values()):
@@ -251,34 +245,31 @@ class Checkpointer(single.OnlyOne):
             if self._team is None:
                 taken = self._sharing.alone(taken)
                 plan = self._plans.plan(taken.specs)
-                self._announce(handle, plan.tensor_bytes, len(taken.pieces))
-                link = self._client.begin(plan, handle, taken.sealing(plan), overwrite=overwrite)
+                self._announce(save.handle, plan.tensor_bytes, len(taken.pieces))
+                self._client.begin(save, plan, taken.sealing(plan))
             else:
                 agreement = self._team.agreements.on(self._sharing.table(taken))
                 taken, objects = self._sharing.own(taken, agreement)
                 plan = self._plans.plan(taken.specs, rank=self._rank, objects=objects)
-                self._announce(handle, plan.tensor_bytes, len(taken.pieces))
-                link = self._team.begin(handle, plan, taken, agreement, overwrite=overwrite)
+                self._announce(save.handle, plan.tensor_bytes, len(taken.pieces))
+                self._team.begin(save, plan, taken, agreement)
         except BaseException as error:
             if early is not None:
                 self._capturer.cancel(early)
             if self._team is not None:
-                self._team.stay_out(step, str(error) or type(error).__name__)
+                self._team.stay_out(save.handle.step, str(error) or type(error).__name__)
             raise
-        self._work.handles.append(handle)
-        self._taken.add(step)
         try:
-            job = self._capturer.take(plan, taken.pieces, taken.sources, link, early)
+            job = self._capturer.take(plan, taken.pieces, taken.sources, save, early)
         except BaseException as error:
             # Ctrl-C included: a save that is never sealed would hold up all that follow it.
-            link.failed(
+            save.failed(
                 error if isinstance(error, LaststepError) else Aborted("save() was interrupted")
             )
-            self._work.handles.remove(handle)
-            self._taken.discard(step)
+            self._client.saves.forget(save)
             raise
-        self._jobs[handle] = job
-        handle.refresh_with(sizing.report_of(job))
+        save.job = job
+        save.handle.refresh_with(sizing.report_of(job))
         return job
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -287,9 +278,9 @@ class Checkpointer(single.OnlyOne):
         self._turn.check("wait")
         timeout_s = seconds(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for handle in list(self._work.handles):
+        for save in self._client.saves.all():
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
-            if not handle.committed.over_within(left):
+            if not save.handle.committed.over_within(left):
                 return False
         with interrupts.held(), self._turn.of("wait"):
             self._raise_failed()
@@ -422,13 +413,9 @@ class Checkpointer(single.OnlyOne):
 
     def _raise_failed(self) -> None:
         """Raise the first failure that nobody has seen, and forget saves that are over."""
-        over = [handle for handle in self._work.handles if handle.committed.over()]
-        for handle in over:
-            self._jobs.pop(handle, None)
-        self._work.handles = [h for h in self._work.handles if not h.committed.over()]
-        failed = [h for h in over if h.error is not None]
-        self._taken -= {h.step for h in failed}
-        queueing.raise_first([h.error for h in failed if h.error and not h.seen])
+        over = [save.handle for save in self._client.saves.take_over()]
+        self._taken |= {handle.step for handle in over if handle.error is None}
+        queueing.raise_first([h.error for h in over if h.error is not None and not h.seen])
 
     def _ready(self) -> None:
         """All saves are over: raise what failed, or see to it that more can be made."""
@@ -451,28 +438,29 @@ class Checkpointer(single.OnlyOne):
             self._client.continue_from(continuing(None, seen))
             self._knows_lineage = True
 
-    def _check_step(self, step: int, *, overwrite: bool) -> None:
-        if step in self._taken and not overwrite:
+    def _replaces(self, step: int, *, overwrite: bool) -> bool:
+        """Whether a save of that step may replace one; `Exists` where it would and may not."""
+        taken = self._taken.union(save.handle.step for save in self._client.saves.all())
+        if step in taken and not overwrite:
             raise Exists(
                 f"step {step} has been saved already", where=self.path,
                 remedy="save with overwrite=True to replace it, or restore an earlier step",
             )  # fmt: skip
+        return overwrite or step in self._ahead - taken
 
-    def _make_room(self, handle: SaveHandle) -> float:
+    def _make_room(self, save: SaveUnderWay) -> float:
         """Wait for, or give way to, earlier saves that stand in the way; returns the seconds."""
-        under_way = [h for h in self._work.handles if not h.committed.over()]
-        jobs = [self._jobs.get(h) for h in self._work.handles]
-        capturing = [job for job in jobs if job is not None and not job.over.is_set()]
+        saves = self._client.saves.all()
         short = self._pool.room_bytes < self._plans.last_bytes
-        reason = queueing.obstacle(under_way, capturing, short_of_room=short)
+        reason = queueing.obstacle(saves, short_of_room=short)
         if reason is None:
             return 0.0
         if self._settings.on_busy is OnBusy.WAIT:
-            return queueing.wait_for_turn(under_way, capturing)
-        handle.skip(reason)
-        self._bus.emit(SaveSkipped(step=handle.step, reason=reason))
+            return queueing.wait_for_turn(saves)
+        save.handle.skip(reason)
+        self._bus.emit(SaveSkipped(step=save.handle.step, reason=reason))
         if self._team is not None:
-            self._team.stay_out(handle.step, f"skipped the save: {reason}")
+            self._team.stay_out(save.handle.step, f"skipped the save: {reason}")
         return 0.0
 
     def _announce(self, handle: SaveHandle, size_bytes: int, tensors: int) -> None:

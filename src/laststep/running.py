@@ -100,8 +100,6 @@ class RunningParts:
         self._pool = pool
         self._capturer = capturer
         self._client = client
-        self.handles: list[SaveHandle] = []
-        """Saves that are not known to be over, or whose end nobody was told of yet."""
         self.preflight: threading.Thread | None = None
         self._starter: threading.Thread | None = None
 
@@ -129,12 +127,12 @@ class RunningParts:
             self._client.up.set()  # there is nothing to wait for
 
     def under_way(self) -> tuple[SaveHandle, ...]:
-        return tuple(handle for handle in self.handles if not handle.committed.over())
+        return tuple(save.handle for save in self._client.saves.all() if not save.over)
 
     def wait(self) -> None:
         """Wait until all saves are over, however they end."""
-        for handle in list(self.handles):
-            handle.committed.over_within(None)
+        for save in self._client.saves.all():
+            save.handle.committed.over_within(None)
 
     def close(self) -> None:
         """Wait for all saves and end everything; once, whoever else asks for it too, be it a
@@ -184,9 +182,9 @@ class RunningParts:
         self.wait()
         self.close()
         lifetimes.let_be(self)  # not before: the end of the program waits for it here
-        for handle in self.handles:
-            if handle.error is not None and not handle.seen:
-                log.error("a save failed and nobody was there to see it: %s", handle.error)
+        for save in self._client.saves.all():
+            if save.handle.error is not None and not save.handle.seen:
+                log.error("a save failed and nobody was there to see it: %s", save.handle.error)
 
     def abandon(self) -> None:
         """In a forked child: all of it belongs to the parent."""

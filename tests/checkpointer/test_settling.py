@@ -53,7 +53,7 @@ def settled(
         Rank(1, 2), None, SimpleNamespace(decided=decided), None, DirectoryStore(path),
         deadline_s=5.0,
     )  # type: ignore[arg-type]  # fmt: skip
-    one = Round(7, link, None, None)  # type: ignore[arg-type]
+    one = Round(7, link, None)  # type: ignore[arg-type]
     one.place = AttemptName(step=7, epoch=1, attempt=1)
     found = desk.settle(one, error)
     assert link.handle.committed.over()

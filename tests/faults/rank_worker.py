@@ -190,9 +190,9 @@ class Worker:
 
     def do_save(self, rest: str) -> None:
         handle = self._save(int(rest))
-        job = self.checkpointer._jobs.get(handle)
-        if job is not None:
-            job.over.wait(PATIENCE_S)  # captured, so that the next one finds nothing in its way
+        for save in self.checkpointer._client.saves.all():
+            if save.handle is handle and save.job is not None:
+                save.job.over.wait(PATIENCE_S)  # captured: the next one finds nothing in its way
         say("skipped" if handle.report.skipped else "done", "save")
 
     def do_wait(self, rest: str) -> None:
@@ -200,8 +200,8 @@ class Worker:
         say("done", "wait")
 
     def do_over(self, rest: str) -> None:
-        for handle in self.checkpointer._work.handles:
-            handle.committed.over_within(PATIENCE_S)
+        for save in self.checkpointer._client.saves.all():
+            save.handle.committed.over_within(PATIENCE_S)
         say("done", "over")
 
     def do_close(self, rest: str) -> None:

@@ -12,9 +12,8 @@ from laststep.catalog.starts import Start, coming
 from laststep.errors import StorageFailed
 from laststep.events import Bus
 from laststep.flush.client import Client
-from laststep.flush.handle import SaveHandle
-from laststep.flush.link import SaveLink
 from laststep.flush.protocol import Begin, Chunks
+from laststep.flush.saves import SaveUnderWay
 from laststep.memory.filled import Filled
 from laststep.memory.pool import Pool
 from laststep.plan.files import plan_save
@@ -43,14 +42,15 @@ class SlowClient:
 
 def test_no_chunk_overtakes_the_announcement_of_its_save() -> None:
     client = SlowClient()
-    link = SaveLink(client, 1, SaveHandle(7), plan_save(()), lambda: None, overwrite=False)
-    threads = [threading.Thread(target=link.chunks, args=([Filled(0, n, 1, n)],)) for n in range(8)]
+    save = SaveUnderWay(client, 7)
+    save.planned(plan_save(()), lambda: None)
+    threads = [threading.Thread(target=save.chunks, args=([Filled(0, n, 1, n)],)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     number, first, *rest = client.sent
-    assert number == 1  # others may see that it is coming before anybody works on it
+    assert number == save.number  # others may see that it is coming before anybody works on it
     assert isinstance(first, Begin)
     assert first.step == 7
     assert all(isinstance(message, Chunks) for message in rest)
@@ -85,12 +85,12 @@ def test_a_save_that_failed_before_it_was_announced_leaves_no_mark(tmp_path: Pat
     start = Start(store)
     client = Client(launch, pool, Bus(), start)
     try:
-        handle = SaveHandle(7)
-        link = client.begin(plan_save(()), handle, lambda: None, overwrite=False)
+        save = SaveUnderWay(client, 7)
+        client.begin(save, plan_save(()), lambda: None)
         started[0].kill()
         with pytest.raises(StorageFailed, match="the flusher ended"):
-            handle.wait(60)
-        link.begin()  # the capture thread comes to it only now
+            save.handle.wait(60)
+        save.begin()  # the capture thread comes to it only now
         assert coming(store) == ()  # or every restore would wait for it while this process lives
     finally:
         client.close()

@@ -20,7 +20,7 @@ from wraps import WAYS, Trainer
 
 import laststep
 from laststep.commit import meeting as teaming
-from laststep.flush import client
+from laststep.flush.saves import SaveUnderWay
 from laststep.plan.groups import Groups
 from laststep.state.items import providers_for
 from laststep.state.layouts import Mesh, Shard, Sharded
@@ -527,20 +527,20 @@ def some_of_it(run: str) -> None:
 
 def slow_to_begin(run: str, slow: int) -> None:
     """A rank that has begun nothing when it hears where to write."""
-    begin = client.SaveLink.begin
+    begin = SaveUnderWay.begin
 
-    def late(link: client.SaveLink) -> None:
+    def late(save: SaveUnderWay) -> None:
         time.sleep(0.5)
-        begin(link)
+        begin(save)
 
     if dist.get_rank() == slow:
-        client.SaveLink.begin = late
+        SaveUnderWay.begin = late
     try:
         with laststep.Checkpointer(run, w={"w": torch.ones(3)}, deadline_s=6, progress=False) as c:
             c.save(1).wait()
             c.save(2).wait()
     finally:
-        client.SaveLink.begin = begin
+        SaveUnderWay.begin = begin
 
 
 class Stumbling(laststep.StateProvider):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from laststep.commit.replicas import UnequalRanks
     from laststep.commit.round import Round, RoundContext
     from laststep.events import Bus
-    from laststep.flush.link import SaveLink
+    from laststep.flush.saves import SaveUnderWay
     from laststep.format.manifest import ClassRecord
     from laststep.plan.groups import Groups
     from laststep.plan.tables import Agreement
@@ -72,7 +72,7 @@ class Leader:
         one.place = self._begun(one)
         self._number += 1
         one.number = self._number
-        if one.place is None or one.link is None or one.agreement is None:
+        if one.place is None or one.save is None or one.agreement is None:
             reason = self._desk.trouble(self._desk.own_receipt(one, self._listen).problem)
             self._post(one, problem=reason)
             self._past.append(EndedRound(number=one.number, step=one.step, reason=reason))
@@ -87,12 +87,12 @@ class Leader:
         objection = objection_to(summaries, one.agreement)
         reason = self._difference(one, objection) if isinstance(objection, Differing) else objection
         if reason:
-            self._desk.client.send(Decide(save=one.link.number, reason=reason))
+            self._desk.client.send(Decide(save=one.save.number, reason=reason))
         else:
             self._tell_of_replicas(one, one.agreement, summaries)
-            self._decide(one, one.link, receipts, summaries)
-        self._desk.await_flusher(one.link, self._desk.until_s(one, COMMITTED))
-        error = self._desk.settle(one, one.link.lost or self._late(one, reason))
+            self._decide(one, one.save, receipts, summaries)
+        self._desk.await_flusher(one.save, self._desk.until_s(one, COMMITTED))
+        error = self._desk.settle(one, one.save.lost or self._late(one, reason))
         if error is not None and not reason:
             reason = self._desk.trouble(error.without_remedy())
         with contextlib.suppress(LaststepError):  # the others find out, in the run
@@ -117,19 +117,19 @@ class Leader:
 
     def _begun(self, one: Round) -> AttemptName | None:
         """Where this rank's flusher has begun; None where there is nothing to begin."""
-        link = one.link
-        if link is None:
+        save = one.save
+        if save is None:
             return None
 
         def look() -> bool | None:
-            return True if link.at is not None or link.handle.committed.over() else None
+            return True if save.at is not None or save.handle.committed.over() else None
 
         deadline_s = self._desk.deadline_s
         until_s = one.began_s + deadline_s + margin_s(deadline_s)
-        if self._board.until(look, until_s, rest=link.rest) is None:
+        if self._board.until(look, until_s, rest=save.rest) is None:
             raise Aborted(f"the flusher began nothing within {deadline_s:g} s", remedy=_STUCK)
         one.own_s = time.monotonic() - one.began_s
-        return link.at
+        return save.at
 
     def _post(self, one: Round, *, problem: str = "") -> None:
         now = CurrentRound(
@@ -172,7 +172,7 @@ class Leader:
         return found
 
     def _decide(
-        self, one: Round, link: SaveLink, receipts: dict[int, Receipt], summaries: list[Summary]
+        self, one: Round, save: SaveUnderWay, receipts: dict[int, Receipt], summaries: list[Summary]
     ) -> None:
         """Have it committed."""
         agreement = one.agreement
@@ -186,7 +186,7 @@ class Leader:
             () if groups else tuple(f for rank in sorted(receipts) for f in receipts[rank].files)
         )
         self._desk.client.send(
-            Decide(save=link.number, items=items_of(summaries, agreement), files=files,
+            Decide(save=save.number, items=items_of(summaries, agreement), files=files,
                    groups=tuple(groups), classes=self._classes[1], ranks=self._groups.ranks)
         )  # fmt: skip
 

@@ -58,14 +58,14 @@ class Member:
 
     def take_part(self, one: Round) -> None:
         """Go through a save that the first rank leads; `GivenUp` where it comes to nothing."""
-        place, link = self._join(one), one.link
-        if link is not None:
+        place, save = self._join(one), one.save
+        if save is not None:
             self._listen(one)  # where it came late
-            link.begin()  # the flusher must know of the save before it is told where it is
-            self._desk.client.send(Located(save=link.number, at=place))
+            save.begin()  # the flusher must know of the save before it is told where it is
+            self._desk.client.send(Located(save=save.number, at=place))
         mine = self._desk.own_receipt(one, self._listen)
         me = self._desk.rank.number
-        if mine.problem or link is None:
+        if mine.problem or save is None:
             self._board.put(one.key("failed"), self._desk.trouble(mine.problem).encode())
             return
         self._board.put(one.key(f"r/{me}"), msgspec.msgpack.encode(mine))
@@ -74,8 +74,8 @@ class Member:
         decision = self._decision(one)
         if decision.reason:
             raise GivenUp(decision.reason)
-        self._desk.client.send(Decide(save=link.number))
-        self._desk.await_flusher(link)
+        self._desk.client.send(Decide(save=save.number))
+        self._desk.await_flusher(save)
 
     def warn(self, one: Round, reason: str) -> None:
         """This rank gives a save up: tell the first one."""

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
     from laststep.commit.agreement import Agreements
     from laststep.flush.client import Client
-    from laststep.flush.link import SaveLink
+    from laststep.flush.saves import SaveUnderWay
     from laststep.format.manifest import FileRecord, GroupRecord
-    from laststep.plan.files import SavePlan
     from laststep.plan.groups import Groups
     from laststep.plan.tables import Agreement
     from laststep.ranks.board import Board
@@ -89,8 +88,7 @@ class Round:
     """A save of this rank, on its way to the decision of all."""
 
     step: int
-    link: SaveLink | None
-    plan: SavePlan | None
+    save: SaveUnderWay | None
     agreement: Agreement | None
     trees: dict[str, bytes] = field(default_factory=dict)
     """The plain values of each item, as they are stored; filled in when they are serialised."""
@@ -176,9 +174,9 @@ class RoundContext:
     def own_receipt(self, one: Round, listen: Callable[[Round], None]) -> Receipt:
         """Once this rank's files are durable, or never will be. `listen` looks whether another rank
         has failed, and raises `GivenUp` then."""
-        if one.link is None or one.plan is None or one.agreement is None:
+        if one.save is None or one.agreement is None:
             return Receipt(problem=one.problem)
-        began_s, durable = time.monotonic(), one.link.handle.durable
+        began_s, durable = time.monotonic(), one.save.handle.durable
 
         def look() -> bool | None:
             if durable.over():
@@ -189,21 +187,21 @@ class RoundContext:
 
         self.board.until(look, rest=durable.over_within)
         one.own_s += time.monotonic() - began_s
-        error = one.link.handle.error or one.link.lost
+        error = one.save.handle.error or one.save.lost
         if error is not None:
             return Receipt(problem=error.without_remedy())
-        names = {file.name for file in one.link.files}
+        names = {file.name for file in one.save.files}
         items = {
             item.name: ItemTally(
                 kind=item.kind, per_rank=item.per_rank, tensors=len(item.pieces),
                 size_bytes=item.size_bytes,
-                file=file if (file := one.plan.file_of[item.name]) in names else "",
+                file=file if (file := one.save.plan.file_of[item.name]) in names else "",
             )
-            for item in one.plan.items
+            for item in one.save.plan.items
         }  # fmt: skip
-        shared = [item.name for item in one.plan.items if not item.per_rank]
+        shared = [item.name for item in one.save.plan.items if not item.per_rank]
         trees = {name: digest(one.trees[name]) for name in shared}
-        files = tuple(msgspec.structs.replace(f, rank=self.rank.number) for f in one.link.files)
+        files = tuple(msgspec.structs.replace(f, rank=self.rank.number) for f in one.save.files)
         return Receipt(
             agreement=one.agreement.digest, files=files, items=items, trees=trees,
             replicas={} if one.contained is None else one.contained.sums(),
@@ -236,42 +234,42 @@ class RoundContext:
 
     def check_flusher(self, one: Round) -> None:
         """Raise why the flusher is gone, or has given up, that this rank needs to go on."""
-        error = None if one.link is None else one.link.handle.error or one.link.lost
+        error = None if one.save is None else one.save.handle.error or one.save.lost
         if error is not None:
             raise error
 
     def write_group(self, one: Round, receipts: Mapping[int, Receipt]) -> GroupRecord:
         """Have the manifest of the group of this rank's made, durably."""
-        link, groups = one.link, one.groups
-        assert link is not None  # noqa: S101 (its files are durable)
+        save, groups = one.save, one.groups
+        assert save is not None  # noqa: S101 (its files are durable)
         assert groups is not None  # noqa: S101 (known with its place)
         ranks = groups.group_of(self.rank.number)
         files: tuple[FileRecord, ...] = tuple(f for r in ranks for f in receipts[r].files)
         began_s = time.monotonic()
         self.client.send(
-            Gathered(save=link.number, first=ranks.start, ranks=len(ranks), files=files)
+            Gathered(save=save.number, first=ranks.start, ranks=len(ranks), files=files)
         )
 
         def look() -> GroupRecord | None:
             self.check_flusher(one)
-            return link.group
+            return save.group
 
-        group = self.board.until(look, began_s + self.deadline_s, rest=link.rest)
+        group = self.board.until(look, began_s + self.deadline_s, rest=save.rest)
         if group is None:
             raise GivenUp(self.trouble(f"its flusher wrote nothing within {self.deadline_s:g} s"))
         one.own_s += time.monotonic() - began_s
         return group
 
-    def await_flusher(self, link: SaveLink, until_s: float | None = None) -> None:
+    def await_flusher(self, save: SaveUnderWay, until_s: float | None = None) -> None:
         """Until it has said what became of a save that is decided, or is gone, or stands still: for
         the deadline, or until that time (monotonic)."""
 
         def look() -> bool | None:
-            return True if link.handle.committed.over() or link.lost is not None else None
+            return True if save.handle.committed.over() or save.lost is not None else None
 
         if until_s is None:
             until_s = time.monotonic() + self.deadline_s
-        self.board.until(look, until_s, rest=link.rest)
+        self.board.until(look, until_s, rest=save.rest)
 
     def settle(self, one: Round, error: LaststepError | None) -> LaststepError | None:
         """See to it that a save of this rank's is over, and return why it failed, if it has.
@@ -280,18 +278,18 @@ class RoundContext:
         the save up in the run, or finds there what was decided; `error` is what else to report,
         None where others have told of the commit.
         """
-        link = one.link
-        if link is None or link.handle.committed.over():
-            return None if link is None else link.handle.error
-        failure = error or link.lost
+        save = one.save
+        if save is None or save.handle.committed.over():
+            return None if save is None else save.handle.error
+        failure = error or save.lost
         if failure is not None:
             failure = self._given_up(one, failure)
         if failure is None and one.place is not None:
-            seconds = link.handle.since_began_s()
-            self.client.decided(Decided(save=link.number, at=one.place, seconds=seconds))
+            seconds = save.handle.since_began_s()
+            self.client.decided(Decided(save=save.number, at=one.place, seconds=seconds))
         else:
-            link.failed(failure or StorageFailed("a commit failed", found="no answer"))
-        return link.handle.error
+            save.failed(failure or StorageFailed("a commit failed", found="no answer"))
+        return save.handle.error
 
     def _given_up(self, one: Round, failure: LaststepError) -> LaststepError | None:
         """Why it is given up, in the run too, so that no flusher that wakes up later can commit it;

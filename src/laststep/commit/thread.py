@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from laststep.commit.replicas import Comparing
     from laststep.commit.round import RoundContext
     from laststep.events import Bus
-    from laststep.flush.handle import SaveHandle
-    from laststep.flush.link import SaveLink
+    from laststep.flush.saves import SaveUnderWay
     from laststep.plan.files import SavePlan
     from laststep.plan.groups import Groups
     from laststep.plan.tables import Agreement
@@ -64,28 +63,22 @@ class CommitThread:
 
     def begin(
         self,
-        handle: SaveHandle,
+        save: SaveUnderWay,
         plan: SavePlan,
         taken: TakenState,
         agreement: Agreement,
-        *,
-        overwrite: bool,
-    ) -> SaveLink:
+    ) -> None:
         """Enter a save of all ranks; its chunks may follow."""
         self._has_begun = True
-        one = Round(handle.step, None, plan, agreement)
-        one.contained = self._comparing.begin(handle, taken, agreement, self.rank.number)
-        one.link = self._desk.client.begin(
-            plan, handle, taken.sealing(plan, one.trees.update), overwrite=overwrite,
-            role="first" if self.rank.is_first else "member",
-        )  # fmt: skip
+        one = Round(save.handle.step, save, agreement)
+        one.contained = self._comparing.begin(save.handle, taken, agreement, self.rank.number)
+        self._desk.client.begin(save, plan, taken.sealing(plan, one.trees.update))
         self._rounds.put(one)
-        return one.link
 
     def stay_out(self, step: int, why: str) -> None:
         """This rank does not take part in a save of that step; the others must hear it."""
         self._has_begun = True
-        self._rounds.put(Round(step, None, None, None, problem=why))
+        self._rounds.put(Round(step, None, None, problem=why))
 
     def close(self) -> None:
         """When all saves are over."""
@@ -106,8 +99,8 @@ class CommitThread:
             except BaseException as error:
                 # Nobody else ends this save: whoever waits for it would wait for ever.
                 log.exception("the commit of step %d failed", one.step)
-                if one.link is not None:
-                    one.link.failed(StorageFailed("a commit failed", found=repr(error)))
+                if one.save is not None:
+                    one.save.failed(StorageFailed("a commit failed", found=repr(error)))
 
     def _next(self) -> Round | None:
         """The next save; None at the end. Others may wait for one that does not come."""
@@ -139,13 +132,13 @@ class CommitThread:
         """Whoever can be told is told; the run itself says what stands."""
         with contextlib.suppress(LaststepError):
             self._part.warn(one, reason)
-        link = one.link
-        if link is None:
+        save = one.save
+        if save is None:
             return error
-        if not link.handle.durable.done():
-            link.failed(error)
+        if not save.handle.durable.done():
+            save.failed(error)
             return error
         # Its flusher finds out whether it is committed after all.
-        self._desk.client.send(Decide(save=link.number, reason=reason))
-        self._desk.await_flusher(link)
+        self._desk.client.send(Decide(save=save.number, reason=reason))
+        self._desk.await_flusher(save)
         return error

@@ -27,7 +27,6 @@ from laststep.events import (
     SaveFailed,
     Written,
 )
-from laststep.flush.link import SaveLink, SealParts
 from laststep.flush.protocol import (
     Begun,
     Bye,
@@ -42,17 +41,17 @@ from laststep.flush.protocol import (
     NoMetric,
     Ready,
     Removed,
-    Role,
     ToFlusher,
     ToTrainer,
     Witness,
     WrittenBytes,
 )
+from laststep.flush.saves import Saves
 from laststep.process import interrupts, threads
 
 if TYPE_CHECKING:
     from laststep.capture.job import CaptureTiming
-    from laststep.flush.handle import SaveHandle
+    from laststep.flush.saves import SaveUnderWay, SealParts
     from laststep.memory.pool import Pool
     from laststep.plan.files import SavePlan
 
@@ -108,7 +107,7 @@ class Client:
         self._job = start
         self._pool = pool
         self._bus = bus
-        self._lock = threading.Lock()
+        self.saves = Saves()
         self._starting = threading.Lock()
         self._announcing = threading.Lock()
         self._has_witness = False
@@ -118,9 +117,6 @@ class Client:
         """Set when nothing more comes from the flusher that was started last."""
         self.up = threading.Event()
         """Set while a flusher runs that listens, or when it is known that none will."""
-        self._links: dict[int, SaveLink] = {}
-        self._count = 0
-        self._dead: LaststepError | None = None
         self._closing = False
         self._continues: Continue | None = None
         self._told_no_metric = False
@@ -132,12 +128,7 @@ class Client:
     @property
     def dead(self) -> LaststepError | None:
         """Why the flusher is gone, if it is."""
-        with self._lock:
-            return self._dead
-
-    def pending(self) -> list[SaveHandle]:
-        with self._lock:
-            return [link.handle for link in self._links.values()]
+        return self.saves.refusal
 
     def start(self) -> None:
         """Start the flusher, unless it has been: a save does, or whoever sees one coming."""
@@ -149,10 +140,9 @@ class Client:
         """A new flusher in place of one that is over; nobody may hold slots. `StorageFailed` where
         the old one cannot be ended, and may still touch them."""
         assert self._helper is not None  # noqa: S101 (it has died)
-        with self._lock:
-            awaited = [link.handle for link in self._links.values() if link.awaited]
-        for handle in awaited:
-            handle.committed.over_within(None)
+        for save in self.saves.to_end():
+            if save.awaited:
+                save.handle.committed.over_within(None)
         if not self._helper.end(_END_S):
             raise StorageFailed(
                 "cannot start a new flusher: the old one does not end",
@@ -164,7 +154,8 @@ class Client:
         self._pool.slots.reset()
         with self._starting:
             # As if there had been none yet: where this start fails, a later save tries again.
-            self._helper = self._dead = None
+            self._helper = None
+            self.saves.admit()
             self._start()
 
     def newest_point(self) -> tuple[int, int]:
@@ -178,26 +169,13 @@ class Client:
             if self._helper is not None:
                 self.send(continues)
 
-    def begin(
-        self,
-        plan: SavePlan,
-        handle: SaveHandle,
-        parts: SealParts,
-        *,
-        overwrite: bool,
-        role: Role = "alone",
-    ) -> SaveLink:
+    def begin(self, save: SaveUnderWay, plan: SavePlan, parts: SealParts) -> None:
         """Enter a save; its chunks may follow. Raises if the flusher is gone, or cannot start."""
-        if self._continues is None and role != "member":
+        if self._continues is None and not save.is_member:
             self.continue_from(Continue(seen=self.newest_point()))
         self.start()
-        with self._lock:
-            if self._dead is not None:
-                raise self._dead
-            self._count += 1
-            link = SaveLink(self, self._count, handle, plan, parts, overwrite=overwrite, role=role)
-            self._links[self._count] = link
-        return link
+        save.planned(plan, parts)
+        self.saves.enter(save)
 
     def announce(self, number: int) -> None:
         """Show to others that a save is coming, before the flusher hears of it."""
@@ -208,9 +186,8 @@ class Client:
                     witness = Witness(name=self._job.witness_name)
                     self._connection.send(witness, descriptor=descriptor)
                     self._has_witness = True
-        with self._lock:
-            is_over = number not in self._links
-        if is_over:  # it failed meanwhile, with its flusher: nobody else would take the mark back
+        if self.saves.find(number) is None:
+            # It failed meanwhile, with its flusher: nobody else would take the mark back.
             self._job.over(number)
 
     def send(self, message: ToFlusher) -> None:
@@ -226,21 +203,20 @@ class Client:
 
     def drop(self, number: int, error: LaststepError, *, begun: bool) -> None:
         """Give a save up."""
-        with self._lock:
-            link = self._links.pop(number, None)
-        if link is None:
+        save = self.saves.end(number)
+        if save is None:
             return
         if begun:
             self.send(Drop(save=number, reason=str(error)))
-        self._fail(link, error)
+        self._tell_failed(save, error)
 
-    def note_captured(self, link: SaveLink, timing: CaptureTiming) -> None:
-        report = link.handle.report
+    def note_captured(self, save: SaveUnderWay, timing: CaptureTiming) -> None:
+        report = save.handle.report
         report.captured_s = timing.drained_s
-        link.handle.captured.reach()
+        save.handle.captured.reach()
         self._bus.emit(
-            Captured(step=link.handle.step, size_bytes=link.size_bytes, seconds=timing.drained_s,
-                     blocked_s=timing.stall_s)
+            Captured(step=save.handle.step, size_bytes=save.plan.tensor_bytes,
+                     seconds=timing.drained_s, blocked_s=timing.stall_s)
         )  # fmt: skip
 
     def close(self) -> None:
@@ -333,72 +309,73 @@ class Client:
                 self._told_no_metric = True
                 self._bus.emit(MetricMissing(reason=message.reason))
         elif isinstance(message, WrittenBytes):
-            link = self._links.get(message.save)
-            if link is not None:
-                self._bus.emit(Written(step=link.handle.step, done_bytes=message.done_bytes,
-                                       size_bytes=link.size_bytes))  # fmt: skip
+            save = self.saves.find(message.save)
+            if save is not None:
+                self._bus.emit(Written(step=save.handle.step, done_bytes=message.done_bytes,
+                                       size_bytes=save.plan.tensor_bytes))  # fmt: skip
         elif isinstance(message, Begun | Grouped):
-            link = self._links.get(message.save)
-            if link is not None:
-                link.note(message)
+            save = self.saves.find(message.save)
+            if save is not None:
+                save.note(message)
         elif isinstance(message, Flushed):
             self._flushed(message)
         elif isinstance(message, Decided):
             self.decided(message)
         elif isinstance(message, Failed):
-            with self._lock:
-                link = self._links.pop(message.save, None)
-            if link is not None:
-                self._fail(link, from_wire(message.kind, message.fields))
+            self._fail(message.save, from_wire(message.kind, message.fields))
 
     def _flushed(self, message: Flushed) -> None:
-        link = self._links.get(message.save)
-        if link is None:
+        save = self.saves.find(message.save)
+        if save is None:
             return
-        with link.telling:
-            report = link.handle.report
-        report.durable_s, report.size_bytes = link.handle.since_began_s(), message.size_bytes
+        with save.telling:
+            report = save.handle.report
+        report.durable_s, report.size_bytes = save.handle.since_began_s(), message.size_bytes
         report.opened_s, report.written_s = message.opened_s, message.written_s
-        link.files = message.files
-        link.handle.durable.reach()
+        save.files = message.files
+        save.handle.durable.reach()
         self._bus.emit(
-            Durable(step=link.handle.step, size_bytes=message.size_bytes, seconds=report.durable_s)
+            Durable(step=save.handle.step, size_bytes=message.size_bytes, seconds=report.durable_s)
         )
 
     def decided(self, message: Decided) -> None:
         """A save is committed, as its flusher says, or whoever has looked in its place."""
-        with self._lock:
-            link = self._links.pop(message.save, None)
-        if link is None:
+        save = self.saves.end(message.save)
+        if save is None:
             return
-        self._job.over(link.number)
+        self._job.over(save.number)
         # Should this flusher die, the next one goes on from here.
         before = self._continues
         self._continues = Continue(
             after=message.at, seen=message.at.point,
             resumed_from=None if before is None else before.resumed_from,
         )  # fmt: skip
-        report = link.handle.report
-        report.committed_s, report.folder = link.handle.since_began_s(), message.at.folder
-        link.handle.committed.reach()
-        link.note()
+        report = save.handle.report
+        report.committed_s, report.folder = save.handle.since_began_s(), message.at.folder
+        save.handle.committed.reach()
+        save.note()
         self._bus.emit(
-            Committed(step=link.handle.step, folder=report.folder, size_bytes=report.size_bytes,
+            Committed(step=save.handle.step, folder=report.folder, size_bytes=report.size_bytes,
                       seconds=report.committed_s)
         )  # fmt: skip
-        link.handle.end()
+        save.handle.end()
 
-    def _fail(self, link: SaveLink, error: LaststepError) -> None:
-        self._job.over(link.number)
-        link.handle.fail(error)
-        link.note()
-        self._bus.emit(SaveFailed(step=link.handle.step, reason=str(error)))
-        link.handle.end()
+    def _fail(self, number: int, error: LaststepError) -> None:
+        save = self.saves.end(number)
+        if save is not None:
+            self._tell_failed(save, error)
+
+    def _tell_failed(self, save: SaveUnderWay, error: LaststepError) -> None:
+        self._job.over(save.number)
+        save.handle.fail(error)
+        save.note()
+        self._bus.emit(SaveFailed(step=save.handle.step, reason=str(error)))
+        save.handle.end()
 
     def _mourn(self, why: str | None = None) -> None:
         """The flusher is gone, or is ended for that reason: whatever it had not committed has
         failed. It MUST be dead before anybody hears so, or it might commit it after all."""
-        if self._closing and not self.pending():
+        if self._closing and not self.saves.to_end():
             return
         helper = self._helper
         assert helper is not None  # noqa: S101 (whose end this is)
@@ -410,39 +387,34 @@ class Client:
             found=why or helper.how_it_ended(),
             remedy="the checkpoints committed so far are whole; the next save starts a new flusher",
         )
-        with self._lock:  # at once: a save that comes between the two would wait for ever
-            self._dead = error
-            links = list(self._links.values())
-            self._links = {link.number: link for link in links if link.may_be_committed}
+        unended = self.saves.refuse(error)
         self._pool.slots.fail(error)
-        for link in links:
-            if not link.may_be_committed:
-                self._fail(link, error)
-            elif link.decided_by_all:
-                link.lost = error
-                link.note()
+        for save in unended:
+            if not save.may_be_committed:
+                self._fail(save.number, error)
+            elif save.decided_by_all:
+                save.lost = error
+                save.note()
             else:
-                self._find_out(link, error, is_dead=is_dead)
+                self._find_out(save, error, is_dead=is_dead)
 
-    def _find_out(self, link: SaveLink, error: StorageFailed, *, is_dead: bool) -> None:
+    def _find_out(self, save: SaveUnderWay, error: StorageFailed, *, is_dead: bool) -> None:
         """Look in the run what became of a save that its flusher may have committed before it could
         say so. Once that is dead, what stands there is final."""
-        at = link.at
+        at = save.at
         assert at is not None  # noqa: S101 (its flusher said so before it was durable)
         doubt = None if is_dead else "it may still commit"
         try:
             if is_dead and self._job.has_committed(at.folder):
-                seconds = link.handle.since_began_s()
-                self.decided(Decided(save=link.number, at=at, seconds=seconds))
+                seconds = save.handle.since_began_s()
+                self.decided(Decided(save=save.number, at=at, seconds=seconds))
                 return
         except Exception as second:  # noqa: BLE001 (nobody else would end the save)
             doubt = str(second) or repr(second)
         if doubt is not None:
             error = StorageFailed(
-                f"it is not known whether step {link.handle.step} is committed",
+                f"it is not known whether step {save.handle.step} is committed",
                 where=at.folder, found=f"{error.without_remedy()}; then {doubt}",
                 remedy="`laststep ls` shows it if it is",
             )  # fmt: skip
-        with self._lock:
-            del self._links[link.number]
-        self._fail(link, error)
+        self._fail(save.number, error)

@@ -18,9 +18,8 @@ from laststep.settings import MAX_UNCOMMITTED
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from laststep.capture.job import Job
     from laststep.errors import LaststepError
-    from laststep.flush.handle import SaveHandle
+    from laststep.flush.saves import SaveUnderWay
 
 
 class Turn:
@@ -56,11 +55,10 @@ class Turn:
             )
 
 
-def obstacle(
-    uncommitted: Sequence[SaveHandle], capturing: Sequence[Job], *, short_of_room: bool
-) -> str | None:
+def obstacle(saves: Sequence[SaveUnderWay], *, short_of_room: bool) -> str | None:
     """Why the next save cannot begin at once, in words."""
-    if capturing:
+    uncommitted = [save for save in saves if not save.over]
+    if any(save.capturing for save in saves):
         return "an earlier save is still being captured"
     if len(uncommitted) >= MAX_UNCOMMITTED:
         return f"{len(uncommitted)} earlier saves are not committed yet"
@@ -82,13 +80,14 @@ def raise_first(failed: Sequence[LaststepError]) -> None:
         raise failed[0]
 
 
-def wait_for_turn(uncommitted: Sequence[SaveHandle], capturing: Sequence[Job]) -> float:
+def wait_for_turn(saves: Sequence[SaveUnderWay]) -> float:
     """Wait until one more save may begin; returns the seconds. Failures are told by the next call,
     as always."""
     began = time.perf_counter()
+    uncommitted = [save for save in saves if not save.over]
     # They are finished in order: once one is over, so are those before it.
-    for handle in uncommitted[: max(len(uncommitted) - MAX_UNCOMMITTED + 1, 0)][-1:]:
-        handle.committed.over_within(None)
-    for job in capturing[-1:]:
+    for save in uncommitted[: max(len(uncommitted) - MAX_UNCOMMITTED + 1, 0)][-1:]:
+        save.handle.committed.over_within(None)
+    for job in [save.job for save in saves if save.job is not None][-1:]:
         interrupts.wait(job.over)
     return time.perf_counter() - began

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from laststep.flush.link import SealParts
+    from laststep.flush.saves import SealParts
     from laststep.state.pieces import Collected, Piece
     from laststep.state.provider import StateProvider
 

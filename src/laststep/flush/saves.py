@@ -1,7 +1,9 @@
-"""The sink of one capture: its chunks on their way to the flusher, and what came of them.
+"""The saves that are under way: one record for each, and the one place where all of them are.
 
-Any thread may hand chunks over; whichever has some first announces the save. What the flusher says
-of it is noted here by the client's receiving thread.
+`save()` makes a record, which goes with the save to its end: the capture hands its chunks to it,
+the client's receiving thread notes on it what the flusher says, the commit thread works with it.
+Any thread may hand chunks over; whichever has some first announces the save. All are in `Saves`
+until whoever called `save()` was told how they ended; queues of single threads only point to them.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.flush.handle import SaveHandle
 from laststep.flush.protocol import Begin, Begun, Chunks, FileBegin, Grouped, Role, Seal
 from laststep.format.manifest import FileRecord, GroupRecord, ItemRecord
 
 if TYPE_CHECKING:
-    from laststep.capture.job import CaptureTiming
+    from laststep.capture.job import CaptureTiming, Job
     from laststep.catalog.names import AttemptName
     from laststep.flush.client import Client
-    from laststep.flush.handle import SaveHandle
     from laststep.memory.filled import Filled
     from laststep.plan.files import SavePlan
 
@@ -30,22 +32,25 @@ SealParts = Callable[
 ]
 
 
-class SaveLink:
-    """The sink of one capture: passes its chunks on and seals the save when all are there."""
+class SaveUnderWay:
+    """A save of this process, from `save()` on; seals itself when all of its chunks are there."""
+
+    plan: SavePlan
+    """Which files it has; known from `planned` on."""
 
     def __init__(
-        self,
-        client: Client,
-        number: int,
-        handle: SaveHandle,
-        plan: SavePlan,
-        parts: SealParts,
-        *,
-        overwrite: bool,
-        role: Role = "alone",
+        self, client: Client, step: int, *, overwrite: bool = False, role: Role = "alone"
     ) -> None:
         self._client = client
-        self.number = number
+        self.handle = SaveHandle(step)
+        self._overwrite = overwrite
+        self._role = role
+        self.number = 0
+        """By which the flusher knows it; given by `Saves`."""
+        self.ended = False
+        """Whether somebody tells, or has told, how it ended; `Saves` sees to it that one does."""
+        self.job: Job | None = None
+        """Its capture, once `save()` has returned."""
         self.at: AttemptName | None = None
         """Where the flusher has begun it, unless this rank is told by the first one."""
         self.files: tuple[FileRecord, ...] = ()
@@ -56,16 +61,30 @@ class SaveLink:
         """Why the flusher is gone that had made all of it durable: others may still commit it, so
         whoever takes part in that finds out and reports."""
         self._news = threading.Event()
-        self._role = role
-        self.handle = handle
-        self._plan = plan
-        self._parts = parts
-        self._overwrite = overwrite
+        self._parts: SealParts = _spent
         self._begun = False
         self._dropped = False
         self._beginning = threading.Lock()
-        self.size_bytes = plan.tensor_bytes
         self.telling = threading.Lock()
+
+    def planned(self, plan: SavePlan, parts: SealParts) -> None:
+        """It is planned; `parts` gives what is sealed with it."""
+        self.plan, self._parts = plan, parts
+
+    @property
+    def over(self) -> bool:
+        """Whether it is committed or never will be."""
+        return self.handle.committed.over()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether its capture is not over."""
+        return self.job is not None and not self.job.is_over()
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the first rank of its job says where it is written."""
+        return self._role == "member"
 
     @property
     def may_be_committed(self) -> bool:
@@ -101,7 +120,7 @@ class SaveLink:
         with self._beginning:  # several threads copy host state: no chunk may overtake this
             if self._begun or self._dropped:
                 return
-            files = tuple(map(FileBegin.of, self._plan.files))
+            files = tuple(map(FileBegin.of, self.plan.files))
             if self._role == "alone":  # of several ranks no one can finish a save by itself
                 self._client.announce(self.number)
             self._client.send(
@@ -153,3 +172,70 @@ class SaveLink:
 def _spent() -> NoReturn:
     """In place of what a save would seal, once it is over: that held the state's trees."""
     raise Aborted("the save is over")
+
+
+class Saves:
+    """All saves of one Checkpointer that are under way, or whose end their caller was not told.
+
+    The training thread enters them and takes out those that are over. Whoever hears first how one
+    ended ends it, on any thread; nobody does so twice.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._saves: dict[int, SaveUnderWay] = {}
+        self._count = 0
+        self.refusal: LaststepError | None = None
+        """Why no save can be entered now, if none can."""
+
+    def enter(self, save: SaveUnderWay) -> None:
+        """One more, under a number of its own; raises why there can be none."""
+        with self._lock:
+            if self.refusal is not None:
+                raise self.refusal
+            self._count += 1
+            save.number = self._count
+            self._saves[save.number] = save
+
+    def all(self) -> list[SaveUnderWay]:
+        """In the order in which they began. Takes no lock: an interrupt may come here."""
+        return list(self._saves.values())
+
+    def to_end(self) -> list[SaveUnderWay]:
+        """Those that nobody has ended."""
+        return [save for save in self.all() if not save.ended]
+
+    def find(self, number: int) -> SaveUnderWay | None:
+        """The save of that number, unless somebody has ended it."""
+        save = self._saves.get(number)
+        return None if save is None or save.ended else save
+
+    def end(self, number: int) -> SaveUnderWay | None:
+        """The same for whoever ends it: nobody else gets it after this."""
+        with self._lock:
+            save = self.find(number)
+            if save is not None:
+                save.ended = True
+            return save
+
+    def refuse(self, error: LaststepError) -> list[SaveUnderWay]:
+        """Enter no more, for that reason; returns those that are to be ended. At once: a save that
+        came between the two would wait for ever."""
+        with self._lock:
+            self.refusal = error
+            return self.to_end()
+
+    def admit(self) -> None:
+        """Enter saves again."""
+        self.refusal = None
+
+    def forget(self, save: SaveUnderWay) -> None:
+        """Its caller was told."""
+        self._saves.pop(save.number, None)
+
+    def take_over(self) -> list[SaveUnderWay]:
+        """Those that are over, which are no longer here: their caller is told now."""
+        over = [save for save in self.all() if save.over]
+        for save in over:
+            self.forget(save)
+        return over
