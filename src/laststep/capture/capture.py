@@ -100,6 +100,8 @@ class Capturer:
         if early is not None and not self._guessed(early, plan, pieces, sources):
             self.cancel(early)
             early = None
+        if early is None:
+            self._sources = None  # from here on the tables may be those of these sources
         layout = self._lower(plan, self._choose(pieces)) if early is None else early.of.layout
         job = Job(plan=plan, layout=layout, sources=sources, pieces=pieces, sink=sink,
                   began_s=began)  # fmt: skip
