@@ -1,9 +1,12 @@
-"""What all tests share: the skip of GPU tests, folders on a disk, mounts, hypothesis profiles."""
+"""What all tests share: the skip of GPU tests, folders on a disk, mounts, hypothesis profiles, and
+`$WARM_PYTHON`, an interpreter that has imported torch already."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
+WARM = ROOT / "tests" / "warm"
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 # As in the Makefile: some virtual CPUs announce AMX and then kill the process that uses it. Read by
@@ -31,6 +35,32 @@ settings.register_profile(
 )
 settings.register_profile("torture", settings.get_profile("default"), max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set `$WARM_PYTHON`, which tests start like `sys.executable`: an import of torch and the first
+    step of an optimizer take three seconds of CPU. All workers share one."""
+    if hasattr(config, "workerinput"):
+        return
+    folder = tempfile.TemporaryDirectory(prefix="laststep-warm-")
+    python = Path(folder.name) / "python"
+    python.write_text(f"#!{sys.executable} -IS\n" + (WARM / "client.py").read_text())
+    python.chmod(0o755)
+    os.environ["WARM_PYTHON"] = str(python)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(python.with_name("socket")))
+        listener.listen(100)
+        server = subprocess.Popen(
+            [sys.executable, WARM / "server.py", str(listener.fileno())],
+            pass_fds=[listener.fileno()], stdin=subprocess.PIPE, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def end() -> None:
+        server.communicate()
+        folder.cleanup()
+
+    config.add_cleanup(end)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

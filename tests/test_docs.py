@@ -153,14 +153,14 @@ def run_page(blocks: list[Block], folder: Path) -> subprocess.CompletedProcess[s
     work.mkdir()
     script = folder / "blocks.json"
     script.write_text(json.dumps([asdict(block) for block in blocks]), encoding="utf-8")
-    # Not resolved: the interpreter of a virtual environment is a link to another folder's.
-    bin_folder = Path(sys.executable).parent
+    programs = warm_programs(folder / "bin")
     return subprocess.run(
         [sys.executable, "-c", DRIVER, str(script)],
         cwd=work,
         env={
             **os.environ,
-            "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PYTHON_EXEC": os.environ["WARM_PYTHON"],  # with which torchrun starts ranks
             "PYTHONPATH": str(ROOT / "src"),
         },
         stdin=subprocess.DEVNULL,
@@ -169,6 +169,20 @@ def run_page(blocks: list[Block], folder: Path) -> subprocess.CompletedProcess[s
         text=True,
         check=False,
     )
+
+
+def warm_programs(folder: Path) -> Path:
+    """The programs that pages use, in a folder: the installed ones, run by the warm interpreter.
+    What a page does itself, a new interpreter does."""
+    folder.mkdir()
+    warm = os.environ["WARM_PYTHON"]
+    (folder / "python").symlink_to(warm)
+    for name in ("laststep", "torchrun"):
+        # Not resolved: the interpreter of a virtual environment is a link to another folder's.
+        program = Path(sys.executable).with_name(name)
+        (folder / name).write_text(f'#!/bin/sh\nexec {warm} {program} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
 
 
 def run_text(text: str, folder: Path) -> subprocess.CompletedProcess[str]:

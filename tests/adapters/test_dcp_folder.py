@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -212,7 +213,8 @@ def test_what_two_ranks_saved_with_fsdp_is_put_together(
     folder = tmp_path / "dcp"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", TWO_RANKS, str(rank), str(folder)], stderr=subprocess.PIPE
+            [os.environ["WARM_PYTHON"], "-c", TWO_RANKS, str(rank), str(folder)],
+            stderr=subprocess.PIPE,
         )
         for rank in range(2)
     ]

@@ -8,7 +8,6 @@ import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -172,7 +171,7 @@ def test_a_killed_save_is_invisible_and_goes_with_the_next(tmp_path: Path) -> No
     """
     save({"a": torch.ones(2)}, tmp_path, 1)
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        [os.environ["WARM_PYTHON"], "-c", textwrap.dedent(script), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL
@@ -183,7 +182,7 @@ def test_a_killed_save_is_invisible_and_goes_with_the_next(tmp_path: Path) -> No
     assert into["a"].tolist() == [1, 1]
     code = script.replace('== "b"', '== ""')
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        [os.environ["WARM_PYTHON"], "-c", textwrap.dedent(code), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
     )  # fmt: skip
     assert done.returncode == 0

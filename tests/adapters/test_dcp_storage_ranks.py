@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -128,7 +127,7 @@ def start(count: int, body: str, run: Path) -> list[tuple[int, str]]:
         }  # fmt: skip
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(run)],
+            [os.environ["WARM_PYTHON"], str(script), str(run)],
             env=environment | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -403,7 +403,7 @@ print("grew", peaks[1] - peaks[0])
 
 def start(script: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", script],
+        [os.environ["WARM_PYTHON"], "-c", script],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

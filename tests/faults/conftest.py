@@ -93,7 +93,7 @@ def is_ours(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return b"laststep.flush" in command or b"rank_worker.py" in command
+    return b"laststep.flush" in command or b"warm/server.py" in command
 
 
 def wait_for_end(pid: int) -> None:

@@ -1,7 +1,7 @@
 """A crew of real processes that tests give tasks to, each time as a job of so many ranks.
 
-Importing torch takes seconds, so the processes stay for the whole session and form a new process
-group, over loopback, for every task. After a task that failed they are replaced, so that no test
+The processes stay for the whole session and form a new process group, over loopback, for every
+task. After a task that failed they are replaced, so that no test
 sees what another has left behind. A process ends when the pipe to it closes.
 """
 
@@ -13,7 +13,6 @@ import multiprocessing.connection
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -43,7 +42,7 @@ class _Member:
             "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
         self.process = subprocess.Popen(
-            [sys.executable, str(MEMBER), str(theirs.fileno())],
+            [os.environ["WARM_PYTHON"], str(MEMBER), str(theirs.fileno())],
             pass_fds=[theirs.fileno()], stdout=self.errors, stderr=self.errors, env=environment,
         )  # fmt: skip
         theirs.close()

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, str(TRAIN)],
+            [os.environ["WARM_PYTHON"], str(TRAIN)],
             env={**os.environ, "PYTHONPATH": str(SOURCE)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

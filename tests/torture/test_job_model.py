@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ def run(folder: Path, seed: int, *, starts: int, deeds: int) -> subprocess.Compl
         deeds=deeds,
     )
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+        [os.environ["WARM_PYTHON"], "-c", script], capture_output=True, text=True, check=False
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,9 @@ def test_a_part_of_the_torture_violates_nothing(
 ) -> None:
     run_folder.mkdir()
     result = run_folder / "result.json"
-    command = [sys.executable, str(TORTURE), "--part", part, "--seed", str(seed), "--trials", "1"]
+    command = [os.environ["WARM_PYTHON"], str(TORTURE), "--part", part, "--seed", str(seed)]
     done = subprocess.run(
-        [*command, "--folder", str(run_folder), "--json", str(result)],
+        [*command, "--trials", "1", "--folder", str(run_folder), "--json", str(result)],
         capture_output=True,
         text=True,
         check=False,

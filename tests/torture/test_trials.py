@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ def run(folder: Path, body: str, limit_s: float = 60.0) -> dict[str, object]:
     """Four trials that do that."""
     program = PROGRAM.replace("BODY", body).replace("LIMIT", str(limit_s))
     done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)],
+        [os.environ["WARM_PYTHON"], "-c", program, str(folder)],
         capture_output=True,
         text=True,
         check=True,
