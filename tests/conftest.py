@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -24,6 +25,9 @@ MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 # As in the Makefile: some virtual CPUs announce AMX and then kill the process that uses it. Read by
 # torch when it is imported, here and in every process that a test starts.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
+# Threads of OpenMP sleep when they have nothing to do: spinning took half of the CPU of some files.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # No deadline: a timing is a benchmark, never a test. Function-scoped fixtures are allowed because
 # every example makes its own folder below the fixture's.
@@ -77,6 +81,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """What is there now stays: no collection of garbage has to look at all of torch again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_report_header() -> str:
     """Say where the run folders lie, so that a suite that only saw memory shows it."""
     disk = disk_folder()
@@ -105,6 +115,15 @@ def disk_folder() -> Path:
     usable = [place for place in places if place.is_dir() and os.access(place, os.W_OK)]
     on_disk = [place for place in usable if filesystem_of(place) not in MEMORY_FILESYSTEMS]
     return (on_disk or usable)[0]
+
+
+@pytest.fixture(autouse=True)
+def pages_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that saves pass through is made by whoever writes into it, not ahead of time: 60 ms of
+    CPU for each Checkpointer. tests/memory has it as it is, and so has every new interpreter."""
+    if (shared := sys.modules.get("laststep.memory.shared")) is not None:
+        for name in ("allocate", "populate"):
+            monkeypatch.setattr(shared.Mapping, name, lambda *_: None)
 
 
 @pytest.fixture
