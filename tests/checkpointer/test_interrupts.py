@@ -88,8 +88,11 @@ def _raising() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_raising")
-@pytest.mark.parametrize("flush", ["process", "thread"])
-def test_a_save_may_be_interrupted_at_any_step(run_folder: Path, flush: str) -> None:
+@pytest.mark.parametrize(
+    ("flush", "times"),
+    [("process", 80), ("thread", 80), pytest.param("process", 1000, marks=pytest.mark.long)],
+)
+def test_a_save_may_be_interrupted_at_any_step(run_folder: Path, flush: str, times: int) -> None:
     """What it was not done with is absent, what is there is whole, and nothing is held up."""
     state = {f"t{i}": torch.zeros(1000) for i in range(4)}
     rng = random.Random(0)
@@ -117,7 +120,7 @@ def test_a_save_may_be_interrupted_at_any_step(run_folder: Path, flush: str) -> 
         save(count)
         assert count.steps > 1000
         whole = []
-        for n in range(1, 251):
+        for n in range(1, times + 1):
             save(Tracer(rng.randint(1, count.steps)))
             if n % 10 == 0:
                 handle = save()

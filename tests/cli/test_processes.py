@@ -14,9 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def start(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def start(
+    *arguments: object, cwd: Path | None = None, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [python, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
@@ -114,7 +116,7 @@ def test_bench_without_the_sources_says_where_to_get_them(tmp_path: Path, monkey
 def test_every_example_runs_and_resumes(example: Path, run_folder: Path) -> None:
     first = start(example, run_folder)
     assert first.returncode == 0, first.stderr
-    second = start(example, run_folder)
+    second = start(example, run_folder, python=os.environ["WARM_PYTHON"])
     assert second.returncode == 0, second.stderr
     if example.name == "minimal.py":
         assert "starting at step 0" in first.stdout

@@ -140,7 +140,7 @@ def _standing(jobs: Jobs, kept: dict[float, Standing], deadline_s: float) -> Ite
     one = kept.pop(deadline_s)
     try:
         yield one
-        check(one.run, one.committed, ranks=3, tidy=False)
+        check(one.run, one.committed, ranks=3, tidy=False, read=one.read)
         in_order = all(rank.is_idle() for rank in one.ranks)
     except BaseException:
         one.job.clean_up()
@@ -154,10 +154,13 @@ def _standing(jobs: Jobs, kept: dict[float, Standing], deadline_s: float) -> Ite
 @pytest.fixture(scope="session")
 def kept(jobs: Jobs) -> Iterator[dict[float, Standing]]:
     """The standing jobs, by their deadlines."""
+    from rank_jobs import check
+
     found: dict[float, Standing] = {}
     yield found
     for one in found.values():
         one.job.clean_up()
+        check(one.run, one.committed, ranks=3, tidy=False)  # all of it, once more
 
 
 @pytest.fixture
