@@ -67,7 +67,8 @@ layers: $(STAMP)
 # Three files at a time on two cores: much of it is waiting, for processes to start and to die.
 tests: $(STAMP)
 	@echo "== pytest, $(WORKERS) files at a time"
-	@$(BIN)/python -m pytest -q --tb=short -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q --tb=short -n $(WORKERS) --dist loadfile \
+		--no-loadscope-reorder $(PYTEST_ARGS)
 
 test-long: $(STAMP)
 	@echo "== pytest -m long"

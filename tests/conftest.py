@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM = ROOT / "tests" / "warm"
+FIRST = (
+    "test_docs.py", "faults/test_ranks_failing.py", "faults/test_ranks_killed.py",
+    "torture/test_short_torture.py", "ranks/test_matrix.py", "crash/test_crash_model.py",
+    "faults/test_kills.py", "cli/test_processes.py", "capture/test_capture_changes.py",
+    "faults/test_ranks_groups.py", "checkpointer/test_interrupts.py", "adapters/test_export_hf.py",
+    "ranks/test_reading.py", "faults/test_limits.py", "torture/test_formats.py",
+    "faults/test_full_disk.py", "adapters/test_megatron.py", "checkpointer/test_saving.py",
+)  # fmt: skip
+"""The files that take longest, in that order: at the end no worker sits alone with one of them."""
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 # As in the Makefile: some virtual CPUs announce AMX and then kill the process that uses it. Read by
@@ -68,7 +77,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu`, with the reason, where CUDA is absent."""
+    """Those of `FIRST` come first. Tests marked `gpu` are skipped, with the reason, where CUDA is
+    absent."""
+    places = {ROOT / "tests" / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(FIRST)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return  # torch takes seconds to import; most runs of a single file do not need it
