@@ -80,6 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those of `FIRST` come first. Tests marked `gpu` are skipped, with the reason, where CUDA is
     absent."""
     places = {ROOT / "tests" / name: place for place, name in enumerate(FIRST)}
+    if gone := [str(path) for path in places if not path.exists()]:
+        raise pytest.UsageError(f"FIRST names files that are not there: {', '.join(gone)}")
     items.sort(key=lambda item: places.get(item.path, len(FIRST)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
