@@ -66,7 +66,11 @@ def pytest_configure(config: pytest.Config) -> None:
         server = subprocess.Popen(
             [sys.executable, WARM / "server.py", str(listener.fileno())],
             pass_fds=[listener.fileno()], stdin=subprocess.PIPE, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1",
+                # To ask whether there is a GPU would otherwise leave none to what is forked.
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            },
         )  # fmt: skip
 
     def end() -> None:
