@@ -90,7 +90,12 @@ def _raising() -> Iterator[None]:
 @pytest.mark.usefixtures("_raising")
 @pytest.mark.parametrize(
     ("flush", "times"),
-    [("process", 80), ("thread", 80), pytest.param("process", 1000, marks=pytest.mark.long)],
+    [
+        ("process", 80),
+        ("thread", 80),
+        pytest.param("process", 1000, marks=pytest.mark.long),
+        pytest.param("thread", 250, marks=pytest.mark.long),
+    ],
 )
 def test_a_save_may_be_interrupted_at_any_step(run_folder: Path, flush: str, times: int) -> None:
     """What it was not done with is absent, what is there is whole, and nothing is held up."""
