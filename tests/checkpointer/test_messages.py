@@ -329,3 +329,43 @@ def test_a_raise_in_a_load_state_dict_names_the_item(run_folder: Path) -> None:
     assert caught.value.where == "item 'mine'"
     assert caught.value.found == "KeyError: 'n'"
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_what_strict_false_leaves_alone_is_warned_of(
+    run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with laststep.Checkpointer(
+        run_folder, a={"w": torch.ones(2)}, b={"w": torch.ones(3)}
+    ) as saving:
+        saving.save(0)
+    live = {"w": torch.zeros(2)}, {"w": torch.zeros(4)}
+    with laststep.Checkpointer(run_folder, a=live[0], b=live[1]) as checkpointer:
+        restored = checkpointer.restore(strict=False)
+    assert len(restored.problems) == 1
+    assert live[0]["w"].sum() == 2
+    assert "what does not is left as it is: mismatched: b/w: stored float32[3]" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model", "net"])
+def test_a_checkpoint_of_which_nothing_fits_is_not_restored_whatever_strict_says(
+    name: str, run_folder: Path
+) -> None:
+    with laststep.Checkpointer(run_folder, model=torch.nn.Linear(8, 8)) as saving:
+        saving.save(0)
+    with laststep.Checkpointer(run_folder, items={name: torch.nn.Linear(8, 9)}) as checkpointer:
+        with pytest.raises(laststep.Mismatch, match="nothing of the checkpoint fits") as raised:
+            checkpointer.restore(strict=False)
+        assert len(raised.value.problems) == 2
+        by_name = "pass the item by the name that it was saved under"
+        assert (by_name in str(raised.value)) == (name == "net")
+        with pytest.raises(laststep.Usage, match="would leave the checkpoints"):
+            checkpointer.save(1)
+
+
+def test_plain_values_alone_are_something(run_folder: Path) -> None:
+    with laststep.Checkpointer(run_folder, model=torch.nn.Linear(2, 2), n={"n": 7}) as saving:
+        saving.save(0)
+    live = {"n": 0}
+    with laststep.Checkpointer(run_folder, model=torch.nn.Linear(3, 3), n=live) as checkpointer:
+        checkpointer.restore(strict=False)
+    assert live == {"n": 7}

@@ -179,7 +179,7 @@ class FlatOptimizer(StateProvider):
     def check(self, stored: object) -> list[str]:
         return self._plain.check(stored)
 
-    def lacks(self, stored: object) -> dict[Path, str]:
+    def lacks(self, stored: object) -> list[Path]:
         return self._plain.lacks(stored)
 
     def refuses(self, stored: object) -> dict[Path, str]:

@@ -71,6 +71,8 @@ class Fit:
     problems: Problems = field(default_factory=Problems)
     have_twins: bool = False
     """Whether any rank reads tensors that are two in the checkpoint and one in its state."""
+    takes_something: bool = True
+    """Whether any rank restores anything."""
     strict: bool = True
     where: str = ""
 
@@ -81,7 +83,6 @@ class Fit:
             self.matches.append(match)
         self.missing += [f"{name}/{tensor}" for tensor in match.missing]
         self.unexpected += [f"{name}/{tensor}" for tensor in match.unexpected]
-        self.unexpected += [f"{name} {text}" for text in match.lacking]
         self.mismatched += [
             f"{name}/{text}" if "/" in text or ":" in text else f"{name} {text}"
             for text in match.mismatched
@@ -117,11 +118,18 @@ def fit(
 
     def judge() -> None:
         if problems:
-            way = _way_by_hooks(problems, content, providers, where)
-            raise Mismatch.of(problems, where=where, remedy=remedy + way)
+            what = "the checkpoint does not fit the live state"
+            if not strict:
+                what = "nothing of the checkpoint fits the live state, which differs from it"
+            ways = _way_by_names(problems, content) + _way_by_hooks(
+                problems, content, providers, where
+            )
+            raise Mismatch.of(problems, where=where, what=what, remedy=remedy + ways)
 
-    if strict and not fits:
+    if not fits and (strict or not fitted.takes_something):
         together(ranks, judge)
+    if problems:
+        _warn_of_problems(problems)
     _warn_of_removed(fitted.removed)
     fitted.problems = problems
     return fitted
@@ -254,12 +262,43 @@ def _hear_of_others(fitted: Fit, ranks: Ranks) -> bool:
     whether everything fits on all ranks."""
     twins = any(match.twins for match in fitted.matches)
     lacks = bool(fitted.missing or fitted.mismatched)
-    mine = msgspec.msgpack.encode((fitted.unexpected, twins, lacks))
-    notes = [msgspec.msgpack.decode(note) for note in ranks.gather(mine)]
-    common = set(notes[0][0]).intersection(*(unexpected for unexpected, _, _ in notes[1:]))
+    takes = any(match.takes_something for match in fitted.matches) or bool(fitted.merged)
+    mine = _FitNote(unexpected=fitted.unexpected, twins=twins, lacks=lacks, takes=takes)
+    notes = [
+        msgspec.msgpack.decode(note, type=_FitNote)
+        for note in ranks.gather(msgspec.msgpack.encode(mine))
+    ]
+    common = set(notes[0].unexpected).intersection(*(note.unexpected for note in notes[1:]))
     fitted.unexpected = [text for text in fitted.unexpected if text in common]
-    fitted.have_twins = any(twins for _, twins, _ in notes)
-    return not common and not any(lacks for _, _, lacks in notes)
+    fitted.have_twins = any(note.twins for note in notes)
+    any_lacks = any(note.lacks for note in notes)
+    # Who has use for none of it, such as for what others have, lacks nothing.
+    fitted.takes_something = not any_lacks or any(note.takes for note in notes)
+    return not common and not any_lacks
+
+
+class _FitNote(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank tells the others of how a checkpoint fits."""
+
+    unexpected: list[str]
+    twins: bool
+    """Whether it reads tensors that are two in the checkpoint and one in its state."""
+    lacks: bool
+    """Whether anything of its state is not stored, or is stored otherwise."""
+    takes: bool
+    """Whether it restores anything."""
+
+
+def _way_by_names(problems: Problems, content: Content) -> str:
+    """The way out for items that were saved under other names."""
+    stored = [name for name in problems.unexpected if name in content.items]
+    live = [name for name in problems.missing if "/" not in name]
+    if not stored or not live:
+        return ""
+    return (
+        f"; where it is only the name that differs ({', '.join(live)} here, {', '.join(stored)} in "
+        "the checkpoint), pass the item by the name that it was saved under"
+    )
 
 
 def _way_by_hooks(
@@ -278,6 +317,15 @@ def _way_by_hooks(
                 f"its load_state_dict({stored}) does"
             )
     return ""
+
+
+def _warn_of_problems(problems: Problems) -> None:
+    shown = "; ".join(problems.lines()[:3])
+    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+    log.warning(
+        "not all of the checkpoint fits, what does not is left as it is: %s%s "
+        "(the problems of what restore() returns are all of it)", shown, more,
+    )  # fmt: skip
 
 
 def _warn_of_removed(removed: Mapping[str, Sequence[str]]) -> None:

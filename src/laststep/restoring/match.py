@@ -70,8 +70,6 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
-    lacking: list[str] = field(default_factory=list)
-    """Stored state for which there is nothing live, in words."""
 
     def tree(self, *, allow_pickle: bool) -> object:
         """The loaded state; after the reads and copies."""
@@ -100,6 +98,11 @@ class Match:
         """The memory that a stored tensor is read into."""
         landing, view = self.reads[self.item.source_of(name)], self.item.view_of(name)
         return landing if view is None else open_view(landing, view)
+
+    @property
+    def takes_something(self) -> bool:
+        """Whether any of it is restored, as far as tensors tell."""
+        return bool(self.reads) or not self.item.names()
 
     def newer_values(self) -> list[str]:
         """The names of live entries that are not stored and hold no tensors; those that do are
@@ -158,10 +161,10 @@ def _leave_alone(
         if selected is None or any(map(selected, below)):
             match.foreign += (path,)
             match.mismatched.append(why)
-    for path, why in provider.lacks(outline).items():
+    for path in provider.lacks(outline):
         match.foreign += (path,)
         if selected is None:
-            match.lacking.append(why)
+            match.unexpected.append(_name(path))
 
 
 def _refuse_parts_of(fresh: tuple[Path, ...], names: list[str], item: StoredItem) -> None:

@@ -13,7 +13,7 @@ from laststep.errors import Usage
 from laststep.state.modules import ModuleProvider, parameter_names
 from laststep.state.optimizers import Names, OptimizerProvider
 from laststep.state.provider import StateProvider
-from laststep.state.tensors import is_module, is_optimizer
+from laststep.state.tensors import is_module, is_optimizer, is_tensor
 from laststep.state.tree import MAX_DEPTH
 from laststep.state.values import (
     EntryProvider,
@@ -36,7 +36,8 @@ _PART = re.compile(r"(.+)-r?[0-9]{5,}")
 
 
 def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
-    """A provider for each item; optimizers learn the names of parameters from the modules."""
+    """A provider for each item; optimizers learn the names of parameters from the modules, and from
+    dicts that hold them."""
     if not items:
         raise Usage(
             "there is nothing to save", remedy="pass items, e.g. model=model, optimizer=optimizer"
@@ -55,10 +56,12 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
                 expected=f"not {part[1]!r} and a number behind it", found=repr(name),
                 remedy="choose another name",
             )  # fmt: skip
-    modules = {name: thing for name, thing in _things_in(items) if is_module(thing)}
+    things = list(_things_in(items))
+    # Modules first: a parameter that lies in a dict too has the same name with and without that.
+    things.sort(key=lambda thing: not is_module(thing[1]))
 
     def names() -> dict[int, tuple[str, str]]:
-        return _names_of_parameters(modules)
+        return _names_of_parameters(things)
 
     return {name: _provider(name, item, names) for name, item in items.items()}
 
@@ -76,13 +79,32 @@ def _things_in(items: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
             yield name, item
 
 
-def _names_of_parameters(modules: dict[str, Any]) -> dict[int, tuple[str, str]]:
+def _names_of_parameters(things: list[tuple[str, Any]]) -> dict[int, tuple[str, str]]:
     """id of a parameter → (item, name); asked at each save: parameters can be replaced."""
     names: dict[int, tuple[str, str]] = {}
-    for item, module in modules.items():
-        for key, name in parameter_names(module).items():
-            names.setdefault(key, (item, name))
+    for item, thing in things:
+        if is_module(thing):
+            for key, name in parameter_names(thing).items():
+                names.setdefault(key, (item, name))
+        elif type(thing) is dict:
+            for key, name in _tensors_in(thing):
+                names.setdefault(key, (item, name))
+        elif is_tensor(thing):  # an entry of a group
+            group, _, name = item.rpartition(".")
+            names.setdefault(id(thing), (group, name))
     return names
+
+
+def _tensors_in(
+    value: dict[Any, Any], outer: str = "", depth: int = 0
+) -> Iterator[tuple[int, str]]:
+    """id → name of the tensors in a dict, and in dicts within it, as `named_parameters()` has them:
+    mostly they are the weights of a module, or some of them, under their names."""
+    for key, inner in value.items():
+        if is_tensor(inner):
+            yield id(inner), f"{outer}{key}"
+        elif type(inner) is dict and depth < MAX_DEPTH:
+            yield from _tensors_in(inner, f"{outer}{key}.", depth + 1)
 
 
 def _is_group(value: dict[Any, Any], depth: int = 0) -> bool:

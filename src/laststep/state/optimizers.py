@@ -7,6 +7,7 @@ parameters to bf16. Works before the first step, when there is no state yet. Imp
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from collections.abc import Callable
 from itertools import chain
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from laststep.state.tree import Path
 
+
+log = logging.getLogger(__name__)
 
 Names = Callable[[], dict[int, tuple[str, str]]]
 """id of a parameter → (item, name), as it is now."""
@@ -43,6 +46,8 @@ class OptimizerProvider(StateProvider):
         """`names` tells item and name of parameters; others go by the optimizer's or by place."""
         self._optimizer = optimizer
         self._names = names
+        self._told = False
+        """Whether the log says that state goes by place."""
 
     def parts(self) -> tuple[object, ...]:
         return (self._optimizer,)
@@ -98,14 +103,12 @@ class OptimizerProvider(StateProvider):
             problems.append("has its parameters in other groups than the stored one")
         return problems
 
-    def lacks(self, stored: object) -> dict[Path, str]:
+    def lacks(self, stored: object) -> list[Path]:
+        """The state of parameters that it does not have."""
         if not is_optimizer_state(stored):
-            return {}
+            return []
         ours = set(self._named().values())
-        return {
-            ("state", name): f"does not have the parameter {name}, whose state is stored"
-            for name in sorted(group_of(stored).keys() - ours)
-        }
+        return [("state", name) for name in sorted(group_of(stored).keys() - ours)]
 
     def models(self, paths: list[Path]) -> list[object]:
         """State lies as its parameter does."""
@@ -194,10 +197,17 @@ class OptimizerProvider(StateProvider):
         """id of a parameter → its name."""
         known = self._names()
         ids = [tuple(map(id, group["params"])) for group in self._optimizer.param_groups]
-        named = _named(
+        named, by_place = _named(
             tuple(tuple(map(known.get, group)) for group in ids),
             tuple(tuple(group.get("param_names") or ()) for group in self._optimizer.param_groups),
         )
+        if by_place and not self._told:
+            self._told = True
+            log.warning(
+                "%d of %d parameters of an optimizer are in no item: their state goes by place, so "
+                "restore it into one that has them in the same order, or pass what holds them "
+                "(model=…, or a dict of them) as an item too", by_place, len(named),
+            )  # fmt: skip
         names = dict(zip(chain.from_iterable(ids), named, strict=True))
         if len(set(names.values())) != len(names):
             raise Usage(
@@ -210,19 +220,23 @@ class OptimizerProvider(StateProvider):
 @functools.lru_cache(maxsize=16)
 def _named(
     known: tuple[tuple[tuple[str, str] | None, ...], ...], own: tuple[tuple[str, ...], ...]
-) -> tuple[str, ...]:
-    """The names of the parameters of all groups: by the items and names that modules know them
-    under, or by the optimizer's own names, or by place."""
+) -> tuple[tuple[str, ...], int]:
+    """The names of the parameters of all groups: by the items and names that modules and dicts know
+    them under, or by the optimizer's own names, or by place; and how many go by place."""
     items = {in_module[0] for group in known for in_module in group if in_module is not None}
     names: list[str] = []
+    by_place = 0
     for g, group in enumerate(known):
         for i, in_module in enumerate(group):
             item, name = in_module or ("", "")
-            if not name:
-                names.append(own[g][i] if own[g] else f"group{g}.{i}")
-            else:
+            if name:
                 names.append(f"{item}:{name}" if len(items) > 1 else name)
-    return tuple(names)
+            elif own[g]:
+                names.append(own[g][i])
+            else:
+                names.append(f"group{g}.{i}")
+                by_place += 1
+    return tuple(names), by_place
 
 
 def _form(parameter: torch.Tensor) -> str:

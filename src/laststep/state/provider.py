@@ -130,10 +130,10 @@ class StateProvider(ABC):
         restored from them does not fit something that they do not hold themselves."""
         return {}
 
-    def lacks(self, stored: object) -> dict[Path, str]:
-        """Parts of a stored tree for which there is nothing live, each with why, in words: they are
-        left alone. On one rank that does not fit, unless another rank has use for them."""
-        return {}
+    def lacks(self, stored: object) -> list[Path]:
+        """Parts of a stored tree for which there is nothing live: they are left alone. On one rank
+        that does not fit, unless another rank has use for them."""
+        return []
 
     def models(self, paths: list[Path]) -> list[object]:
         """For stored tensors without a live counterpart: live ones that they are to lie like over
@@ -166,7 +166,7 @@ class AroundProvider(StateProvider):
     def refuses(self, stored: object) -> dict[Path, str]:
         return self._inner.refuses(stored)
 
-    def lacks(self, stored: object) -> dict[Path, str]:
+    def lacks(self, stored: object) -> list[Path]:
         return self._inner.lacks(stored)
 
     def models(self, paths: list[Path]) -> list[object]:

@@ -34,8 +34,6 @@ from laststep.state.tree import Owned
 from laststep.state.wrappers import of_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from laststep.state.provider import WhenRanksChange
     from laststep.state.tree import Path
 
@@ -363,23 +361,24 @@ class GroupProvider(StateProvider):
         return problems
 
     def refuses(self, stored: object) -> dict[Path, str]:
-        return self._asked(stored, lambda member, inner: member.refuses(inner))
-
-    def lacks(self, stored: object) -> dict[Path, str]:
-        return self._asked(stored, lambda member, inner: member.lacks(inner))
-
-    def _asked(
-        self, stored: object, ask: Callable[[StateProvider, object], dict[Path, str]]
-    ) -> dict[Path, str]:
-        """What the members say of their parts."""
-        if not isinstance(stored, dict):
-            return {}
         return {
             (key, *path): f"{key} {text}"
-            for key, member in self._members.items()
-            if key in stored
-            for path, text in ask(member, stored[key]).items()
+            for key, member in self._stored_in(stored).items()
+            for path, text in member.refuses(stored[key]).items()  # type: ignore[index]
         }
+
+    def lacks(self, stored: object) -> list[Path]:
+        return [
+            (key, *path)
+            for key, member in self._stored_in(stored).items()
+            for path in member.lacks(stored[key])  # type: ignore[index]
+        ]
+
+    def _stored_in(self, stored: object) -> dict[str, StateProvider]:
+        """The members of which there is something in a stored tree."""
+        if not isinstance(stored, dict):
+            return {}
+        return {key: member for key, member in self._members.items() if key in stored}
 
     def models(self, paths: list[Path]) -> list[object]:
         return [self._members[str(p[0])].models([p[1:]])[0] if p else None for p in paths]
