@@ -14,6 +14,7 @@ import torch
 import laststep
 from laststep.catalog.epochs import new_start
 from laststep.catalog.run import Run
+from laststep.flush import epoch
 from laststep.flush import server as serving
 from laststep.flush.protocol import Begin, Connection, Continue, Failed
 from laststep.storage.directory import DirectoryStore
@@ -48,7 +49,7 @@ def test_no_epoch_is_claimed_for_a_dead_trainer_of_several_ranks(run_folder: Pat
 def test_retention_of_a_writer_that_was_taken_over_deletes_nothing(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan_prune = serving.plan_prune
+    plan_prune = epoch.plan_prune
 
     def overtaken(run: Run, *arguments: object, **more: object) -> object:
         plan = plan_prune(run, *arguments, **more)
@@ -60,7 +61,7 @@ def test_retention_of_a_writer_that_was_taken_over_deletes_nothing(
 
     state = {"t": torch.zeros(5)}
     keep = laststep.Keep(last=1)
-    monkeypatch.setattr(serving, "plan_prune", overtaken)
+    monkeypatch.setattr(epoch, "plan_prune", overtaken)
     with laststep.Checkpointer(run_folder, state=state, keep=keep, flush="thread") as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
         checkpointer.save(2).wait(PATIENCE_S)

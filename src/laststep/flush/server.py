@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import groups, starts
-from laststep.catalog.names import AttemptName
-from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
 from laststep.codecs import objects
 from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.flush.epoch import WriterEpoch
 from laststep.flush.protocol import (
     Begin,
     Begun,
@@ -41,9 +39,7 @@ from laststep.flush.protocol import (
     Gathered,
     Grouped,
     Located,
-    NoMetric,
     Ready,
-    Removed,
     Seal,
     ToFlusher,
     ToTrainer,
@@ -62,6 +58,8 @@ from laststep.version import VERSION
 
 if TYPE_CHECKING:
     from laststep.catalog.epochs import Trainer
+    from laststep.catalog.retention import Keep
+    from laststep.catalog.run import Run
     from laststep.memory.filled import Filled
     from laststep.storage.store import Lock
 
@@ -87,18 +85,9 @@ class Flusher:
         self._connection = connection
         self._pool = pool
         self._store = open_store(run)
-        self._trainer = trainer
-        self._keep = keep
-        self._run: Run | None = None
-        self._continues = Continue(seen=(0, 0))
-        self._resumed_from: str | None = None
+        self._epoch = WriterEpoch(self._store, trainer, keep, connection.peer_is_dead)
         self._witness: tuple[str, Lock] | None = None
         self._given_up = False
-        self._epoch: int | None = None
-        self._epoch_lock: Lock | None = None
-        self._attempts = 0
-        self._to_clean = False
-        self._last_folder: str | None = None
         self._saves: dict[int, Save] = {}
         self._chunks: queue.SimpleQueue[tuple[Save, Filled] | None] = queue.SimpleQueue()
         self._order: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
@@ -144,10 +133,7 @@ class Flusher:
         if isinstance(message, Begin):
             self._begin(message)
         elif isinstance(message, Continue):
-            # A new epoch is taken at the next save, so that restoring alone disturbs no writer.
-            self._continues = message
-            self._resumed_from = message.resumed_from
-            self._epoch = None
+            self._epoch.continue_from(message)
         elif isinstance(message, Witness):
             self._hold(message)
         elif not isinstance(message, Bye):
@@ -195,16 +181,11 @@ class Flusher:
             self._order.put(save)
             return
         try:
-            run = self._open_epoch(begin)
-            self._attempts += 1
-            assert self._epoch is not None  # noqa: S101 (set by _open_epoch)
-            at = AttemptName(step=begin.step, epoch=self._epoch, attempt=self._attempts)
-            folder = run.begin(step=at.step, epoch=at.epoch, attempt=at.attempt)
-            save.at, save.flush = at, SaveFlush(self._store, folder, begin.files)
+            save.at = self._epoch.begin(begin.step, alone=begin.role == "alone")
+            save.flush = SaveFlush(self._store, save.at.folder, begin.files)
             if not begin.overwrite:
-                # After `begin`: a writer that was taken over hears that, not that its step is
-                # taken.
-                run.check_step_free(begin.step)
+                # Only now: a writer that was taken over hears that, not that its step is taken.
+                self._epoch.run.check_step_free(begin.step)
             save.opened_s = time.monotonic() - save.began_s
         except LaststepError as error:
             save.error = error
@@ -219,9 +200,7 @@ class Flusher:
     def _locate(self, save: Save, place: Located) -> None:
         """A member learns where to write: what has come meanwhile can be written now."""
         try:
-            if self._run is None:
-                self._run = Run.open(self._store)
-            flush = SaveFlush(self._store, place.at.folder, save.begin.files)
+            flush = SaveFlush(self._epoch.run.store, place.at.folder, save.begin.files)
             save.at, save.flush = place.at, flush
             save.opened_s = time.monotonic() - save.began_s
         except LaststepError as error:
@@ -236,27 +215,6 @@ class Flusher:
             save.changed.notify_all()
         for chunk in early:
             self._chunks.put((save, chunk))
-
-    def _open_epoch(self, begin: Begin) -> Run:
-        """The run, with an epoch of this writer's own."""
-        if self._run is None:
-            self._run = Run.open_or_create(self._store)
-        if self._epoch is not None:
-            return self._run
-        asked, orphan = self._continues, self._connection.peer_is_dead()
-        if orphan and begin.role != "alone":
-            raise Aborted("the trainer died before the save began, which needs all ranks")
-        point = None if asked.after is None else asked.after.point
-        if self._epoch_lock is not None:
-            self._epoch_lock.close()
-            self._epoch_lock = None
-        epoch = self._run.claim_epoch(point, seen=asked.seen, writer=self._trainer, orphan=orphan)
-        self._epoch_lock = self._run.lock_epoch(epoch)
-        self._epoch = epoch  # only with its lock: without it the attempts would look dead
-        self._attempts = 0
-        self._last_folder = None if asked.after is None else asked.after.folder
-        self._to_clean = True
-        return self._run
 
     def _drop(self, save: Save, reason: str) -> None:
         with save.changed:
@@ -313,11 +271,8 @@ class Flusher:
                 if save.flush is not None:
                     save.flush.close()
                 del self._saves[save.begin.save]
-            if self._to_clean and self._run is not None and self._order.empty():
-                # Not before the first commit, which need not wait for it; but also after a save
-                # that failed: what is removed may be what filled the disk.
-                self._to_clean = False
-                self._run.clean()
+            if self._order.empty():  # nobody waits for this thread
+                self._epoch.clean()
 
     def _finish(self, save: Save) -> None:
         """Durable, then committed, then retention; raises what stands in the way."""
@@ -328,7 +283,6 @@ class Flusher:
         assert save.flush is not None  # noqa: S101 (set by _begin where there is no error)
         assert save.at is not None  # noqa: S101 (as above)
         assert save.seal is not None  # noqa: S101 (waited for)
-        assert self._run is not None  # noqa: S101 (opened by _begin)
         written_s = time.monotonic() - save.began_s
         records = save.flush.finish(save.seal.objects)
         number, size = save.begin.save, sum(record.size_bytes for record in records)
@@ -345,15 +299,12 @@ class Flusher:
                     commit, items=decide.items, files=decide.files, ranks=decide.ranks,
                     groups=decide.groups, classes=decide.classes,
                 )  # fmt: skip
-            # It may have slept for long: a later start goes on from another checkpoint by now.
-            self._run.check_newest(save.at.epoch)
-            self._run.commit(save.flush.folder, commit)
-            self._last_folder = save.flush.folder
+            self._epoch.commit(save.at, commit)
         else:
             self._decided_by_all(save)
         self._send_decided(save)
         if not save.is_member:
-            self._retain(save)
+            self._epoch.retain(save.at, overwritten=save.begin.overwrite, tell=self._send)
 
     def _decided_by_all(self, save: Save) -> Decide:
         """Wait for what the ranks agree on, and write the manifest of a group meanwhile, if this
@@ -371,34 +322,14 @@ class Flusher:
 
     def _commit_record(self, save: Save, seal: Seal, files: tuple[FileRecord, ...]) -> Commit:
         at = save.at
-        assert self._run is not None  # noqa: S101 (it was opened when the save began)
-        assert at is not None  # noqa: S101 (as above)
+        assert at is not None  # noqa: S101 (its files are durable)
         return Commit(
-            run=self._run.id, step=at.step, epoch=at.epoch, attempt=at.attempt,
+            run=self._epoch.run.id, step=at.step, epoch=at.epoch, attempt=at.attempt,
             created_s=time.time(), laststep=VERSION, items=seal.items, files=files,
             metrics=objects.decode(seal.metrics, where="metrics"),  # type: ignore[arg-type]
             metadata=objects.decode(seal.metadata, where="metadata"),
-            continues=self._last_folder,
+            continues=self._epoch.last_folder,
         )  # fmt: skip
-
-    def _retain(self, save: Save) -> None:
-        """Retention failing costs disk space, never the checkpoint that was just committed."""
-        run, at = self._run, save.at
-        if run is None or at is None or (self._keep is None and not save.begin.overwrite):
-            return
-        try:
-            # Without any rule everything stays, except what was overwritten.
-            plan = plan_prune(run, self._keep or Keep(), resumed_from=self._resumed_from)
-            if plan.lacking is not None:
-                self._send(NoMetric(reason=plan.lacking))
-            steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
-            plan.execute(
-                # What a successor continues from is not this writer's to judge.
-                before=lambda: run.check_newest(at.epoch),
-                each=lambda gone: self._send(Removed(step=steps[gone], folder=gone)),
-            )
-        except (LaststepError, OSError) as error:
-            log.warning("retention failed: %s", error)
 
     def _give_up(self, save: Save, error: Exception) -> None:
         if not isinstance(error, LaststepError):
@@ -408,12 +339,12 @@ class Flusher:
         member = save.is_member
         if member and self._was_given_up(save):
             save.hear_why()
-        if save.flush is not None and self._run is not None:
+        if save.flush is not None:
             try:
                 save.flush.close()
                 abort = self._abort_as_member if member else self._abort
                 for_all = not member or (save.decide and save.decide.reason is not None)
-                if for_all and abort(self._run, save.flush.folder, str(error)):
+                if for_all and abort(self._epoch.run, save.flush.folder, str(error)):
                     self._send_decided(save)  # it is committed after all, and durable
                     return
             except (LaststepError, OSError) as second:
@@ -430,10 +361,10 @@ class Flusher:
 
     def _was_given_up(self, save: Save) -> bool:
         """Whether the first rank has decided against a member's save, or removed its folder."""
-        if save.flush is None or self._run is None:
+        if save.flush is None:
             return False
         with contextlib.suppress(LaststepError, OSError):
-            if isinstance(self._run.decision(save.flush.folder), Abort):
+            if isinstance(self._epoch.run.decision(save.flush.folder), Abort):
                 return True
             return not self._store.list(save.flush.folder)
         return False
@@ -489,8 +420,7 @@ class Flusher:
             self._chunks.put(None)
         for thread in self._threads:
             thread.join()
-        if self._epoch_lock is not None:
-            self._epoch_lock.close()
+        self._epoch.close()
         if self._witness is not None:
             self._let_witness_go(*self._witness)
         self._connection.close()

@@ -1,0 +1,133 @@
+"""The run as one flusher writes to it: its epoch, which it claims when it has to, its attempts, and
+what it cleans and retains.
+
+Knows nothing of messages but `Continue`, nor of files. The receiving thread begins attempts, the
+finisher commits them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from laststep.catalog.names import AttemptName
+from laststep.catalog.retention import Keep
+from laststep.catalog.run import Run, plan_prune
+from laststep.errors import Aborted, LaststepError
+from laststep.flush.protocol import Continue, NoMetric, Removed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from laststep.catalog.epochs import Trainer
+    from laststep.format.manifest import Commit
+    from laststep.storage.store import Lock, Store
+
+log = logging.getLogger(__name__)
+
+
+class WriterEpoch:
+    """A writer's side of a run."""
+
+    def __init__(
+        self,
+        store: Store,
+        trainer: Trainer,
+        keep: Keep | None,
+        trainer_is_dead: Callable[[], bool],
+    ) -> None:
+        self._store = store
+        self._trainer = trainer
+        self._keep = keep
+        self._trainer_is_dead = trainer_is_dead
+        self._run: Run | None = None
+        self._continues = Continue(seen=(0, 0))
+        self._epoch: int | None = None
+        self._lock: Lock | None = None
+        self._attempts = 0
+        self._to_clean = False
+        self.last_folder: str | None = None
+        """What the next commit continues."""
+
+    @property
+    def run(self) -> Run:
+        """The run, which is there."""
+        if self._run is None:
+            self._run = Run.open(self._store)
+        return self._run
+
+    def continue_from(self, message: Continue) -> None:
+        """The next save goes on from there, in an epoch of its own. That is claimed with it, so
+        that restoring alone disturbs no writer."""
+        self._continues = message
+        self._epoch = None
+
+    def begin(self, step: int, *, alone: bool) -> AttemptName:
+        """Make the folder of the next attempt; where it has to, claim an epoch first."""
+        run = self._claimed(alone=alone)
+        assert self._epoch is not None  # noqa: S101 (claimed)
+        self._attempts += 1
+        at = AttemptName(step=step, epoch=self._epoch, attempt=self._attempts)
+        run.begin(step=at.step, epoch=at.epoch, attempt=at.attempt)
+        return at
+
+    def commit(self, at: AttemptName, commit: Commit) -> None:
+        """Commit an attempt of this epoch's, unless a later start goes on from another one by now:
+        this process may have slept for long."""
+        self.run.check_newest(at.epoch)
+        self.run.commit(at.folder, commit)
+        self.last_folder = at.folder
+
+    def retain(
+        self, at: AttemptName, *, overwritten: bool, tell: Callable[[NoMetric | Removed], None]
+    ) -> None:
+        """Apply the rules, after the commit of `at`. Retention failing costs disk space, never the
+        checkpoint that was just committed."""
+        if self._keep is None and not overwritten:
+            return
+        run = self.run
+        try:
+            # Without any rule everything stays, except what was overwritten.
+            plan = plan_prune(run, self._keep or Keep(), resumed_from=self._continues.resumed_from)
+            if plan.lacking is not None:
+                tell(NoMetric(reason=plan.lacking))
+            steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
+            plan.execute(
+                # What a successor continues from is not this writer's to judge.
+                before=lambda: run.check_newest(at.epoch),
+                each=lambda gone: tell(Removed(step=steps[gone], folder=gone)),
+            )
+        except (LaststepError, OSError) as error:
+            log.warning("retention failed: %s", error)
+
+    def clean(self) -> None:
+        """Remove what others left behind, once in an epoch. Not before the first commit, which need
+        not wait for it; but also after a save that failed: it may be what filled the disk."""
+        if self._to_clean and self._run is not None:
+            self._to_clean = False
+            self._run.clean()
+
+    def close(self) -> None:
+        """Show that this writer is gone."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _claimed(self, *, alone: bool) -> Run:
+        """The run, with an epoch of this writer's own."""
+        if self._run is None:
+            self._run = Run.open_or_create(self._store)
+        if self._epoch is not None:
+            return self._run
+        asked, orphan = self._continues, self._trainer_is_dead()
+        if orphan and not alone:
+            raise Aborted("the trainer died before the save began, which needs all ranks")
+        point = None if asked.after is None else asked.after.point
+        self.close()
+        epoch = self._run.claim_epoch(point, seen=asked.seen, writer=self._trainer, orphan=orphan)
+        self._lock = self._run.lock_epoch(epoch)
+        self._epoch = epoch  # only with its lock: without it the attempts would look dead
+        self._attempts = 0
+        self.last_folder = None if asked.after is None else asked.after.folder
+        self._to_clean = True
+        return self._run
