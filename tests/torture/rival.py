@@ -60,7 +60,7 @@ class Rival:
         try:
             self._kill(subject, child)
             if self.hurried and self.victim == "trainer":
-                _hurry(subject, child, form)
+                _hurry(subject, child, form, promises=self.flush == "process")
         finally:
             left = [pid for pid in descendants(os.getpid()) if pid not in others]
             ended = wait_until_dead([pid for pid in left if pid != child.pid], PATIENCE_S)
@@ -139,9 +139,11 @@ def _hangs(subject: Subject, child: Child, what: str) -> NoReturn:
     raise Violation("hang", f"{what}; it said {child.heard}")
 
 
-def _hurry(subject: Subject, child: Child, form: int) -> None:
-    """A restore at the heels of a dead trainer finds what was promised or committed."""
-    sure = [mark for words in child.said("promised") + child.said("committed") for mark in words]
+def _hurry(subject: Subject, child: Child, form: int, *, promises: bool) -> None:
+    """A restore at the heels of a dead trainer finds what was committed, and what was promised,
+    unless the flusher was a thread of that trainer."""
+    told = child.said("committed") + (child.said("promised") if promises else [])
+    sure = [mark for words in told for mark in words]
     if not sure:
         return
     live = Live(form, 0)

@@ -402,6 +402,9 @@ class Subject:
         damage: Damage = "flipped" if how == "flip" else "incomplete"
         entry.damage = "unreadable" if is_manifest else damage
         self.tally.fault(f"model: file damaged ({how})")
+        # Retention may come after that, and then keeps an older one in the place of this.
+        for one in self.writers:
+            one.dropped.clear()
 
     def pin(self, step: int, *, pinned: bool) -> None:
         """`laststep pin` and `unpin`."""
