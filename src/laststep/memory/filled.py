@@ -1,4 +1,4 @@
-"""What a slot of the pool holds, in the words of both who fills it and who writes it."""
+"""What a slot of the pool holds: one record for those who fill it and those who write it."""
 
 from __future__ import annotations
 

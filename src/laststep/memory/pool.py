@@ -60,10 +60,10 @@ class Pool:
     """
 
     guarded: ClassVar[bool] = False
-    """For tests: memory of a slot is read-only from its sealing until its next lease. What writes
-    past the end of its slot, into one of the flusher's, dies of it and spoils no other save. The
-    system writes through the pool's file past that: `land` looks for itself. A device that writes
-    into pinned memory goes unseen."""
+    """For tests: the memory of a slot is read-only from its sealing until its next lease. A process
+    that writes past the end of its slot, into one of the flusher's, dies and spoils no other save.
+    This does not stop writes through the pool's file, so `land` checks for itself. A device that
+    writes into pinned memory goes unnoticed."""
 
     def __init__(self, cap_bytes: int, *, pinned: bool) -> None:
         self.cap_slots = max(cap_bytes // CHUNK_BYTES, 1)
@@ -74,7 +74,7 @@ class Pool:
         self._pinned = pinned
         self._registered: list[int] = []
         self._pageable: list[int] = []
-        """Slots that are ready and not pinned; of the growing thread."""
+        """Slots that are ready and not pinned; only the growing thread uses this."""
         self._pinned_at_s = 0.0
         self._wanted = 0
         self._ready = 0
@@ -87,7 +87,7 @@ class Pool:
         self._pid = os.getpid()
         self._guards = self.guarded
         self._sealed: set[int] = set()
-        """Of a pool with guards: those that are read-only."""
+        """The slots that are read-only, in a pool with guards."""
         self._changed = threading.Condition()
         self._grower = threading.Thread(target=self._grow, name="laststep-pool", daemon=True)
         threads.start(self._grower)
@@ -123,8 +123,8 @@ class Pool:
 
     @contextlib.contextmanager
     def at_rest(self, enough_slots: int) -> Iterator[None]:
-        """Make no more memory ready than a restore needs, which would rather have the cores, but
-        that at once: nobody trains meanwhile."""
+        """Make ready only what a restore needs, which would rather have the cores for itself; and
+        make that ready without pauses, because nobody trains meanwhile."""
         with self._changed:
             self._resting_at = enough_slots
         try:
@@ -164,7 +164,7 @@ class Pool:
         return slots
 
     def seal(self, slots: Iterable[int]) -> None:
-        """Nobody writes into these any more: they are about to be handed over."""
+        """Note that nobody writes into these slots any more: they are about to be handed over."""
         if self._guards:
             for slot in slots:
                 self._mapping.protect(slot * CHUNK_BYTES, CHUNK_BYTES, writable=False)
@@ -194,7 +194,7 @@ class Pool:
 
     def land(self, slot: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
         """Copy memory of the host, ranges of (address, bytes), one behind the other into a slot.
-        False where some of it is gone; then the slot holds anything."""
+        Returns False where some of that memory is gone; the slot may then hold anything."""
         size = sum(length for _, length in ranges)
         if at < 0 or at + size > CHUNK_BYTES:
             raise Usage("a copy does not fit into its slot", expected=f"{CHUNK_BYTES} bytes",
@@ -249,7 +249,7 @@ class Pool:
                 return
 
     def _late(self) -> bool:
-        """Whether slots are ready that are to be pinned after all."""
+        """Whether there are slots that became ready before they were to be pinned."""
         return self._pinned and bool(self._pageable)
 
     def _goal(self) -> int:
@@ -269,8 +269,8 @@ class Pool:
             list(threads.map(lambda start: self._mapping.populate(start, CHUNK_BYTES), starts))
 
     def _pause(self) -> None:
-        """Let launches through since the last slot was pinned, unless nobody trains, or training
-        waits for memory."""
+        """Wait after the last pinning so that launches get through, unless nobody trains, or
+        training waits for memory."""
         left = self._pinned_at_s + _PIN_PAUSE_S - time.monotonic()
         with self._changed:
             self._changed.wait_for(

@@ -46,13 +46,13 @@ def create(size_bytes: int) -> int:
 
 def write_from(fd: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
     """Write memory of this process, ranges of (address, bytes), one behind the other into a file,
-    from `at` on. False where some of it is gone: the system looks before it reads, so that nobody
-    dies of memory that another thread has just freed."""
+    from `at` on. Returns False where some of that memory is gone: the system checks before it
+    reads, so this process does not die of memory that another thread has just freed."""
     for first in range(0, len(ranges), _IOV_MAX):
-        some = [one for one in ranges[first : first + _IOV_MAX] if one[1]]
-        while some:
-            vector = array.array("L", [number for one in some for number in one])
-            written = _libc.pwritev(fd, vector.buffer_info()[0], len(some), at)
+        batch = [stretch for stretch in ranges[first : first + _IOV_MAX] if stretch[1]]
+        while batch:
+            vector = array.array("L", [number for stretch in batch for number in stretch])
+            written = _libc.pwritev(fd, vector.buffer_info()[0], len(batch), at)
             if written < 0:
                 number = ctypes.get_errno()
                 if number == errno.EINTR:
@@ -61,7 +61,7 @@ def write_from(fd: int, at: int, ranges: Sequence[tuple[int, int]]) -> bool:
                     return False
                 raise OSError(number, os.strerror(number))
             at += written
-            some = _rest(some, written)
+            batch = _rest(batch, written)
     return True
 
 
@@ -117,14 +117,14 @@ class Mapping:
             raise OSError(number, os.strerror(number))
 
     def disown(self) -> None:
-        """In a forked child: nothing of this is mapped here. The mmap object would unmap whatever
-        lies at its address whenever it is collected, so it never is."""
+        """Called in a forked child, where this is not mapped. If the mmap object were collected, it
+        would unmap whatever lies at its address there, so it is kept for ever."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
         self._map = None
 
     @property
     def is_open(self) -> bool:
-        """Whether this keeps the file."""
+        """Whether this mapping still keeps the file."""
         return self._map is not None and not self._map.closed
 
     def _advise(self, start: int, size_bytes: int, advice: int) -> bool:
@@ -132,7 +132,7 @@ class Mapping:
 
 
 _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
-"""Those of this process that are not collected yet, closed or not."""
+"""The mappings of this process that are not collected yet, closed or not."""
 
 
 def _in_child() -> None:
@@ -144,8 +144,8 @@ def _in_child() -> None:
 
 
 def _close_all(files: set[tuple[int, int]]) -> None:
-    """Close every descriptor of these files, by device and inode. An mmap has one of its own, of
-    which it tells nobody; any that is left keeps the memory when the parent has let go of it."""
+    """Close every descriptor of these files, which are named by device and inode. An mmap has a
+    hidden one of its own; any that is left keeps the memory when the parent has let go of it."""
     for name in os.listdir("/proc/self/fd") if files else ():  # noqa: PTH208 (see `kernel`)
         with contextlib.suppress(OSError):  # that of the listing is closed by now
             status = os.fstat(int(name))

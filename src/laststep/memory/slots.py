@@ -93,13 +93,13 @@ class Slots:
             self._changed.notify_all()
 
     def fail(self, error: LaststepError) -> None:
-        """Nothing will be released any more: everybody who waits, or will, gets `error`."""
+        """Raise `error` for all who wait, now or later: no slot will be released any more."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def reset(self) -> None:
-        """All slots free again, for a new flusher; only when nobody holds or waits for any."""
+        """Make all slots free again, for a new flusher; only when nobody holds or waits for any."""
         with self._changed:
             self._free.extend(sorted(self._leased))
             self._leased.clear()
