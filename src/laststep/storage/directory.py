@@ -37,7 +37,7 @@ __all__ = ["DirectoryStore"]
 
 
 def _entry(item: os.DirEntry[str]) -> StoreEntry | None:
-    """What there is by a name; None for what has vanished meanwhile, and for a link to nowhere."""
+    """The entry of a name; None where it has vanished meanwhile, and for a link to nowhere."""
     is_link = item.is_symlink()
     try:
         status = item.stat()
@@ -53,7 +53,7 @@ def _entry(item: os.DirEntry[str]) -> StoreEntry | None:
 
 
 def _is_file(item: os.DirEntry[str]) -> bool:
-    """As `_entry` sees it; only of a link the filesystem has to be asked."""
+    """Whether `_entry` would call it a file. Only for a link does this ask the filesystem."""
     return os.path.isfile(item.path) if item.is_symlink() else item.is_file()
 
 
@@ -87,8 +87,8 @@ class DirectoryStore(Store):
     def list(self, folder: str) -> list[StoreEntry]:
         path = self._path(folder) if folder else self._root
         try:
-            with os.scandir(path) as found:
-                entries = [entry for entry in map(_entry, found) if entry is not None]
+            with os.scandir(path) as listing:
+                entries = [entry for entry in map(_entry, listing) if entry is not None]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -105,8 +105,8 @@ class DirectoryStore(Store):
     def _names(self, folder: str, wanted: Callable[[os.DirEntry[str]], bool]) -> tuple[str, ...]:
         path = self._path(folder) if folder else self._root
         try:
-            with os.scandir(path) as found:
-                return tuple(item.name for item in found if wanted(item))
+            with os.scandir(path) as listing:
+                return tuple(item.name for item in listing if wanted(item))
         except FileNotFoundError:
             return ()
         except OSError as error:
@@ -122,8 +122,8 @@ class DirectoryStore(Store):
             raise failed("read", path, error) from error
 
     def free_bytes(self) -> int | None:
-        """Room left for this user where the root is, or will be; None where the filesystem counts
-        no blocks, as /proc: its 0 does not mean that it is full."""
+        """The room left for this user where the root is, or will be. None where the filesystem
+        counts no blocks, as /proc does: its 0 does not mean that it is full."""
         path = self._root
         while not os.path.exists(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
@@ -274,9 +274,9 @@ class DirectoryStore(Store):
         return os.path.join(self._root, check_name(name))
 
     def _path_to_change(self, name: str, *, and_itself: bool = False) -> str:
-        """The path, unless a folder on the way to it is a link: what lies behind that is not this
-        store's. The last part is no link to any call that makes or removes a name, so it matters
-        only to who goes into it."""
+        """The path of a name; `Usage` where a folder on the way to it is a link, because what lies
+        behind a link is not this store's. Calls that make or remove the name itself do not follow
+        a link there, so the last part is checked only for a caller that goes into it."""
         path = self._root
         parts = check_name(name).split("/")
         for count, part in enumerate(parts, 1):
@@ -377,8 +377,8 @@ class DirectoryStore(Store):
             _log.warning("left %s behind: %s", path, error.strerror)
 
     def _remove_tree(self, path: str) -> None:
-        with os.scandir(path) as found:
-            items = [(item.path, item.is_dir(follow_symlinks=False)) for item in found]
+        with os.scandir(path) as listing:
+            items = [(item.path, item.is_dir(follow_symlinks=False)) for item in listing]
         for child, is_folder in sorted(items):
             # Somebody else may be removing the same debris.
             with contextlib.suppress(FileNotFoundError):

@@ -24,7 +24,7 @@ _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 UNSUPPORTED = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY))
-"""What a filesystem answers that does not know a call or a flag."""
+"""The error numbers by which a filesystem says that it does not know a call or a flag."""
 
 _TRANSIENT = frozenset(
     (errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET, errno.EHOSTDOWN)
@@ -134,7 +134,7 @@ def _last_error() -> OSError:
 
 
 def open_to_read(path: str, flags: int = 0) -> int:
-    """A descriptor of a file. Of nothing else: to open a pipe is to wait for its writer."""
+    """Open a regular file and nothing else: opening a pipe would wait for its writer."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
@@ -146,7 +146,7 @@ def open_to_read(path: str, flags: int = 0) -> int:
 
 
 def absent(what: str, path: str) -> NotFound:
-    """The error for what is not there, and was."""
+    """The error for a file or folder that was there and is gone."""
     return NotFound(
         what, where=path, remedy="somebody has deleted or renamed it: bring it back, or use another"
     )

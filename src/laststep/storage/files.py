@@ -27,7 +27,7 @@ _BOUNCE_BYTES = 1 << 20
 
 
 class FileWriter:
-    """A new file; see `store.Writer`."""
+    """A new file; see `store.FileWriting`."""
 
     def __init__(self, disk: Disk, fd: int, path: str, *, direct: bool) -> None:
         self.alignment_bytes = ALIGN_BYTES if direct else 1
@@ -104,14 +104,14 @@ class FileWriter:
 
 
 def _is_too_large(end: int) -> bool:
-    """Whether a file may not grow so far. Where that limit is no multiple of the alignment, the
-    system cuts a direct write across it, and then says that it is misaligned."""
+    """Whether the process may not have a file that ends there. Where that limit is no multiple of
+    the alignment, the system shortens a direct write, and then calls the rest misaligned."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return limit != resource.RLIM_INFINITY and end > limit
 
 
 class FileReader:
-    """An existing file; see `store.Reader`."""
+    """An existing file; see `store.FileReading`."""
 
     def __init__(self, fd: int, path: str, *, direct: bool) -> None:
         self.alignment_bytes = ALIGN_BYTES if direct else 1
@@ -152,7 +152,7 @@ class FileReader:
         return done
 
     def _read_direct(self, offset: int, flat: memoryview, want: int) -> int:
-        """What is aligned goes straight into place, the rest through a bounce buffer."""
+        """Read what is aligned straight into place, and the rest through a bounce buffer."""
         done = 0
         if offset % ALIGN_BYTES == 0 and address_of(flat) % ALIGN_BYTES == 0:
             straight = flat.nbytes // ALIGN_BYTES * ALIGN_BYTES
@@ -195,12 +195,12 @@ def read_whole(path: str, limit_bytes: int) -> bytes:
                 found=f"{size_bytes} bytes",
                 remedy="restore it from a copy, or take another checkpoint",
             )
-        found = b""
+        content = b""
         while data := os.read(fd, size_bytes + 1):
-            found += data
-            if len(found) == size_bytes:  # one byte more was asked for and not there
+            content += data
+            if len(content) == size_bytes:  # one byte more was asked for and not there
                 break
-        return found
+        return content
     finally:
         os.close(fd)
 

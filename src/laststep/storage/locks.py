@@ -29,7 +29,7 @@ _LAST_PLACE = (1 << 63) - 1
 
 
 class _HeldLocks:
-    """What this process holds; a forked child starts with nothing."""
+    """The locks that this process holds; a forked child starts with none."""
 
     def __init__(self) -> None:
         self._begin()
@@ -41,7 +41,7 @@ class _HeldLocks:
         """The files with record locks, by device and inode."""
 
     def before_fork(self) -> None:
-        """Let nobody be between opening a lock and entering it here: a child would hold it."""
+        """Wait until no thread has a lock open that is not noted here: a child would hold it."""
         self.mutex.acquire()
 
     def in_parent(self) -> None:
@@ -60,7 +60,7 @@ class FileLock:
         self._fd = fd
         self._path = path
         self._record = record
-        """The file, where the lock is a record lock."""
+        """Device and inode of the file, where the lock is a record lock; else None."""
 
     def mark(self, place: int) -> None:
         """Lock that place too; a second time does nothing."""
@@ -86,7 +86,7 @@ class FileLock:
                 _held.records.discard(self._record)
 
     def forsake(self) -> None:
-        """In a forked child: the lock is the parent's."""
+        """Close the copy of a forked child: the lock is the parent's."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -169,14 +169,14 @@ def _ask(path: str, wanted: list[tuple[int, int]]) -> tuple[tuple[int, int], ...
             return ()
         except OSError as error:
             raise failed("open the lock", path, error) from error
-        found = []
+        locked = []
         try:
             while wanted:
                 first, last = wanted.pop()
                 held = _locked_within(fd, first, last)
                 if held is None:
                     continue
-                found.append(held)
+                locked.append(held)
                 # The system names one lock of several, whichever it likes.
                 rest = ((first, held[0] - 1), (held[1] + 1, last))
                 wanted += [(low, high) for low, high in rest if low <= high]
@@ -184,7 +184,7 @@ def _ask(path: str, wanted: list[tuple[int, int]]) -> tuple[tuple[int, int], ...
             raise failed("ask for the lock", path, error) from error
         finally:
             os.close(fd)
-        return tuple(sorted(found))
+        return tuple(sorted(locked))
 
 
 def _locked_within(fd: int, first: int, last: int) -> tuple[int, int] | None:
@@ -203,7 +203,7 @@ def _locked_within(fd: int, first: int, last: int) -> tuple[int, int] | None:
 
 
 def _lock_first(fd: int, path: str) -> tuple[int, int] | None:
-    """Lock place 0; returns which file it is where only a record lock could be had."""
+    """Lock place 0. Returns device and inode where the system has only record locks; else None."""
     try:
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, 0))

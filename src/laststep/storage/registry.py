@@ -27,7 +27,7 @@ _openers: dict[str, Opener | str] = {}
 
 
 def register_store(scheme: str, opener: Opener | str) -> None:
-    """Open URLs of a scheme by this: called with the URL, it returns the `Store`.
+    """Open the URLs of a scheme with `opener`, which is called with a URL and returns a `Store`.
 
     `"package.module:function"` is imported by each process that needs it. A callable works in this
     process alone: with `flush="thread"`, in a job of one rank.
@@ -66,13 +66,13 @@ def open_store(place: str | os.PathLike[str], *, shared: bool = False) -> Store:
         return opener(url)
     module, _, name = opener.partition(":")
     try:
-        found: Opener = getattr(importlib.import_module(module), name)
+        imported: Opener = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise Usage(
             "cannot import what opens this store", where=url, expected=opener, found=str(error),
             remedy="install the package that has it, or register another",
         ) from error  # fmt: skip
-    return found(url)
+    return imported(url)
 
 
 def open_parent(place: str | os.PathLike[str]) -> tuple[Store, str]:
@@ -90,7 +90,7 @@ def local_path(place: str | os.PathLike[str]) -> str | None:
 
 
 def import_path(url: str) -> str | None:
-    """What another process has to import to open that, as it is registered; None for a folder."""
+    """The import path by which another process opens that URL; None for a folder."""
     opener = None if local_path(url) is not None else _opener(url)
     return opener if isinstance(opener, str) else None
 
@@ -113,7 +113,7 @@ def _opener(url: str) -> Opener | str:
 
 
 def _installed() -> dict[str, str]:
-    """By scheme what installed packages say of themselves."""
+    """The openers that installed packages have entry points for, by scheme."""
     from importlib.metadata import entry_points  # slow, and seldom needed
 
     return {point.name.lower(): point.value for point in entry_points(group=_ENTRY_POINTS)}

@@ -3,7 +3,7 @@
 A store of one's own subclasses `Store` and writes what is abstract; the rest has an answer that is
 right where there is no disk. Knows nothing of checkpoints. Names are relative, `/`-separated and
 checked by `check_name`. A call that fails raises `NotFound`, `Exists` or `StorageFailed`, never a
-bare `OSError`; one that would change what lies behind a symbolic link in the store, `Usage`. All
+bare `OSError`. It raises `Usage` before it would change what lies behind a symbolic link. All
 methods are safe to call from several threads; a `FileWriting` or `FileReading` is too, as long as
 ranges do not overlap.
 """
@@ -81,7 +81,7 @@ class Store(Protocol):
         return tuple(entry.name for entry in self.list(folder) if not entry.is_folder)
 
     def folder_names(self, folder: str) -> tuple[str, ...]:
-        """The names of the folders in one folder, likewise."""
+        """The names of the folders in one folder, in any order; may cost much less than `list`."""
         return tuple(entry.name for entry in self.list(folder) if entry.is_folder)
 
     @abstractmethod
@@ -150,7 +150,7 @@ class Store(Protocol):
         return ()
 
     def free_bytes(self) -> int | None:
-        """Room left, or None where the place has no such notion: never 0 for want of a count."""
+        """The room left. None, and never 0, where the place does not know how much there is."""
         return None
 
 
