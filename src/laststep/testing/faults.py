@@ -143,8 +143,8 @@ class _ObservedDisk(Disk):
 class FailingDisk(_ObservedDisk):
     """Fails the n-th changing call (from 1) with `number`, or from there on with `lasting`.
 
-    With `kinds`, only calls of these kinds count and fail. A lasting failure at every call is what
-    a process sees whose disk is gone, and what a disk sees whose process is gone.
+    With `kinds`, only calls of these kinds count and fail. A lasting failure of every call shows
+    a process that its disk is gone; to the disk it looks as if the process were gone.
     """
 
     def __init__(
@@ -181,6 +181,6 @@ class RecordingDisk(_ObservedDisk):
         self.changes: list[Change] = []
 
     def after(self, change: Change) -> None:
-        """Keep it."""
+        """Keep the call in `changes`."""
         with self._mutex:
             self.changes.append(change)

@@ -4,8 +4,8 @@
         def make_store(self, folder):
             return MyStore(f"my://{folder}")
 
-`SharedStoreConformance` has what a store needs besides that several processes open at once: those
-of a flusher, and of the ranks of a job. Knows the protocol in `storage.store` and nothing of any
+`SharedStoreConformance` adds what a store needs that several processes open at once: a flusher
+beside its trainer, or the ranks of a job. Knows the protocol in `storage.store` and nothing of any
 one store. Needs no test framework but one that calls methods named `test_…` with an empty folder of
 their own as `tmp_path`, as pytest does. `make_store` is called again with the same folder for a
 second view of the same place; for a store that is shared also in a forked child process.
@@ -160,8 +160,8 @@ class StoreConformance:
         for turn in range(20):
             stores = [self.make_store(tmp_path / "s") for _ in range(8)]
             won, lost = race_to_create(stores, f"x{turn}")
-            found = stores[0].read(f"x{turn}", limit_bytes=1000)
-            check(won == [found], f"{len(won)} won, or the file is not the winner's")
+            stored = stores[0].read(f"x{turn}", limit_bytes=1000)
+            check(won == [stored], f"{len(won)} won, or the file is not the winner's")
             check(all(isinstance(error, Exists) for error in lost), f"others failed by {lost}")
 
     def test_a_reader_never_sees_a_part_of_a_created_file(self, tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ class StoreConformance:
             while not stop.is_set():
                 for turn in range(10):
                     try:
-                        found = other.read(f"x{turn}", limit_bytes=1 << 20)
+                        content = other.read(f"x{turn}", limit_bytes=1 << 20)
                     except NotFound:
                         continue
-                    if found != data:
-                        bad.append(len(found))
+                    if content != data:
+                        bad.append(len(content))
 
         thread = threading.Thread(target=look)
         thread.start()
@@ -316,7 +316,7 @@ class StoreConformance:
 
 
 class SharedStoreConformance(StoreConformance):
-    """As `StoreConformance`, of a store that several processes open."""
+    """The tests of `StoreConformance`, and more for a store that several processes open."""
 
     def test_a_lock_is_seen_and_respected_by_another_process(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
@@ -378,7 +378,7 @@ class SharedStoreConformance(StoreConformance):
 
 
 def race_to_create(stores: Sequence[Store], name: str) -> tuple[list[bytes], list[LaststepError]]:
-    """All create the same name at once; what the winners wrote, and how the others failed."""
+    """Let all stores create one name at once. Returns what winners wrote, and others' errors."""
     barrier = threading.Barrier(len(stores))
     won: list[bytes] = []
     lost: list[LaststepError] = []
@@ -420,7 +420,7 @@ def calls_with(store: Store, name: str) -> list[Callable[[], object]]:
 
 
 def check(holds: object, found: str) -> None:
-    """Fail with what was found unless it holds."""
+    """Fail with the text `found` unless `holds` is true."""
     if not holds:
         raise AssertionError(found)
 
@@ -460,7 +460,7 @@ def write_file(store: Store, name: str, data: bytes) -> None:
 
 
 def run_all(target: Callable[..., object], calls: Sequence[tuple[object, ...]]) -> None:
-    """All calls at once, one thread each."""
+    """Make all calls at once, each in a thread of its own."""
     threads = [threading.Thread(target=target, args=arguments) for arguments in calls]
     for thread in threads:
         thread.start()
@@ -469,7 +469,7 @@ def run_all(target: Callable[..., object], calls: Sequence[tuple[object, ...]]) 
 
 
 def in_child(question: Callable[[], bool]) -> bool:
-    """The answer of a forked child process."""
+    """Ask the question in a forked child process, and return its answer."""
     child = os.fork()
     if child == 0:
         status = 2
