@@ -75,11 +75,11 @@ class _FlatRange(NamedTuple):
     shape: Index
     layout: Flat
     group: int
-    """Of the optimizer's; -1 for one that is not trained."""
+    """Its group in the optimizer; -1 for a parameter that is not trained."""
     memory: torch.Tensor
     first: int
     last: int
-    """Its elements of that memory, on this rank."""
+    """`first` to `last` are its elements of that memory, on this rank."""
 
     def laid(self) -> Laid:
         return Laid(self.memory.detach()[self.first : self.last], self.layout)

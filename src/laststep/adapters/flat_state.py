@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from laststep.state.tree import Path
 
 AXIS = "dp"
-"""What the ranks that share a flat buffer are called in layouts."""
+"""The name, in layouts, of the mesh dimension of ranks that share a flat buffer."""
 
 Entries = dict[str, object]
 """The state of one parameter, by the optimizer's own keys."""
@@ -67,7 +67,7 @@ def flat_range(layout: Flat, rank: int) -> tuple[int, int]:
 
 
 def only_holders(layout: Flat) -> Sharded:
-    """A number that just those ranks have that hold elements of a tensor."""
+    """The layout of a number that only the ranks have that hold elements of a tensor."""
     each = layout.total // layout.mesh.sizes[0]
     last = layout.offset + max(math.prod(layout.shape), 1) - 1
     ranks = [layout.mesh.rank((at,)) for at in range(layout.offset // each, last // each + 1)]
@@ -84,17 +84,17 @@ class FlatMember:
     dtype: torch.dtype
     shape: Index
     holder: torch.Tensor
-    """What the optimizer keeps the state of: the parameter, or memory that it shares with others;
-    compared by identity."""
+    """The tensor that the optimizer keeps state for: the parameter, or memory that it shares with
+    others. It is compared by identity."""
     first: int
     last: int
-    """Its elements of the holder's state, on this rank."""
+    """`first` to `last` are its elements of the holder's state, on this rank."""
     size: int
     """How many elements tensors of the holder's state have."""
     layout: Layout | None
-    """None: the rank holds all of it."""
+    """How it lies over the ranks; None where this rank holds all of it."""
     numbers: Layout | None = None
-    """Who has its entries that are no tensors over the elements, such as `step`. None: all."""
+    """Which ranks have entries that are no tensors over the elements, such as `step`; None: all."""
 
 
 class _Whole(NamedTuple):
@@ -127,7 +127,7 @@ class _WholeOptimizer:
         ]
 
     def names(self) -> dict[int, tuple[str, str]]:
-        """As `OptimizerProvider` asks for them."""
+        """The names of the parameters, in the form that `OptimizerProvider` asks for."""
         return {id(whole): ("", name) for name, whole in self.by_name.items()}
 
 
@@ -219,7 +219,7 @@ class FlatOptimizer(StateProvider):
         return group
 
     def _nothing_of(self, member: FlatMember) -> Entries:
-        """What a rank says that holds no element: what it says of its group's other parameters."""
+        """The entries on a rank without elements: those of its group's other parameters, empty."""
         for members in self._holders:
             live: Entries = self._optimizer.state.get(members[0].holder, {})
             if live and members[0].group == member.group:
@@ -307,8 +307,8 @@ def _is_like(key: str, value: object, member: FlatMember) -> bool:
 
 
 def _scattered(parts: list[tuple[FlatMember, object]]) -> torch.Tensor:
-    """The elements that this rank holds, of whole tensors: those came of state of which nothing was
-    live."""
+    """The elements that this rank holds, cut out of whole tensors. State of which nothing was live
+    is restored as whole tensors."""
     wholes = [(member, value) for member, value in parts if isinstance(value, torch.Tensor)]
     holder, size, rank = parts[0][0].holder, parts[0][0].size, dist.get_rank()
     joined = torch.zeros(size, dtype=wholes[0][1].dtype, device=holder.device)

@@ -79,7 +79,7 @@ class _Unit(NamedTuple):
     handle: Any
     originals: list[_Original]
     tied: dict[str, str]
-    """Further names of some of them."""
+    """Further names of tied parameters."""
 
     @property
     def flat(self) -> torch.Tensor:
@@ -233,7 +233,8 @@ def _original(
 
 
 def _refuse_unusual(flat: Any, names: list[str]) -> None:
-    """What is in a flat parameter in another order than its elements, or a part of a tensor."""
+    """`Usage` for a parameter that was flattened in another order than its elements have, or is a
+    part of a tensor."""
     for name, contiguous, extension in zip(
         names, _need(flat, "_contiguities"), _need(flat, "_param_extensions"),
         strict=True,

@@ -117,7 +117,7 @@ class _MegatronModule(FlatModule):
         return Parameters(laid, flattened)
 
     def _refuse_frozen_parts(self, flattened: set[int]) -> None:
-        """Parameters that no optimizer has would be taken for whole ones."""
+        """`Usage` for cut parameters that no optimizer has: they would be taken for whole ones."""
         buffers = [buffer for optimizer in self._optimizers for buffer in optimizer.buffers]
         if all(len(_ranks(buffer, "tp_group")) == 1 for buffer in buffers):
             return
@@ -140,7 +140,7 @@ def _distributed(optimizer: object) -> list[Any]:
 
 
 def _members(optimizer: Any, chunks: list[torch.nn.Module]) -> Iterator[FlatMember]:
-    """What this rank has a range of. Others are described by the ranks that have one."""
+    """The parameters of which this rank has a range; ranks that have one describe the others."""
     groups = optimizer.optimizer.param_groups
     group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     for place in _places(optimizer, chunks):
@@ -234,7 +234,7 @@ def _cut_of(parameter: torch.Tensor, model: _Model, parts: int) -> _Cut | None:
 
 
 def _check(optimizer: Any, parameter: torch.Tensor, layout: Flat) -> None:
-    """That Megatron sees this rank's range of a parameter as we do."""
+    """Check that Megatron has the same range of a parameter for this rank as we computed."""
     buffer, dtype, bucket = _need(optimizer, "model_param_gbuf_map")[parameter]
     said = optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
     ours = layout.range_of(dist.get_rank())
@@ -247,7 +247,7 @@ def _check(optimizer: Any, parameter: torch.Tensor, layout: Flat) -> None:
 
 
 def _refuse_experts(parameter: torch.Tensor, name: str, parts: int) -> None:
-    """Of experts, ranks have some, or parts of them, over groups of their own."""
+    """`Usage` for experts that ranks have some of, or parts of, over groups of their own."""
     if getattr(parameter, "allreduce", True) and "experts" not in name.split("."):
         return
     state: Any = sys.modules.get(_STATE)

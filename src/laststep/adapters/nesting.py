@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Path = tuple[str | int, ...]
 
 MAX_HOLES = 1_000_000
-"""Of all lists together: a number alone must not cost memory."""
+"""The most holes of all lists together: a large number in a path must not cost memory."""
 
 
 class _Branch(dict[str | int, object]):
@@ -23,7 +23,7 @@ class _Branch(dict[str | int, object]):
 
 
 def nest(values: Iterable[tuple[Path, object]], *, where: str) -> dict[str, object]:
-    """One nested dict; `Corrupt` where two paths cannot both be."""
+    """Put all values into one nested dict; `Corrupt` where two paths contradict each other."""
     root = _Branch()
     for path, value in values:
         branch = root

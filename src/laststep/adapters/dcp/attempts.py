@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DcpSave:
-    """One save under way; `commit` or `give_up` ends it, and whatever comes after does nothing."""
+    """One save under way, which the first `commit` or `give_up` ends; later calls do nothing."""
 
     tenure: DcpWriter
     run: Run
@@ -59,7 +59,7 @@ class DcpSave:
                 plan_prune(self.run, Keep()).execute()
 
     def give_up(self, reason: str) -> None:
-        """Decide against it and delete what there is; never raises for want of a place to do so."""
+        """Abort the attempt and delete its files; a store that cannot do so raises nothing here."""
         if self._ended or os.getpid() != self._pid:  # a forked child has no say
             return
         try:
@@ -103,7 +103,7 @@ class DcpWriter:
         self._lock: Lock | None = None
         self._attempts = 0
         self._under_way: dict[int, DcpSave | None] = {}
-        """By their numbers; None: just about to begin."""
+        """The saves under way by their numbers; None for one that is just about to begin."""
         self.last_folder: str | None = None
 
     def begin(self, step: int, *, overwrite: bool) -> DcpSave:
@@ -136,13 +136,13 @@ class DcpWriter:
             return attempt
 
     def _end_given_up(self, run: Run) -> None:
-        """Whoever begins a save is done with those that some rank has decided against."""
+        """End the saves under way that some rank has given up; called when a new save begins."""
         for attempt in list(self._under_way.values()):
             if attempt is not None and isinstance(run.decision(attempt.folder), Abort):
                 attempt.give_up("a rank has given it up")
 
     def ended(self, number: int) -> None:
-        """One attempt less; the lock shows a live writer only while there are any."""
+        """Forget an attempt that is over, and with the last one let go of the lock of the epoch."""
         with self._mutex:
             self._under_way.pop(number, None)
             if not self._under_way and self._lock is not None:
@@ -202,7 +202,7 @@ def _same(record: EpochRecord, trainer: Trainer) -> bool:
 
 
 class _Tenures:
-    """Those of this process, by run and trainer; a forked child starts with none."""
+    """The writers of this process, by run and trainer; a forked child starts with none."""
 
     def __init__(self) -> None:
         self.reset()

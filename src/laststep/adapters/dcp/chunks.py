@@ -31,7 +31,7 @@ _THREADS = 4
 
 
 class ChunkRead(NamedTuple):
-    """A request, where the chunk lies that it wants something of, and the chunk's dtype."""
+    """A request, the place of the chunk from which it wants something, and the chunk's dtype."""
 
     request: ReadItem
     place: Place
@@ -79,8 +79,8 @@ def copy_chunks(
 
 
 def _rows_of(number: int, read: ChunkRead) -> Iterator[_Rows]:
-    """The rows that hold what is wanted; none where nothing is. Together as far as they lie in one
-    read, which ends where a chunk of the file does: of those that lie in two, each is alone."""
+    """Yield the rows that hold what a request wants, none where it wants nothing. Rows that lie in
+    the same chunk of the file come together; a row that lies in two chunks comes alone."""
     request, place, dtype = read
     if 0 in request.lengths:
         return
@@ -98,8 +98,8 @@ def _rows_of(number: int, read: ChunkRead) -> Iterator[_Rows]:
 def _read_rows(
     files: Sequence[DataFile], reads: Sequence[ChunkRead], wanted: Sequence[_Rows]
 ) -> Iterator[tuple[_Rows, memoryview | bytearray]]:
-    """All rows with their bytes, which are gone when the next are asked for; `Corrupt` for those
-    that have changed."""
+    """Yield all rows with their bytes, which are valid only until the next ones are asked for;
+    `Corrupt` for bytes that have changed."""
     wants: dict[int, list[Want]] = {}
     for number, rows in enumerate(wanted):
         file = reads[rows.read].place.file

@@ -128,7 +128,7 @@ def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _WrittenBy
 
 
 def _checked(fqn: str, gathered: _WrittenByAll, content: object) -> RecordEntry:
-    """An entry of the metadata, of which everything MUST have been written, once."""
+    """Check an entry of the metadata: all of it MUST have been written, and only once."""
     written = gathered.written.get(fqn)
     if not written:
         raise Usage(f"no rank has written {fqn}, which the planner's metadata lists")
@@ -165,7 +165,7 @@ def _node(entry: RecordEntry, gathered: _WrittenByAll) -> object:
 
 
 def _empty_tensors(gathered: _WrittenByAll, metadata: Metadata) -> tuple[TensorEntry, ...]:
-    """Tensors without elements: of their chunks no rank has written any."""
+    """The tensors without elements, of which no rank has written a chunk."""
     entries = []
     for fqn, content in metadata.state_dict_metadata.items():
         if isinstance(content, TensorStorageMetadata) and 0 in content.size:

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 
 class DcpStorageInfo(NamedTuple):
-    """Where DCP's metadata say that an entry lies: in that item, at that path or under that name;
-    of a tensor, which of its boxes."""
+    """What DCP's metadata hold as the place of an entry: its item, and the path or name there; for
+    a tensor also which of its boxes."""
 
     item: str
     name: str
@@ -70,7 +70,7 @@ class DcpContent:
     def __init__(
         self, store: Store, folder: str, commit: Commit, *, rank: int, allow_pickle: bool
     ) -> None:
-        """Of items that every rank has for itself, this is that rank's view."""
+        """Of items that every rank has for itself, show those of that rank."""
         self.folder = folder
         self._where = f"{store.url}/{folder}"
         self._allow_pickle = allow_pickle
@@ -78,7 +78,7 @@ class DcpContent:
         self._closing = weakref.finalize(self, close_files, self._content.files)
         self._planner_data: object = None
         self.save_id: str | None = None
-        """DCP's, where DCP saved it."""
+        """DCP's id of the save, where DCP saved the checkpoint."""
         self._leaves = {leaf.fqn: leaf for leaf in self._find_leaves()}
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class DcpContent:
             into.storage_data[index] = DcpStorageInfo(leaf.item, name, box)
 
     def _places(self, item: str, name: str) -> tuple[Place, ...]:
-        """Where the bytes of a tensor lie; nowhere of their own for one that shares bytes."""
+        """Where the bytes of a tensor lie; no place for one that shares its bytes with others."""
         stored = self._content.item(item)
         if stored.view_of(name) is not None:
             return ()

@@ -83,8 +83,8 @@ def locate(entries: Iterable[FlatEntry]) -> dict[str, Path]:
 
 
 def _may_be_apart(entry: FlatEntry) -> bool:
-    """Whether its first key can be an item. What is an item by itself has the empty name there, and
-    a part of a tensor needs one."""
+    """Whether the first key of its path can be an item. An entry that is a whole item has an empty
+    name in it, and a tensor in parts needs a name that is not empty."""
     return is_item_name(entry.path[0]) and (len(entry.path) > 1 or not entry.in_parts)
 
 

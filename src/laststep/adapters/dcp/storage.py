@@ -73,7 +73,7 @@ class _Assignment:
     ranks: int
     locations: dict[str, Path]
     spent: bool = False
-    """A planner with a cache hands out the plan of an earlier save again, this with it."""
+    """Whether a save has used it: a planner with a cache hands out an earlier plan, with this."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Writer(StorageWriter):
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing is under way; what was is given up, if it was not committed."""
+        """Give up the save under way, if it was not committed, and begin with nothing."""
         if self._giving_up is not None:
             self._giving_up()
             self._giving_up = None
@@ -242,8 +242,8 @@ class Writer(StorageWriter):
         return max(mine, key=lambda attempt: attempt.point).folder
 
     def _give_up(self, store: Store, folder: str, reason: str) -> None:
-        """Any rank may decide against an attempt. Others may still be writing: the files go when
-        the coordinator lets go of it, and at once where it is alone."""
+        """Abort an attempt, which any rank may do. Other ranks may still be writing, so its files
+        go when the coordinator lets go of it, or at once where there is one rank."""
         if self._attempt is not None and self._ranks == 1:
             self._attempt.give_up(reason)
             return

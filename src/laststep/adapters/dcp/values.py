@@ -61,18 +61,18 @@ class _NotPlain(Exception):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Makes only what a tree can hold. Values of a user's own are not made, though these bytes are
-    this process's own: making one might do anything."""
+    """Makes only objects that a tree can hold. It makes none of a user's own classes, although the
+    bytes come from this process: making one might do anything."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _PLAIN and not (module == "torch" and name in _OF_TORCH):
             raise pickle.UnpicklingError(f"{module}.{name} is not plain")
-        found = super().find_class(module, name)
-        return functools.partial(_rebuilt, found) if name == "_rebuild_tensor_v2" else found
+        plain = super().find_class(module, name)
+        return functools.partial(_rebuilt, plain) if name == "_rebuild_tensor_v2" else plain
 
 
 def _rebuilt(make: Callable[..., object], *parts: object) -> object:
-    """A tensor; of storage, offset, size, stride, whether it requires a gradient, and more."""
+    """Make a tensor; the parts are storage, offset, size, stride, requires_grad, and more."""
     if parts[4]:
         raise _NotPlain  # it would come back as one that does not
     return make(*parts)
@@ -126,8 +126,8 @@ def _collected(value: object, location: Path, *, is_raw: bool) -> Value:
 
 
 def raw_bytes(data: bytes, *, fqn: str, allow_pickle: bool) -> io.BytesIO:
-    """Bytes that were kept as they were, for a planner, which may run whatever is in them: unless
-    that is allowed, it gets what can be loaded without."""
+    """Bytes that were kept as they were, for a planner, which may run the code in them. Unless
+    `allow_pickle`, it gets them written anew from what loads without running any."""
     if allow_pickle:
         return io.BytesIO(data)
     return put_together(_loaded_safely(data, what=f"cannot load {fqn}"))
@@ -143,8 +143,9 @@ def put_together(value: object) -> io.BytesIO:
 
 @contextlib.contextmanager
 def _admitting_bytes_io() -> Iterator[None]:
-    """Let torch.load make an io.BytesIO, which holds bytes and runs nothing. Torch knows only what
-    the whole process admits: one at a time, and what the user has admitted stays so."""
+    """Let torch.load make an io.BytesIO, which holds bytes and runs nothing. Torch can admit a
+    class only for the whole process, so one thread at a time does this, and a class that the user
+    has admitted stays admitted."""
     with _ADMITTING:
         if io.BytesIO in torch.serialization.get_safe_globals():
             yield

@@ -62,15 +62,15 @@ class WrittenEntry:
 
     location: Path
     box: Box | None = None
-    """Of a tensor."""
+    """The box that was written, for an entry that is a tensor."""
     dtype: str | None = None
     tree: bytes | None = None
-    """Of a value: typed JSON. The tensors that it names are counted in `tensors`."""
+    """The typed JSON of an entry that is a value. `tensors` counts the tensors that it names."""
     is_raw: bool = False
     tensors: int = 1
     tensor_bytes: int = 0
     files: Files | None = None
-    """Of the rank, with the first of its entries."""
+    """The files of the rank, which its first entry carries."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -168,7 +168,7 @@ class _EntryAppender:
         self._tensors = tensors
         self._metadata = metadata
         self._pieces: dict[str, list[tuple[ChunkStorageMetadata, _StorageInfo]]] = {}
-        """Those of each tensor that has been written."""
+        """The pieces of each tensor that has been written."""
 
     def write(self, leaf: Leaf) -> None:
         self._metadata.planner_data[leaf.name] = leaf.path
@@ -223,5 +223,5 @@ def _chunk(first: int, piece: torch.Tensor) -> ChunkStorageMetadata:
 
 
 def _alone(piece: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory is its own: torch.save writes all of the memory that one lies in."""
+    """The tensor in memory of its own: torch.save writes all of the memory a tensor lies in."""
     return piece if piece.untyped_storage().nbytes() == piece.nbytes else piece.clone()

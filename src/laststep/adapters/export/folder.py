@@ -39,7 +39,7 @@ class Exported:
     """What an export wrote, and what not."""
 
     files: tuple[WrittenFile, ...]
-    """Those with state in them."""
+    """The files that hold state."""
     values: int = 0
     """Entries that are no tensors."""
     dropped: dict[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def check_absent(target: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def new_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """Make the folder `target` of what is written, inside, to the folder that this gives."""
+    """Give a hidden folder to write to, which becomes the folder `target` at the end."""
     check_absent(target)
     path = Path(absolute(target))
     above = [folder for folder in path.parents if not folder.exists()]

@@ -37,9 +37,9 @@ _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _RESERVED = "__metadata__"
 _MAX_TENSORS = 100_000
-"""In one file: safetensors refuses headers above 100 MB."""
+"""The most tensors of one file: safetensors refuses headers above 100 MB."""
 _NO_CAST = frozenset({"float4_e2m1fn_x2"})
-"""Floating, but two numbers in a byte."""
+"""Floating dtypes with two numbers in a byte, which are not cast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +261,7 @@ def _files(
 
 
 def _ordered(shard: Sequence[ExportTensor]) -> tuple[ExportTensor, ...]:
-    """Larger elements first, so that each tensor is aligned to its own."""
+    """Sort tensors by the size of their elements, largest first, so that each one is aligned."""
     return tuple(sorted(shard, key=lambda entry: -DTYPES[entry.dtype].size_bytes))
 
 

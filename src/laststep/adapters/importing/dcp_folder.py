@@ -47,7 +47,7 @@ class _RegionBox:
 
 
 def is_one(folder: Path) -> bool:
-    """Whether DCP wrote to this folder, be it that the save ended or not."""
+    """Whether DCP wrote to this folder, even if the save did not end."""
     return (folder / METADATA_NAME).exists() or any(folder.glob("*.distcp"))
 
 
@@ -126,7 +126,7 @@ def _sizes_of(folder: Path, pieces: Iterable[_RegionBox]) -> dict[str, int]:
 
 
 def _check_sizes(entries: Iterable[MetadataEntry], sizes: dict[str, int], where: str) -> None:
-    """Every byte is stored once, so more than the files hold is damage, and taken for nothing."""
+    """Every byte is stored once, so metadata that claim more than the files hold are `Corrupt`."""
     claimed = sum(entry.content.size_bytes for entry in entries)
     held = sum(sizes.values())
     if claimed > held:

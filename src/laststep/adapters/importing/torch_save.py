@@ -48,7 +48,7 @@ def refused_by(error: Exception) -> str | None:
 def _unreadable(
     error: Exception, source: Path | BinaryIO, where: str, remedy: str
 ) -> LaststepError:
-    """What torch's refusal means, without its advice to run the code in the file."""
+    """The error for torch's refusal, without torch's advice to run the code in the file."""
     refused, reason = refused_by(error), f"{error} {error.__cause__ or ''}"
     if refused is not None:
         return Usage(
