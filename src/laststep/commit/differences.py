@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 _SHORT = 40
 _MOST = 10_000
 _DIGEST = b"\0"
-"""Before a digest; no value is written so."""
+"""This stands before a digest; the text of a value never begins so."""
 _ORDER, _ORDER_SHOWN = "\0", 200
-"""Before the name of a dict whose keys are shown in their order; so many bytes of them."""
+"""What stands before the name of a dict whose keys are shown in order, and how many bytes are."""
 
 Values = dict[str, bytes]
 
@@ -51,39 +51,39 @@ def values_of(encoded: bytes) -> Values:
 
 
 def describe(differing: Differing, shown: Mapping[int, Values]) -> str:
-    """What to say of it, from the values that both ranks have shown, or did not show in time."""
-    item, (one, other) = differing.item, differing.ranks
-    mine, theirs = shown.get(one, {}), shown.get(other, {})
+    """The difference in words, from the values that the two ranks have shown in time."""
+    item, (rank, other) = differing.item, differing.ranks
+    mine, theirs = shown.get(rank, {}), shown.get(other, {})
     differing_names = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
     names = [name for name in differing_names if not name.startswith(_ORDER)]
     remedy = "make it the same on all, or wrap the item in laststep.PerRank if each has its own"
-    if one in shown and other in shown and differing_names and not names:
+    if rank in shown and other in shown and differing_names and not names:
         name = differing_names[0]
-        found = _of_order(item, name, mine.get(name, b""), theirs.get(name, b""), (one, other))
-        return f"{found}; the order is part of the state: {remedy}"
-    if one not in shown or other not in shown or not names:
-        return f"item {item!r} differs between rank {one} and rank {other}; {remedy}"
+        text = _of_order(item, name, mine.get(name, b""), theirs.get(name, b""), (rank, other))
+        return f"{text}; the order is part of the state: {remedy}"
+    if rank not in shown or other not in shown or not names:
+        return f"item {item!r} differs between rank {rank} and rank {other}; {remedy}"
     name = names[0]
     where = f"{item}/{name}" if name else item
     values = (mine.get(name, b"nothing"), theirs.get(name, b"nothing"))
     if any(value.startswith(_DIGEST) for value in values):
-        found = f"{where} differs between rank {one} and rank {other}"
+        text = f"{where} differs between rank {rank} and rank {other}"
     else:
         first, second = (value.decode() for value in values)
-        found = f"{where} is {first} on rank {one} and {second} on rank {other}"
+        text = f"{where} is {first} on rank {rank} and {second} on rank {other}"
     more = f", and {len(names) - 1} more of its values differ" if names[1:] else ""
-    return f"{found}{more}; {remedy}"
+    return f"{text}{more}; {remedy}"
 
 
 def _of_order(item: str, name: str, mine: bytes, theirs: bytes, ranks: tuple[int, int]) -> str:
-    """The first place at which two ranks have another key."""
+    """The first place at which two ranks have different keys of a dict, in words."""
     where = f"{item}/{name[1:]}" if name[1:] else item
     keys = [keys.decode(errors="replace").split("\n") for keys in (mine, theirs)]
-    found = f"{where} has its keys in another order on rank {ranks[1]} than on rank {ranks[0]}"
+    text = f"{where} has its keys in another order on rank {ranks[1]} than on rank {ranks[0]}"
     for at, (first, second) in enumerate(zip(*keys, strict=False)):
         if first != second and _DIGEST.decode() not in first + second:
-            return f"{found}: {second} and not {first} at place {at}"
-    return found
+            return f"{text}: {second} and not {first} at place {at}"
+    return text
 
 
 def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, bytes]]:
@@ -95,11 +95,11 @@ def _walk(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, bytes]
         yield from _walk(inside.state, path)
     elif isinstance(value, dict) and value:
         yield _ORDER + name_of(path), _keys(value)
-        for key, one in value.items():
-            yield from _walk(one, (*path, key))
+        for key, inner in value.items():
+            yield from _walk(inner, (*path, key))
     elif isinstance(value, list | tuple | deque) and not PLAIN.issuperset(map(type, value)):
-        for number, one in enumerate(value):
-            yield from _walk(one, (*path, number))
+        for number, inner in enumerate(value):
+            yield from _walk(inner, (*path, number))
     else:
         yield name_of(path), _written(value)
 

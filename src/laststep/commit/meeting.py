@@ -40,8 +40,8 @@ _made: Counter[str] = Counter()
 
 
 def check_own(providers: Mapping[str, StateProvider]) -> None:
-    """`Usage` for a group of which a part is each rank's own and a part is not. Items that are so
-    because of what they can do, and not because somebody said so, are told."""
+    """`Usage` for a group of which a part is each rank's own and a part is not. The log tells of
+    items that are taken for each rank's own though nobody said so."""
     for name, provider in providers.items():
         if getattr(provider, "mixed", False):
             raise Usage(
@@ -58,7 +58,7 @@ def check_own(providers: Mapping[str, StateProvider]) -> None:
 
 
 def all_ranks(rank: Rank, settings: Settings, team: CommitThread | None) -> Ranks:
-    """Who restores together, and saves as that team."""
+    """The ranks that restore together; with a team, those that save together too."""
     if team is None:
         return Alone(rank)
     # The first rank may wait for a save that another process has not finished.
@@ -69,7 +69,7 @@ def all_ranks(rank: Rank, settings: Settings, team: CommitThread | None) -> Rank
 
 
 def gather(rank: Rank, run: str, client: Client, settings: Settings, bus: Bus) -> CommitThread:
-    """This rank's side of the team."""
+    """Start this rank's commit thread, through which it saves together with the others."""
     _made[run] += 1
     prefix = f"laststep/{digest(run.encode()).hex()}/{_made[run]}"
     # A connection for each thread that asks: the training thread's must not wait for the other's.

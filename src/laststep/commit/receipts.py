@@ -31,10 +31,10 @@ class ItemTally(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int
     size_bytes: int
     file: str
-    """Where that lies, or the first of it; nowhere, if it was nothing."""
+    """The file that it lies in, or the first of several; "" where nothing was written."""
 
     def plus(self, more: ItemTally) -> ItemTally:
-        """Together with what later ranks wrote."""
+        """The sum of this and of what later ranks wrote."""
         if not more.file:
             return self
         return ItemTally(
@@ -52,7 +52,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     trees: dict[str, bytes] = {}
     """Of the items that ranks have in common: the digest of their plain values."""
     replicas: dict[int, bytes] = {}
-    """What it holds of replicas that should be equal (`comparing`), where that is compared."""
+    """What it holds of replicas that should be equal (`replicas`), where these are compared."""
     problem: str = ""
 
 
@@ -106,9 +106,9 @@ def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
 
 
 def objection_to(summaries: Sequence[Summary], agreement: Agreement) -> str | Differing:
-    """Why this cannot be committed though everybody is done; mostly nothing. Which values it is in
-    which ranks differ, only they know."""
-    for agreed, rank in (one for summary in summaries for one in summary.agreements):
+    """Why this cannot be committed though every rank is done; mostly "". Where plain values differ,
+    it says only which item of which ranks: the values are known to these ranks alone."""
+    for agreed, rank in (entry for summary in summaries for entry in summary.agreements):
         if agreed != agreement.digest:
             return (
                 f"rank {rank} describes the state otherwise than rank 0 knew; "
@@ -119,9 +119,9 @@ def objection_to(summaries: Sequence[Summary], agreement: Agreement) -> str | Di
         if summary.differing is not None:
             return summary.differing
         for number, trees in summary.trees.items():
-            found = firsts.setdefault(number, trees).differs(trees)
-            if found is not None:
-                return found
+            differing = firsts.setdefault(number, trees).differs(trees)
+            if differing is not None:
+                return differing
     return ""
 
 
@@ -145,6 +145,8 @@ def items_of(summaries: Sequence[Summary], agreement: Agreement) -> tuple[ItemRe
 def classes_of(agreement: Agreement) -> tuple[ClassRecord, ...]:
     """Which ranks hold the same, as the manifest says it."""
     return tuple(
-        ClassRecord(table=digest_of(encode_table(one.table)).hex(), spans=spans_of(one.ranks))
-        for one in agreement.classes
+        ClassRecord(
+            table=digest_of(encode_table(rank_class.table)).hex(), spans=spans_of(rank_class.ranks)
+        )
+        for rank_class in agreement.classes
     )

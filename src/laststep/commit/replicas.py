@@ -1,4 +1,4 @@
-"""Find out whether replicas are equal of which nothing says that they are, and tell what is not.
+"""Find out whether replicas are equal where nothing says that they are, and tell which are not.
 
 Each rank sums up what it holds of them in one digest for each set of ranks that hold the same. Only
 where these differ are the digests of single tensors exchanged, between a few ranks. A save is not
@@ -37,7 +37,7 @@ class EqualRanks(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ways(self) -> bytes:
-        """In which ways they have digested: only ranks that did so alike can be compared."""
+        """A digest of the ways in which they digested: only ranks with the same can be compared."""
         return self.digest[:DIGEST_BYTES]
 
     def plus(self, more: EqualRanks) -> EqualRanks:
@@ -50,18 +50,18 @@ Seen = dict[int, tuple[EqualRanks, ...]]
 
 
 class UnequalRanks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ranks of such a set that have not what is stored."""
+    """The ranks of a set that should hold the same and whose contents are not what is stored."""
 
     number: int
     stored: int
-    """The rank whose contents are."""
+    """The rank whose contents are stored."""
     others: tuple[int, ...]
-    """The first few."""
+    """The first few ranks whose contents are other ones."""
     count: int
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those who can tell in what they differ."""
+        """The ranks that are asked in which tensors they differ."""
         return self.stored, *self.others
 
 
@@ -71,11 +71,11 @@ class ReplicaContents:
     def __init__(self, taken: TakenState, alike: tuple[ReplicatedTensors, ...], mine: int) -> None:
         """Digests begin now; `mine` is the number of this rank's class."""
         keys = {number: held.keys for number, held in enumerate(alike) if mine in held.classes}
-        wanted = {key for some in keys.values() for key in some}
+        wanted = {key for tensors in keys.values() for key in tensors}
         sources = {
             (item, piece.name): source
-            for item, one in taken.collected.items()
-            for piece, source in zip(one.pieces, one.sources, strict=True)
+            for item, collected in taken.collected.items()
+            for piece, source in zip(collected.pieces, collected.sources, strict=True)
             if (item, piece.name) in wanted
         }
         self._keys = keys
@@ -110,7 +110,7 @@ class Comparing:
     def __init__(self, mode: CompareReplicas) -> None:
         self._mode = mode
         self._last: SaveHandle | None = None
-        """The last save with which it was done."""
+        """The last save with which replicas were compared."""
         self._known: tuple[Agreement | None, tuple[ReplicatedTensors, ...]] = (None, ())
 
     def begin(
@@ -132,54 +132,55 @@ class Comparing:
 
 def seen_on(rank: int, sums: Mapping[int, bytes]) -> Seen:
     """What one rank tells of itself."""
-    return {n: (EqualRanks(digest=one, ranks=(rank,), count=1),) for n, one in sums.items()}
+    return {n: (EqualRanks(digest=digests, ranks=(rank,), count=1),) for n, digests in sums.items()}
 
 
 def seen_by(many: Iterable[Seen]) -> Seen:
     """What was seen on several ranks."""
-    found: dict[int, dict[bytes, EqualRanks]] = {}
+    merged: dict[int, dict[bytes, EqualRanks]] = {}
     for seen in many:
-        for number, some in seen.items():
-            known = found.setdefault(number, {})
-            for one in some:
-                known[one.digest] = known[one.digest].plus(one) if one.digest in known else one
-    return {number: tuple(known.values()) for number, known in found.items()}
+        for number, equals in seen.items():
+            known = merged.setdefault(number, {})
+            for equal in equals:
+                before = known.get(equal.digest)
+                known[equal.digest] = equal if before is None else before.plus(equal)
+    return {number: tuple(known.values()) for number, known in merged.items()}
 
 
 def unequal(seen: Seen, agreement: Agreement) -> list[UnequalRanks]:
-    """Where ranks do not have what is stored; mostly nowhere."""
-    if all(len(some) == 1 for some in seen.values()):
+    """The sets in which some ranks do not have what is stored; mostly none."""
+    if all(len(equals) == 1 for equals in seen.values()):
         return []
-    alike, found = held_alike(agreement), []
-    for number, some in seen.items():
+    alike, result = held_alike(agreement), []
+    for number, equals in seen.items():
         stored = alike[number].lowest
-        right = next((one for one in some if stored in one.ranks), None)
+        right = next((equal for equal in equals if stored in equal.ranks), None)
         if right is None:
             continue
-        others = [one for one in some if one is not right and one.ways == right.ways]
+        others = [equal for equal in equals if equal is not right and equal.ways == right.ways]
         if others:
-            ranks = sorted(rank for one in others for rank in one.ranks)[:_NAMED]
-            count = sum(one.count for one in others)
-            found.append(
+            ranks = sorted(rank for equal in others for rank in equal.ranks)[:_NAMED]
+            count = sum(equal.count for equal in others)
+            result.append(
                 UnequalRanks(number=number, stored=stored, others=tuple(ranks), count=count)
             )
-    return found
+    return result
 
 
 def incomparable(seen: Seen) -> tuple[int, int] | None:
     """Two ranks of which it cannot be told whether they hold the same, since some tensors are on
     the host of one and on a device of the other; mostly None."""
-    for some in seen.values():
-        for one in some[1:]:
-            if one.ways != some[0].ways:
-                return some[0].ranks[0], one.ranks[0]
+    for equals in seen.values():
+        for equal in equals[1:]:
+            if equal.ways != equals[0].ways:
+                return equals[0].ranks[0], equal.ranks[0]
     return None
 
 
 def gone_apart(
     step: int, differs: UnequalRanks, shown: Mapping[int, bytes], agreement: Agreement
 ) -> ReplicasDiffer:
-    """What to tell of it, from the digests of single tensors that ranks have shown in time."""
+    """The event that names the differing tensors, from the digests that ranks showed in time."""
     keys = held_alike(agreement)[differs.number].keys
     stored = shown.get(differs.stored, b"")
     names = tuple(

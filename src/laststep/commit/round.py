@@ -2,7 +2,7 @@
 
 Every rank makes its files durable and leaves a receipt. The first rank of a group of ranks
 (`plan.groups`) gathers those of its group, has its flusher write the group's manifest, and leaves
-one summary; the first rank of the job gathers the summaries (`leading`, `following`). A rank waits
+one summary; the first rank of the job gathers the summaries (`leader`, `member`). A rank waits
 for others for one deadline in each save, however many things it waits for; its own work does not
 count. Whoever gathers waits less long than those who wait for it: they are to hear who is missing.
 """
@@ -72,12 +72,12 @@ class CurrentRound(msgspec.Struct, frozen=True, kw_only=True):
     problem: str
     past: tuple[EndedRound, ...]
     group_size: int
-    """How the ranks are cut. The first rank says it: nodes, and what ranks know of them, differ."""
+    """How many ranks make a group. The first rank decides: what ranks know of nodes may differ."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a save; without a reason, it is committed. Unless the first rank asks first:
-    ranks whose values or tensors differ are to show these."""
+    """What became of a save; without a reason, it is committed. With `asks` it is not decided yet:
+    the first rank asks ranks to show the values or tensors in which they differ."""
 
     reason: str = ""
     asks: Differing | UnequalRanks | None = None
@@ -97,13 +97,13 @@ class Round:
     problem: str = ""
     """Why this rank takes no part."""
     number: int = 0
-    """The first rank's number of it, once it is known; with it the next two."""
+    """The first rank's number of this save; it becomes known together with the next two fields."""
     place: AttemptName | None = None
     groups: Groups | None = None
     began_s: float = 0.0
-    """When this rank turned to it."""
+    """When this rank began to take part in it (monotonic)."""
     own_s: float = 0.0
-    """How long it has worked on it itself since."""
+    """How long this rank has been busy with its own work since: that is no waiting for others."""
 
     def key(self, name: str) -> str:
         """The name of a note about it."""
@@ -140,9 +140,9 @@ class RoundContext:
         self.deadline_s = deadline_s
         self._store = store
 
-    def until_s(self, one: Round, margin: float) -> float:
-        """When this rank stops to wait for others in that save; with so much of the margin."""
-        return one.began_s + one.own_s + self.deadline_s + margin * margin_s(self.deadline_s)
+    def until_s(self, round_: Round, margin: float) -> float:
+        """When this rank stops waiting for others in that save, with so much of the margin."""
+        return round_.began_s + round_.own_s + self.deadline_s + margin * margin_s(self.deadline_s)
 
     def by_me(self, reason: str) -> bytes:
         """A reason for others to read, with who gives it."""
@@ -154,93 +154,93 @@ class RoundContext:
         return f"rank {self.rank.number}: {problem}; its log says more"
 
     def join(self) -> None:
-        """Agree anew if another rank has called for it. Where that comes to nothing, it is no
-        trouble of this rank's: `GivenUp`, and who describes what."""
+        """Agree anew if another rank has called for it. Where ranks cannot agree, raise `GivenUp`
+        with who describes what: this rank itself is in no trouble."""
         try:
             self.agreements.join()
         except Mismatch as error:
-            told = "; ".join(error.problems.lines()[:_SHOWN])
-            raise GivenUp(f"{error.what}: {told}; {error.remedy}") from error
+            differences = "; ".join(error.problems.lines()[:_SHOWN])
+            raise GivenUp(f"{error.what}: {differences}; {error.remedy}") from error
 
     def last_of(self, rank: int) -> str:
         """A rank, and what is known of it."""
         return self.agreements.last_of(rank)
 
-    def absent(self, one: Round, who: Sequence[str]) -> GivenUp:
-        """Those have not saved in time."""
-        late = f"did not save step {one.step} within {self.deadline_s:g} s"
+    def absent(self, round_: Round, who: Sequence[str]) -> GivenUp:
+        """The error for ranks that have not saved in time."""
+        late = f"did not save step {round_.step} within {self.deadline_s:g} s"
         return GivenUp(f"{listed(who)} {late}; {ABSENT}")
 
-    def own_receipt(self, one: Round, listen: Callable[[Round], None]) -> Receipt:
-        """Once this rank's files are durable, or never will be. `listen` looks whether another rank
-        has failed, and raises `GivenUp` then."""
-        if one.save is None or one.agreement is None:
-            return Receipt(problem=one.problem)
-        began_s, durable = time.monotonic(), one.save.handle.durable
+    def own_receipt(self, round_: Round, listen: Callable[[Round], None]) -> Receipt:
+        """Wait until this rank's files are durable, or never will be, and return its receipt.
+        `listen` raises `GivenUp` if another rank has failed."""
+        if round_.save is None or round_.agreement is None:
+            return Receipt(problem=round_.problem)
+        began_s, durable = time.monotonic(), round_.save.handle.durable
 
         def look() -> bool | None:
             if durable.over():
                 return True
             self.join()
-            listen(one)
+            listen(round_)
             return None
 
         self.board.until(look, rest=durable.over_within)
-        one.own_s += time.monotonic() - began_s
-        error = one.save.handle.error or one.save.lost
+        round_.own_s += time.monotonic() - began_s
+        error = round_.save.handle.error or round_.save.lost
         if error is not None:
             return Receipt(problem=error.without_remedy())
-        names = {file.name for file in one.save.files}
+        names = {file.name for file in round_.save.files}
         items = {
             item.name: ItemTally(
                 kind=item.kind, per_rank=item.per_rank, tensors=len(item.pieces),
                 size_bytes=item.size_bytes,
-                file=file if (file := one.save.plan.file_of[item.name]) in names else "",
+                file=file if (file := round_.save.plan.file_of[item.name]) in names else "",
             )
-            for item in one.save.plan.items
+            for item in round_.save.plan.items
         }  # fmt: skip
-        shared = [item.name for item in one.save.plan.items if not item.per_rank]
-        trees = {name: digest(one.trees[name]) for name in shared}
-        files = tuple(msgspec.structs.replace(f, rank=self.rank.number) for f in one.save.files)
+        shared = [item.name for item in round_.save.plan.items if not item.per_rank]
+        trees = {name: digest(round_.trees[name]) for name in shared}
+        files = tuple(msgspec.structs.replace(f, rank=self.rank.number) for f in round_.save.files)
         return Receipt(
-            agreement=one.agreement.digest, files=files, items=items, trees=trees,
-            replicas={} if one.contained is None else one.contained.sums(),
+            agreement=round_.agreement.digest, files=files, items=items, trees=trees,
+            replicas={} if round_.contained is None else round_.contained.sums(),
         )  # fmt: skip
 
     def gather(
         self,
-        one: Round,
+        round_: Round,
         names: Sequence[str],
         until_s: float,
         listen: Callable[[Round], None],
         *,
         missing: Callable[[Sequence[str]], list[str]],
     ) -> dict[str, bytes]:
-        """What others have to leave about a save. Raises at the first problem, or, when the time is
-        up, `GivenUp` with those who are `missing`."""
+        """Wait for the notes that others leave about a save. Raises at the first problem, or, when
+        the time is up, `GivenUp` with those who are `missing`."""
 
         def meanwhile() -> None:
             self.join()
-            listen(one)
-            self.check_flusher(one)
+            listen(round_)
+            self.check_flusher(round_)
 
-        keys = {one.key(name): name for name in names}
+        keys = {round_.key(name): name for name in names}
         notes = self.board.wait_all(keys, until_s, meanwhile=meanwhile)
         late = [name for key, name in keys.items() if key not in notes]
         if late:
-            listen(one)
-            raise self.absent(one, missing(late))
+            listen(round_)
+            raise self.absent(round_, missing(late))
         return {keys[key]: note for key, note in notes.items()}
 
-    def check_flusher(self, one: Round) -> None:
-        """Raise why the flusher is gone, or has given up, that this rank needs to go on."""
-        error = None if one.save is None else one.save.handle.error or one.save.lost
+    def check_flusher(self, round_: Round) -> None:
+        """Raise the error of a flusher that is gone or has given up: this rank cannot go on."""
+        error = None if round_.save is None else round_.save.handle.error or round_.save.lost
         if error is not None:
             raise error
 
-    def write_group(self, one: Round, receipts: Mapping[int, Receipt]) -> GroupRecord:
-        """Have the manifest of the group of this rank's made, durably."""
-        save, groups = one.save, one.groups
+    def write_group(self, round_: Round, receipts: Mapping[int, Receipt]) -> GroupRecord:
+        """Have the flusher write the manifest of this rank's group, durably."""
+        save, groups = round_.save, round_.groups
         assert save is not None  # noqa: S101 (its files are durable)
         assert groups is not None  # noqa: S101 (known with its place)
         ranks = groups.group_of(self.rank.number)
@@ -251,18 +251,18 @@ class RoundContext:
         )
 
         def look() -> GroupRecord | None:
-            self.check_flusher(one)
+            self.check_flusher(round_)
             return save.group
 
         group = self.board.until(look, began_s + self.deadline_s, rest=save.rest)
         if group is None:
             raise GivenUp(self.trouble(f"its flusher wrote nothing within {self.deadline_s:g} s"))
-        one.own_s += time.monotonic() - began_s
+        round_.own_s += time.monotonic() - began_s
         return group
 
     def await_flusher(self, save: SaveUnderWay, until_s: float | None = None) -> None:
-        """Until it has said what became of a save that is decided, or is gone, or stands still: for
-        the deadline, or until that time (monotonic)."""
+        """Wait until the flusher has said what became of a decided save, or is gone; for the
+        deadline at most, or until that time (monotonic)."""
 
         def look() -> bool | None:
             return True if save.handle.committed.over() or save.lost is not None else None
@@ -271,36 +271,36 @@ class RoundContext:
             until_s = time.monotonic() + self.deadline_s
         self.board.until(look, until_s, rest=save.rest)
 
-    def settle(self, one: Round, error: LaststepError | None) -> LaststepError | None:
+    def settle(self, round_: Round, error: LaststepError | None) -> LaststepError | None:
         """See to it that a save of this rank's is over, and return why it failed, if it has.
 
         Mostly its flusher has said so. Where that is gone, or stands still, this rank itself gives
         the save up in the run, or finds there what was decided; `error` is what else to report,
         None where others have told of the commit.
         """
-        save = one.save
+        save = round_.save
         if save is None or save.handle.committed.over():
             return None if save is None else save.handle.error
         failure = error or save.lost
         if failure is not None:
-            failure = self._given_up(one, failure)
-        if failure is None and one.place is not None:
+            failure = self._given_up(round_, failure)
+        if failure is None and round_.place is not None:
             seconds = save.handle.since_began_s()
-            self.client.decided(Decided(save=save.number, at=one.place, seconds=seconds))
+            self.client.decided(Decided(save=save.number, at=round_.place, seconds=seconds))
         else:
             save.failed(failure or StorageFailed("a commit failed", found="no answer"))
         return save.handle.error
 
-    def _given_up(self, one: Round, failure: LaststepError) -> LaststepError | None:
-        """Why it is given up, in the run too, so that no flusher that wakes up later can commit it;
-        None where it is committed after all."""
-        if one.place is None:
+    def _given_up(self, round_: Round, failure: LaststepError) -> LaststepError | None:
+        """Give the save up in the run too, so that no flusher that wakes up later can commit it.
+        Returns why; None where it is committed after all."""
+        if round_.place is None:
             return failure
         try:
-            stands = decision.abort(self._store, one.place.folder, str(failure))
+            stands = decision.abort(self._store, round_.place.folder, str(failure))
         except LaststepError as second:
             return StorageFailed(
-                f"it is not known whether step {one.step} is committed",
+                f"it is not known whether step {round_.step} is committed",
                 found=f"{failure}; then {second}", remedy="`laststep ls` shows it if it is",
             )  # fmt: skip
         if isinstance(stands, Commit):

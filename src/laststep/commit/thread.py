@@ -1,7 +1,7 @@
 """This rank's part in committing the saves of a job: one thread, save by save, beside training.
 
-Every rank makes its files durable and reports; the first rank decides (`leading`), the others hear
-of it (`following`). Whatever happens, the save is committed whole or absent, every rank that lives
+Every rank makes its files durable and reports; the first rank decides (`leader`), the others hear
+of it (`member`). Whatever happens, the save is committed whole or absent, every rank that lives
 hears in time, and why, and the handle of every save comes to an end here.
 """
 
@@ -39,7 +39,7 @@ _NAME_BYTES = 8
 
 
 class CommitThread:
-    """The ranks of a job, as this one sees them."""
+    """The thread in which this rank takes part in the saves of its job."""
 
     def __init__(self, desk: RoundContext, groups: Groups, comparing: Comparing, bus: Bus) -> None:
         self.rank = desk.rank
@@ -70,10 +70,10 @@ class CommitThread:
     ) -> None:
         """Enter a save of all ranks; its chunks may follow."""
         self._has_begun = True
-        one = Round(save.handle.step, save, agreement)
-        one.contained = self._comparing.begin(save.handle, taken, agreement, self.rank.number)
-        self._desk.client.begin(save, plan, taken.sealing(plan, one.trees.update))
-        self._rounds.put(one)
+        round_ = Round(save.handle.step, save, agreement)
+        round_.contained = self._comparing.begin(save.handle, taken, agreement, self.rank.number)
+        self._desk.client.begin(save, plan, taken.sealing(plan, round_.trees.update))
+        self._rounds.put(round_)
 
     def stay_out(self, step: int, why: str) -> None:
         """This rank does not take part in a save of that step; the others must hear it."""
@@ -81,7 +81,7 @@ class CommitThread:
         self._rounds.put(Round(step, None, None, problem=why))
 
     def close(self) -> None:
-        """When all saves are over."""
+        """End the thread; called when all saves are over."""
         self._rounds.put(None)
         self._thread.join()
         self._desk.board.close()
@@ -90,20 +90,20 @@ class CommitThread:
     # -- on its thread ----------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (one := self._next()) is not None:
+        while (round_ := self._next()) is not None:
             try:
-                self._desk.settle(one, self._go(one))
+                self._desk.settle(round_, self._go(round_))
                 # Nobody asks for these any more, and the next may come late.
-                one.trees.clear()
-                one.contained = None
+                round_.trees.clear()
+                round_.contained = None
             except BaseException as error:
                 # Nobody else ends this save: whoever waits for it would wait for ever.
-                log.exception("the commit of step %d failed", one.step)
-                if one.save is not None:
-                    one.save.failed(StorageFailed("a commit failed", found=repr(error)))
+                log.exception("the commit of step %d failed", round_.step)
+                if round_.save is not None:
+                    round_.save.failed(StorageFailed("a commit failed", found=repr(error)))
 
     def _next(self) -> Round | None:
-        """The next save; None at the end. Others may wait for one that does not come."""
+        """The next save; None at the end. Meanwhile `look_up` tells ranks that wait in vain."""
         while True:
             try:
                 return self._rounds.get(timeout=self._part.rest_s())
@@ -111,28 +111,28 @@ class CommitThread:
                 with contextlib.suppress(LaststepError):  # they hear when their time is up
                     self._part.look_up()
 
-    def _go(self, one: Round) -> LaststepError | None:
+    def _go(self, round_: Round) -> LaststepError | None:
         """Take part in a save; returns why it is given up, if it is."""
-        one.began_s = time.monotonic()
+        round_.began_s = time.monotonic()
         try:
-            out = f", in which it takes no part: {one.problem}" if one.problem else ""
-            self._desk.board.put(f"last/{self.rank.number}", f"step {one.step}{out}".encode())
-            self._part.take_part(one)
+            out = f", in which it takes no part: {round_.problem}" if round_.problem else ""
+            self._desk.board.put(f"last/{self.rank.number}", f"step {round_.step}{out}".encode())
+            self._part.take_part(round_)
         except GivenUp as over:
-            return self._give_up(one, Aborted(str(over)), str(over))
+            return self._give_up(round_, Aborted(str(over)), str(over))
         except LaststepError as error:
-            return self._give_up(one, error, self._desk.trouble(error.without_remedy()))
+            return self._give_up(round_, error, self._desk.trouble(error.without_remedy()))
         except Exception as error:
-            log.exception("the commit of step %d failed", one.step)
+            log.exception("the commit of step %d failed", round_.step)
             failed = StorageFailed("a commit failed", found=repr(error))
-            return self._give_up(one, failed, self._desk.trouble(str(failed)))
+            return self._give_up(round_, failed, self._desk.trouble(str(failed)))
         return None
 
-    def _give_up(self, one: Round, error: LaststepError, reason: str) -> LaststepError:
-        """Whoever can be told is told; the run itself says what stands."""
+    def _give_up(self, round_: Round, error: LaststepError, reason: str) -> LaststepError:
+        """Tell the others and the flusher that a save is given up; the run says what stands."""
         with contextlib.suppress(LaststepError):
-            self._part.warn(one, reason)
-        save = one.save
+            self._part.warn(round_, reason)
+        save = round_.save
         if save is None:
             return error
         if not save.handle.durable.done():
