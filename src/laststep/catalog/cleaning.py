@@ -1,14 +1,16 @@
-"""What crashes leave behind in a run, and its removal.
+"""Find and remove what crashes leave behind in a run.
 
-Only what no live writer can still want: attempts that were given up or whose writer is dead, what
-somebody has deleted by half, and temporary names and free witnesses older than an hour. Committed
-checkpoints are never touched, and nothing that lies behind a link is. A free lock proves death only
-under the same kernel; the attempt of another machine must also have been quiet for an hour.
+That is only what no live writer can still want: attempts that were given up or whose writer is
+dead, folders that somebody has deleted by half, and temporary names and free witnesses older than
+an hour. Committed checkpoints are never touched, and nothing that lies behind a link is. A free
+lock proves death only under the same kernel; the attempt of another machine must also have been
+quiet for an hour.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 from typing import TYPE_CHECKING
 
@@ -29,13 +31,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 QUIET_S = 3600.0
-"""How long nothing has to have changed where nothing better tells that a writer is dead."""
+"""How long nothing must have changed, where nothing better shows that a writer is dead."""
 
 _TEMPORARY = ".tmp-"
 
 
 class RemovalReason(enum.Enum):
-    """Why something may go."""
+    """Why a file or folder may be removed."""
 
     ABORTED = "given up"
     DEAD_WRITER = "no manifest, and its writer is dead"
@@ -53,40 +55,35 @@ class Orphan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def orphans(
-    store: Store, epochs: Epochs, found: tuple[ScannedAttempt, ...], *, now_s: float
+    store: Store, epochs: Epochs, scanned: tuple[ScannedAttempt, ...], *, now_s: float
 ) -> tuple[Orphan, ...]:
-    """All that may be removed now; removes nothing. What was `found` MUST have been looked through,
-    but for checkpoints: data files never have temporary names."""
-    result = attempts_of_the_dead(epochs, found, now_s=now_s)
-    for item in found:
+    """All that may be removed now; removes nothing. The scan MUST have looked through attempts. It
+    need not look through checkpoints: data files never have temporary names."""
+    result = attempts_of_the_dead(epochs, scanned, now_s=now_s)
+    for item in scanned:
         if item.is_committed and not item.is_link:
             result += _debris(item.entries, item.name.folder, now_s)
     result += _debris(store.list(""), "", now_s)
-    result += _debris(store.list(EPOCHS_FOLDER), EPOCHS_FOLDER, now_s)
-    result += _witnesses(store, now_s)
+    entries = store.list(EPOCHS_FOLDER)
+    result += _debris(entries, EPOCHS_FOLDER, now_s) + _witnesses(store, entries, now_s)
     return tuple(result)
 
 
 def attempts_of_the_dead(
-    epochs: Epochs, found: tuple[ScannedAttempt, ...], *, now_s: float
+    epochs: Epochs, scanned: tuple[ScannedAttempt, ...], *, now_s: float
 ) -> list[Orphan]:
-    """Those of the attempts `found` that were given up or never decided, and whose writer is known
-    to be dead, or silent for long."""
-    dead: dict[int, _Liveness] = {}
+    """The scanned attempts that were given up or never decided, and whose writer is known to be
+    dead, or silent for long."""
+    liveness = functools.cache(lambda epoch: _liveness(epochs, epoch))
     result = []
-    for item in found:
+    for item in scanned:
         if item.is_link or item.is_committed:
             continue
-        epoch = item.name.epoch
-        if epoch not in dead:
-            dead[epoch] = _liveness(epochs, epoch)
+        writer = liveness(item.name.epoch)
         quiet = now_s - item.changed_s > QUIET_S
-        if dead[epoch] is _Liveness.DEAD or (dead[epoch] is _Liveness.SILENT and quiet):
-            why = (
-                RemovalReason.ABORTED
-                if isinstance(item.decided, Abort)
-                else RemovalReason.DEAD_WRITER
-            )
+        if writer is _Liveness.DEAD or (writer is _Liveness.SILENT and quiet):
+            given_up = isinstance(item.decided, Abort)
+            why = RemovalReason.ABORTED if given_up else RemovalReason.DEAD_WRITER
             result.append(
                 Orphan(name=item.name.folder, why=why, is_folder=True, size_bytes=item.size_bytes)
             )
@@ -94,7 +91,7 @@ def attempts_of_the_dead(
 
 
 def remove(store: Store, orphan: Orphan) -> bool:
-    """Remove one; False where it turned out to be committed.
+    """Remove one orphan; returns False where it turned out to be committed.
 
     An undecided attempt is given up first, so a writer that was wrongly taken for dead loses. The
     abort must not go before the rest: without it the attempt would be undecided again, and that
@@ -130,15 +127,16 @@ def _liveness(epochs: Epochs, epoch: int) -> _Liveness:
     return _Liveness.DEAD if record is not None and is_here(record) else _Liveness.SILENT
 
 
-def _witnesses(store: Store, now_s: float) -> list[Orphan]:
-    """A lock that is free may belong to a live start on another machine; there it is no use."""
-    entries = [entry for entry in store.list(EPOCHS_FOLDER) if parse_witness(entry.name)]
+def _witnesses(store: Store, entries: Iterable[StoreEntry], now_s: float) -> list[Orphan]:
+    """The old witnesses that nobody holds. A free one may belong to a live start on another
+    machine, to which it is of no use."""
     return [
         Orphan(
             name=name, why=RemovalReason.DEAD_WITNESS, is_folder=False, size_bytes=entry.size_bytes
         )
         for entry in entries
-        if now_s - entry.modified_s > QUIET_S
+        if parse_witness(entry.name)
+        and now_s - entry.modified_s > QUIET_S
         and not store.is_locked(name := f"{EPOCHS_FOLDER}/{entry.name}")
     ]
 
@@ -158,7 +156,7 @@ def _debris(entries: Iterable[StoreEntry], folder: str, now_s: float) -> list[Or
 
 
 def _is_half_deleted(entry: StoreEntry, folder: str) -> bool:
-    """A checkpoint or an attempt that has lost its name: nobody wants it back, and whoever may
-    still be deleting it does not mind help."""
+    """Whether it is a checkpoint or an attempt whose deletion has begun. Nobody wants it back, and
+    whoever may still be deleting it does not mind help."""
     named = parse_folder(entry.name.partition(_TEMPORARY)[0])
     return not folder and entry.is_folder and not entry.is_link and named is not None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 MANIFEST_LIMIT_BYTES = 256 << 20
-"""What a reader takes, and so what a writer makes."""
+"""The largest manifest that a reader takes, and so that a writer makes."""
 _STANDS = b"stands"
 _TAKEN_BACK = b"taken back"
 _FATE_LIMIT_BYTES = 4096
@@ -38,7 +38,7 @@ def read(store: Store, folder: str) -> Commit | Abort | None:
 
 
 def as_fated(store: Store, folder: str, decided: Commit) -> Commit | Abort:
-    """What has become of a commit, which its maker may have taken back."""
+    """What has become of a commit: an `Abort` where its maker has taken it back."""
     try:
         fate = _read_fate(store, folder)
     except NotFound:
@@ -49,7 +49,7 @@ def as_fated(store: Store, folder: str, decided: Commit) -> Commit | Abort:
 
 
 def read_manifest(store: Store, folder: str) -> Commit | Abort | None:
-    """What the manifest alone says; for who knows that there is no word on its fate."""
+    """What the manifest alone says; for callers who look for the fate of a commit themselves."""
     name = f"{folder}/{MANIFEST_NAME}"
     try:
         data = store.read(name, limit_bytes=MANIFEST_LIMIT_BYTES)
@@ -62,7 +62,7 @@ def read_manifest(store: Store, folder: str) -> Commit | Abort | None:
 
 
 def is_checkpoint(store: Store) -> bool:
-    """Whether the store itself is the folder of one checkpoint; False where one may not look."""
+    """Whether the store itself is the folder of one checkpoint; False where it cannot be read."""
     try:
         store.open_reader(MANIFEST_NAME, cached=True).close()
     except LaststepError:
@@ -128,23 +128,23 @@ def abort(store: Store, folder: str, reason: str) -> Commit | Abort:
     except NotFound:
         return mine  # The folder is gone: nobody can commit it any more.
     except Exists:
-        found = read_manifest(store, folder)
-        if isinstance(found, Abort) or (found is not None and _stands(store, folder)):
-            return found
+        decided = read_manifest(store, folder)
+        if isinstance(decided, Abort) or (decided is not None and _stands(store, folder)):
+            return decided
     return mine
 
 
 def standing(store: Store, folder: str) -> Commit | None:
     """The commit of an attempt, once it is durable; None where there is none."""
-    found = read(store, folder)
-    if not isinstance(found, Commit):
+    decided = read(store, folder)
+    if not isinstance(decided, Commit):
         return None
     store.sync_folder(folder)
-    return found
+    return decided
 
 
 def _stands(store: Store, folder: str) -> bool:
-    """Whether a commit of somebody else's stands from now on, durably."""
+    """Make a commit of somebody else stand, durably; returns False where it was taken back."""
     try:
         store.sync_folder(folder)
         return _fate(store, folder, _STANDS) != _TAKEN_BACK
@@ -153,10 +153,9 @@ def _stands(store: Store, folder: str) -> bool:
 
 
 def _fate(store: Store, folder: str, wanted: bytes) -> bytes:
-    """What becomes of a commit about which two may disagree, as the first of them has said."""
-    name = f"{folder}/{FATE_NAME}"
+    """Settle what becomes of a commit, and return it: whoever creates its fate first decides."""
     try:
-        store.create(name, wanted)
+        store.create(f"{folder}/{FATE_NAME}", wanted)
     except Exists:
         return _read_fate(store, folder)
     except StorageFailed as error:  # its name may be there: then it is what others go by
@@ -176,11 +175,13 @@ def _read_fate(store: Store, folder: str) -> bytes:
 
 def _settle(store: Store, folder: str, data: bytes, error: Exists | StorageFailed) -> None:
     """Find out what stands after a commit that was not plainly made, and make it durable."""
-    found = read(store, folder)
+    decided = read(store, folder)
     where = f"{store.url}/{folder}"
-    if isinstance(found, Abort):
-        raise Aborted("the save was given up", where=where, found=f"{found.reason} (by {found.by})")
-    if found is None:
+    if isinstance(decided, Abort):
+        raise Aborted(
+            "the save was given up", where=where, found=f"{decided.reason} (by {decided.by})"
+        )
+    if decided is None:
         raise error
     # Bytes, not values: NaN is not equal to itself.
     if store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=MANIFEST_LIMIT_BYTES) != data:
@@ -194,9 +195,9 @@ def _settle(store: Store, folder: str, data: bytes, error: Exists | StorageFaile
 
 
 def _take_back(store: Store, folder: str, error: StorageFailed) -> None:
-    """What a power cut might undo is not committed, to anybody, unless somebody else has made it
-    durable meanwhile, and told so. Its folder goes with its manifest, in one step, so it never
-    looks undecided."""
+    """Take back a commit that a power cut might undo, unless somebody else has made it durable
+    meanwhile and has said so. Its folder goes with its manifest, in one step, so it never looks
+    undecided."""
     where = f"{store.url}/{folder}"
     try:
         with contextlib.suppress(NotFound):  # who cleans up has come first

@@ -59,7 +59,7 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     process_started: str
     created_s: float
     start: str = ""
-    """Which start of a job claimed it: several Checkpointers of one process are several."""
+    """The name of the start that claimed it: each Checkpointer of a process is another start."""
     orphan: bool = False
     """Whether the trainer was dead by then: its flusher finishes what was handed over."""
 
@@ -70,14 +70,14 @@ class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Trainer(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that trains, as far as another one may want to know it."""
+    """What other processes may want to know of a process that trains."""
 
     host: str
     pid: int
     boot: str
     process_started: str
     start: str = ""
-    """A random name of this start of the job; "" for one that is not told from others."""
+    """A random name of this start of the job; "" where it is not told from others."""
 
 
 def new_start() -> Trainer:
@@ -96,7 +96,7 @@ def this_writer() -> Trainer:
 
 
 def is_here(record: EpochRecord) -> bool:
-    """Whether that writer ran under this very kernel, where a free lock proves that it is dead."""
+    """Whether that writer ran under this very kernel: only then does a free lock prove it dead."""
     me = this_writer()
     return record.boot == me.boot if me.boot and record.boot else record.host == me.host
 
@@ -179,9 +179,9 @@ class Epochs:
     def chain(self, is_there: Callable[[Link], bool] | None = None) -> Chain:
         """The epochs of the lineage. Records beside it are not read: their damage is harmless.
 
-        With `is_there`, which says whether an epoch has a commit or what it continues is left, one
-        that has neither is passed over: its writer died before its first commit, and has lost
-        nothing but what was there before it.
+        `is_there` says whether an epoch has a commit, or what it continues is still there. The
+        newest epochs that have neither are passed over: their writers died before their first
+        commit, and lost nothing but what was there before them.
         """
         numbers = self.numbers()
         if is_there is not None:
@@ -206,7 +206,7 @@ class Epochs:
     def _without_lost(
         self, numbers: tuple[int, ...], is_there: Callable[[Link], bool]
     ) -> tuple[int, ...]:
-        """The epochs up to the newest that is there; all where none is."""
+        """The epochs up to the newest that is there, or continues nothing; all where none is."""
         for count in range(len(numbers), 0, -1):
             epoch = numbers[count - 1]
             record = self.read(epoch)
@@ -225,9 +225,9 @@ class Epochs:
     ) -> int:
         """Create the record above the newest, which MUST be `seen` (see above); else `Aborted`.
 
-        `writer` is on whose behalf, `orphan` whether that one is dead.
+        `writer` is the trainer for which this is done, and `orphan` says that it is dead.
         """
-        self._make_folder()
+        make_folder(self._store)
         newest = max((seen, *self.numbers()))
         with contextlib.suppress(Corrupt):
             self.read(newest)  # `Usage` for one of a later format: not a run to go on with
@@ -261,7 +261,7 @@ class Epochs:
         return True
 
     def superseded(self, epoch: int, *, expected: str, saved: str | None = None) -> Aborted:
-        """The error for a writer in whose way that epoch is, or what was `saved` in it."""
+        """The error for a writer that is stopped by that epoch, or by what was `saved` in it."""
         who = self.described(epoch)
         return Aborted(
             "the run was taken over by another writer",
@@ -295,17 +295,17 @@ class Epochs:
         return self.is_alive(epoch) or not trainer_is_gone(record)
 
     def _listed(self, kind: str) -> tuple[int, ...]:
-        found = (names.parse_epoch(name, kind) for name in self._files())
-        return tuple(sorted(number for number in found if number is not None))
+        files = self._store.file_names(names.EPOCHS_FOLDER)
+        numbers = (names.parse_epoch(name, kind) for name in files)
+        return tuple(sorted(number for number in numbers if number is not None))
 
-    def _files(self) -> tuple[str, ...]:
-        return self._store.file_names(names.EPOCHS_FOLDER)
 
-    def _make_folder(self) -> None:
-        # Where somebody made it and died before its name was durable, the sync after making the
-        # folder of the first attempt sees to that.
-        with contextlib.suppress(Exists):
-            self._store.make_folder(names.EPOCHS_FOLDER)
+def make_folder(store: Store) -> None:
+    """Make the folder of epochs and witnesses where it is absent."""
+    # Where somebody made it and died before its name was durable, the sync after making the
+    # folder of the first attempt sees to that.
+    with contextlib.suppress(Exists):
+        store.make_folder(names.EPOCHS_FOLDER)
 
 
 def _record(number: int, continues: Point | None, writer: Trainer, *, orphan: bool) -> EpochRecord:
@@ -342,7 +342,7 @@ def _pid_namespace() -> str:
 
 
 def _process_started(pid: int) -> str:
-    """When a process has started, in ticks since the boot; "" where there is none, or a dead one
-    that nobody has taken note of."""
+    """When a process has started, in ticks since the boot; "" where there is none, or one
+    that is dead and not reaped yet."""
     state, *more = kernel.told(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""]
     return more[18] if len(more) > 18 and state not in ("Z", "X") else ""

@@ -89,14 +89,15 @@ def _read_once(store: Store, name: str, commit: Commit, record: GroupRecord) -> 
             )  # fmt: skip
         data = bytearray(reader.size_bytes)
         got = reader.read_into(0, memoryview(data))
-    found = group.decode(bytes(data[:got]), record, where=where)
-    if (found.step, found.epoch, found.attempt) != (commit.step, commit.epoch, commit.attempt):
+    manifest = group.decode(bytes(data[:got]), record, where=where)
+    saved = manifest.step, manifest.epoch, manifest.attempt
+    if saved != (commit.step, commit.epoch, commit.attempt):
         raise Corrupt(
             "the manifest of a group of ranks is that of another checkpoint", where=where,
-            found=f"step {found.step}, epoch {found.epoch}, attempt {found.attempt}",
+            found="step {}, epoch {}, attempt {}".format(*saved),
             remedy=DAMAGE_REMEDY,
         )  # fmt: skip
-    return found
+    return manifest
 
 
 def _check_names(files: tuple[FileRecord, ...], *, where: str) -> None:

@@ -68,7 +68,7 @@ def superseded(
 
 
 def _limits(chain: Chain) -> dict[int, int | None]:
-    """The last attempt of each epoch that counts; None: all of them."""
+    """The last attempt that counts of each epoch of the lineage; None where all of them count."""
     limits: dict[int, int | None] = {chain.links[0].epoch: None}
     for link in chain.links:
         if link.continues is not None:

@@ -6,8 +6,8 @@ while it is looked at is left out. Any thread may call.
 
 In a job of many ranks the files lie in folders within that of the checkpoint. Every rank looks at
 the run when it restores, so the folders of very many files, and of attempts, are passed over unless
-a look is to go `ScanDepth` them. Of a checkpoint of very many files it then counts names, since the
-manifest knows their bytes: only where some are missing, all sizes are asked for. A linked folder is
+a `ScanDepth` says otherwise. Of a checkpoint of very many files a scan then counts names, since the
+manifest knows their bytes; it asks for all sizes only where names are missing. A linked folder is
 not looked into: what is in there is not in the run.
 """
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 _NEAREST = 6
 _VERY_MANY = 4096
-"""Of a checkpoint of more files, each look leaves the folders of ranks out."""
+"""A scan passes over the folders of ranks of a checkpoint that has more files."""
 _DATA_FILE = ".safetensors"
 
 
 class ScanDepth(enum.Enum):
-    """What a look goes through, folders of very many files and all."""
+    """What a scan looks through completely, even folders of very many files."""
 
     NOTHING = enum.auto()
     ATTEMPTS = enum.auto()
-    """All that is not committed: what is to be removed is to be known."""
+    """All that is not committed; for callers that remove it, and have to know what is in it."""
     ALL = enum.auto()
 
 
@@ -61,11 +61,11 @@ class Listed(AttemptName, frozen=True, kw_only=True, gc=True):
     superseded_by: str | None
     pinned: bool
     size_bytes: int
-    """Of its data files, as the manifest counts them; all that is there where it cannot be read."""
+    """The bytes of its data files by its manifest; of all its files where that cannot be read."""
 
     stored_bytes: int
-    """Of all files in its folder as they are: what deleting it gives back. Of very many that are
-    all there, or were not looked through, as the manifest counts them."""
+    """The bytes of all files in its folder: what deleting it gives back. For very many files that
+    are all there, or were not looked through, as the manifest counts them."""
 
     created_s: float
     incomplete: str | None = None
@@ -79,8 +79,8 @@ class Listed(AttemptName, frozen=True, kw_only=True, gc=True):
 
 
 class OpenAttempt(AttemptName, frozen=True, kw_only=True):
-    """An undecided attempt, and whether its writer is alive. Its bytes are those that were seen: in
-    a job of many ranks most lie in folders, for a look that goes through them."""
+    """An undecided attempt, and whether its writer is alive. Its bytes are those that the scan saw:
+    in a job of many ranks most lie in folders, which only a deep scan looks through."""
 
     alive: bool
     size_bytes: int
@@ -94,12 +94,12 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """When a name in the folder was made or removed last."""
 
     entries: tuple[StoreEntry, ...]
-    """What is in the folder, and in those folders within it that were looked through, by names with
-    a `/`."""
+    """What is in the folder, and in the folders within it that were looked through; the names of
+    the latter have a `/`."""
 
     decided: Commit | Abort | LaststepError | None
     passed_over: tuple[str, ...] = ()
-    """The folders within it that were not."""
+    """The folders within it that were not looked through."""
 
     is_link: bool = False
     """Whether the folder lies elsewhere."""
@@ -137,7 +137,8 @@ def _is_deep(commit: Commit) -> bool:
 def _incomplete(
     decided: Commit | Abort | LaststepError | None, entries: Iterable[StoreEntry], *, is_part: bool
 ) -> str | None:
-    """What a commit lists and is not there like that; with `is_part` not all was looked at."""
+    """Which file is not there as a commit lists it, in words; None where all that were looked at
+    are. With `is_part` some folders were passed over."""
     if not isinstance(decided, Commit):
         return None
     commit = decided
@@ -147,11 +148,11 @@ def _incomplete(
         wrong += [file.name for file in commit.files if sizes.get(file.name) != file.size_bytes]
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        found = sizes.get(wrong[0])
-        if found is None:
+        size = sizes.get(wrong[0])
+        if size is None:
             return f"{wrong[0]} is missing{more}"
         wanted = next(file.size_bytes for file in commit.files if file.name == wrong[0])
-        return f"{wrong[0]} has {found} bytes instead of {wanted}{more}"
+        return f"{wrong[0]} has {size} bytes instead of {wanted}{more}"
     if is_part or not commit.groups:
         return None
     # The root knows how many files there are, and their bytes; which is which, the groups know.
@@ -173,36 +174,37 @@ class Scanner:
 
     def names(self) -> tuple[AttemptName, ...]:
         """All attempts that have a folder, decided or not."""
-        found = map(parse_folder, self._store.folder_names(""))
-        return tuple(name for name in found if name is not None)
+        parsed = map(parse_folder, self._store.folder_names(""))
+        return tuple(name for name in parsed if name is not None)
 
     def scan(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
         """Every attempt and what was decided about it."""
-        found = self._still_there(
-            tuple(self._look(name, entry, through) for name, entry in self.folders())
+        scanned = self._still_there(
+            tuple(self.look(name, entry, through) for name, entry in self.folders())
         )
-        present = {item.name for item in found}
+        present = {item.name for item in scanned}
         for name in tuple(self._read):
             if name not in present:
                 self._read.pop(name, None)
-        return found
+        return scanned
 
     def scan_undecided(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
         """The attempts that nothing was decided about. Of the others only names are read, which a
         run of thousands of checkpoints has time for."""
-        found = (
-            self._look(name, entry, through)
+        scanned = (
+            self.look(name, entry, through)
             for name, entry in self.folders()
             if MANIFEST_NAME not in self._store.file_names(entry.name)
         )
-        return self._still_there(tuple(item for item in found if item.decided is None))
+        return self._still_there(tuple(item for item in scanned if item.decided is None))
 
-    def _still_there(self, found: tuple[ScannedAttempt, ...]) -> tuple[ScannedAttempt, ...]:
-        """Without those that have no manifest, and by now no name: somebody deletes them."""
-        if all(item.decided is not None for item in found):
-            return found
+    def _still_there(self, scanned: tuple[ScannedAttempt, ...]) -> tuple[ScannedAttempt, ...]:
+        """The scanned attempts without those that somebody deletes: they have no manifest, and by
+        now no name."""
+        if all(item.decided is not None for item in scanned):
+            return scanned
         there = set(self.names())
-        return tuple(item for item in found if item.decided is not None or item.name in there)
+        return tuple(item for item in scanned if item.decided is not None or item.name in there)
 
     def folders(self) -> list[tuple[AttemptName, StoreEntry]]:
         """The folders of all attempts, to be looked at one by one."""
@@ -210,21 +212,20 @@ class Scanner:
         parsed = [(parse_folder(entry.name), entry) for entry in entries]
         return [(name, entry) for name, entry in parsed if name is not None]
 
-    def look(self, name: AttemptName, folder: StoreEntry) -> ScannedAttempt:
-        """One attempt, as `scan` finds it."""
-        return self._look(name, folder, ScanDepth.NOTHING)
-
-    def _look(self, name: AttemptName, folder: StoreEntry, through: ScanDepth) -> ScannedAttempt:
-        found = self._look_once(name, folder, fully=False)
+    def look(
+        self, name: AttemptName, folder: StoreEntry, through: ScanDepth = ScanDepth.NOTHING
+    ) -> ScannedAttempt:
+        """One attempt and what was decided about it."""
+        scanned = self._look_once(name, folder, fully=False)
         wanted = through is ScanDepth.ALL or (
-            through is ScanDepth.ATTEMPTS and not found.is_committed
+            through is ScanDepth.ATTEMPTS and not scanned.is_committed
         )
-        if wanted and found.passed_over and not self._has_all_names(found):
-            found = self._look_once(name, folder, fully=True)
-        if found.incomplete is not None:
+        if wanted and scanned.passed_over and not self._has_all_names(scanned):
+            scanned = self._look_once(name, folder, fully=True)
+        if scanned.incomplete is not None:
             # Files that are being deleted look the same; then the manifest is gone by now.
-            found = self._look_once(name, folder, fully=not found.passed_over)
-        return found
+            scanned = self._look_once(name, folder, fully=not scanned.passed_over)
+        return scanned
 
     def _look_once(self, name: AttemptName, folder: StoreEntry, *, fully: bool) -> ScannedAttempt:
         entries = self._store.list(folder.name)
@@ -248,14 +249,14 @@ class Scanner:
             incomplete=_incomplete(decided, entries, is_part=bool(passed_over)),
         )  # fmt: skip
 
-    def _has_all_names(self, found: ScannedAttempt) -> bool:
+    def _has_all_names(self, scanned: ScannedAttempt) -> bool:
         """Whether there are as many data files as the manifest counts."""
-        if not isinstance(found.decided, Commit):
+        if not isinstance(scanned.decided, Commit):
             return False
-        names = [entry.name for entry in found.entries if not entry.is_folder]
-        for inner in found.passed_over:
-            names += self._store.file_names(f"{found.name.folder}/{inner}")
-        return sum(name.endswith(_DATA_FILE) for name in names) >= found.decided.file_count
+        names = [entry.name for entry in scanned.entries if not entry.is_folder]
+        for inner in scanned.passed_over:
+            names += self._store.file_names(f"{scanned.name.folder}/{inner}")
+        return sum(name.endswith(_DATA_FILE) for name in names) >= scanned.decided.file_count
 
     def _decided(
         self, name: AttemptName, entry: StoreEntry
@@ -275,9 +276,9 @@ class Scanner:
         return decided
 
 
-def checkpoints(found: tuple[ScannedAttempt, ...], chain: lineage.Chain) -> tuple[Listed, ...]:
+def checkpoints(scanned: tuple[ScannedAttempt, ...], chain: lineage.Chain) -> tuple[Listed, ...]:
     """The committed ones in the order of commits. Pure."""
-    committed = {item.name: item for item in found if item.is_committed}
+    committed = {item.name: item for item in scanned if item.is_committed}
     on_lineage = lineage.order(committed, chain)
     sound = frozenset(
         name
@@ -291,11 +292,11 @@ def checkpoints(found: tuple[ScannedAttempt, ...], chain: lineage.Chain) -> tupl
     return tuple(_listed(committed[name], among, replaced) for name in ordered)
 
 
-def attempts(found: tuple[ScannedAttempt, ...], epochs: Epochs) -> tuple[OpenAttempt, ...]:
+def attempts(scanned: tuple[ScannedAttempt, ...], epochs: Epochs) -> tuple[OpenAttempt, ...]:
     """The undecided ones in the order of attempts. A link is none: no writer has made it, and
     what is behind it is not the run's to decide about."""
     undecided = sorted(
-        (item for item in found if item.decided is None and not item.is_link),
+        (item for item in scanned if item.decided is None and not item.is_link),
         key=lambda item: item.name.point,
     )
     alive = {epoch: epochs.is_alive(epoch) for epoch in {item.name.epoch for item in undecided}}

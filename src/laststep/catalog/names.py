@@ -24,8 +24,8 @@ _EPOCH = re.compile(r"([0-9]{8,20})\.(json|lock)")
 
 
 class AttemptName(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One attempt: the step it saves, the writer's epoch, and which attempt of that epoch. Whatever
-    speaks of an attempt or a checkpoint says which one by this."""
+    """What names an attempt or a checkpoint everywhere: the step that it saves, the epoch of its
+    writer, and the number of the attempt in that epoch."""
 
     step: int
     epoch: int

@@ -34,7 +34,7 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The folders that go, in the order in which they do."""
 
     lacking: str | None
-    """In words, that no checkpoint has the metric of a best-k rule: then it keeps all."""
+    """Says, in words, that no checkpoint has the metric of a best-k rule, which then keeps all."""
 
     @property
     def freed_bytes(self) -> int:

@@ -86,14 +86,9 @@ def decide(
     _by_rule(reasons, good, keep)
     if keep.abandoned:
         for item in listed:
-            if item.error is not None:
-                reasons[item.folder].append("its manifest cannot be read: kept as evidence")
-            elif item.superseded_by is not None:
-                continue
-            elif item.incomplete is not None:
-                reasons[item.folder].append(f"incomplete ({item.incomplete}): kept as evidence")
-            elif not item.on_lineage:
-                reasons[item.folder].append("on an abandoned branch: kept as evidence")
+            flaw = _flaw(item)
+            if flaw and (item.error is not None or item.superseded_by is None):
+                reasons[item.folder].append(f"{flaw}: kept as evidence")
     _by_reference(reasons, listed)
     return tuple(
         Verdict(
@@ -157,7 +152,7 @@ def missing_metric(listed: Sequence[Listed], keep: Keep) -> str | None:
 
 
 def _best(good: Sequence[Listed], metric: str, keep: Keep) -> list[Listed]:
-    """Best first; what has no number there, or nan, is not among them."""
+    """The checkpoints with a number as that metric, best first; nan is no number."""
     sign = 1 if keep.mode == "min" else -1
     ranked = []
     for place, item in enumerate(good):
@@ -176,7 +171,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _by_reference(reasons: dict[str, list[str]], listed: Sequence[Listed]) -> None:
-    """Keep what kept ones need, and what those need in turn: a kept manifest stays whole."""
+    """Keep what kept checkpoints need, and what those need in turn, so that each stays whole."""
     by_folder = {item.folder: item for item in listed}
     waiting = [item for item in listed if reasons[item.folder]]
     while waiting:
@@ -196,8 +191,13 @@ def _add(reasons: dict[str, list[str]], items: Iterable[Listed], reason: str) ->
 def _why_not(item: Listed) -> str:
     if item.superseded_by is not None:
         return f"its step was saved again in {item.superseded_by}"
+    return _flaw(item) or "no rule keeps it"
+
+
+def _flaw(item: Listed) -> str:
+    """Why no rule counts that checkpoint; "" for a good one on the lineage."""
     if item.error is not None:
         return "its manifest cannot be read"
     if item.incomplete is not None:
         return f"incomplete ({item.incomplete})"
-    return "no rule keeps it" if item.on_lineage else "on an abandoned branch"
+    return "" if item.on_lineage else "on an abandoned branch"

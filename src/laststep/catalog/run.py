@@ -32,7 +32,7 @@ from laststep.catalog.names import (
     format_folder,
     parse_folder,
 )
-from laststep.errors import Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
+from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
 from laststep.format.manifest import Abort, Commit
 from laststep.format.versions import Versioned, refuse_later
 from laststep.terms import FORMAT_VERSION
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who this run is."""
+    """The content of `run.json`, by which a run is known."""
 
     format: int
     run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -67,7 +67,7 @@ class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     """Of the trainer, which may be dead while its flusher finishes."""
     shares_pids: bool
-    """Whether that number means the same in this process."""
+    """Whether `pid` means the same process here."""
     attempts: tuple[str, ...]
 
 
@@ -118,20 +118,17 @@ class Run:
 
     def checkpoints(self) -> tuple[Listed, ...]:
         """All committed checkpoints in the order of commits, on the lineage or not."""
-        return self._checkpoints(ScanDepth.NOTHING)
+        return self._listed(self._scanner.scan())
 
-    def _checkpoints(self, through: ScanDepth) -> tuple[Listed, ...]:
-        found = self._scanner.scan(through)
-        return listing.checkpoints(found, self._chain(found))
+    def _listed(self, scanned: tuple[ScannedAttempt, ...]) -> tuple[Listed, ...]:
+        committed = [item.name for item in scanned if item.is_committed]
+        return listing.checkpoints(scanned, self._chain(committed, lambda _: True))
 
-    def _chain(self, found: tuple[ScannedAttempt, ...]) -> Chain:
-        committed = [item.name for item in found if item.is_committed]
-        return self._chain_of(committed, lambda _: True)
-
-    def _chain_of(
+    def _chain(
         self, names: Iterable[AttemptName], is_committed: Callable[[AttemptName], bool]
     ) -> Chain:
-        """The chain of what is left, asking for as few of these as will do."""
+        """The epochs of the lineage, given the attempts that there are. Asks of as few of them as
+        possible whether they are committed, newest first."""
         newest_first = sorted(names, key=lambda name: name.point, reverse=True)
 
         def is_there(link: Link) -> bool:
@@ -145,15 +142,12 @@ class Run:
     def look(self) -> tuple[tuple[Listed, ...], tuple[OpenAttempt, ...]]:
         """The committed checkpoints and the undecided attempts, as they were at one look, which
         goes through all folders: for a person, or before a deletion."""
-        found = self._scanner.scan(ScanDepth.ALL)
-        return (
-            listing.checkpoints(found, self._chain(found)),
-            listing.attempts(found, self._epochs),
-        )
+        scanned = self._scanner.scan(ScanDepth.ALL)
+        return self._listed(scanned), listing.attempts(scanned, self._epochs)
 
     def lineage(self) -> tuple[Listed, ...]:
-        """Those that the present state descends from, oldest first; unreadable and incomplete ones
-        too."""
+        """The checkpoints that the present state descends from, oldest first; also those that are
+        unreadable or incomplete."""
         return tuple(item for item in self.checkpoints() if item.on_lineage)
 
     def newest(self) -> Listed | None:
@@ -161,11 +155,11 @@ class Run:
         no more folders than it has to."""
         folders = dict(self._scanner.folders())
         look = functools.cache(lambda name: self._scanner.look(name, folders[name]))
-        chain = self._chain_of(folders, lambda name: look(name).is_committed)
+        chain = self._chain(folders, lambda name: look(name).is_committed)
         for name in reversed(lineage.order(folders, chain)):
-            found = look(name)
-            if found.is_committed:
-                (listed,) = listing.checkpoints((found,), chain)
+            attempt = look(name)
+            if attempt.is_committed:
+                (listed,) = listing.checkpoints((attempt,), chain)
                 if listed.is_whole:
                     return listed
         return None
@@ -199,7 +193,7 @@ class Run:
     # Writing
 
     def newest_point(self) -> Point:
-        """See `newest_point`. What is listed after this holds that, or something newer."""
+        """See `newest_point`. A listing made after this call holds that commit, or a newer one."""
         return newest_point(self.store)
 
     def claim_epoch(
@@ -229,10 +223,10 @@ class Run:
 
     def _end_older(self, successor: int) -> None:
         """Remove or give up the attempts of dead writers."""
-        found = self._scanner.scan_undecided(ScanDepth.ATTEMPTS)
-        dead = cleaning.attempts_of_the_dead(self._epochs, found, now_s=time.time())
+        scanned = self._scanner.scan_undecided(ScanDepth.ATTEMPTS)
+        dead = cleaning.attempts_of_the_dead(self._epochs, scanned, now_s=time.time())
         gone = {orphan.name for orphan in self._remove(dead)}
-        for item in listing.attempts(found, self._epochs):
+        for item in listing.attempts(scanned, self._epochs):
             if item.epoch < successor and not item.alive and item.folder not in gone:
                 self._give_up_for(successor, item.folder)
 
@@ -253,8 +247,8 @@ class Run:
             )  # fmt: skip
 
     def _check_unchanged(self, seen: Point, writer: Trainer) -> None:
-        """`Aborted` if another start has committed anything since: it would be abandoned, and what
-        is to be continued may be pruned by now."""
+        """`Aborted` if another start has committed anything after `seen`: that commit would be
+        abandoned, and what this writer continues may be pruned by now."""
         later = sorted((n for n in self._scanner.names() if n.point > seen), key=lambda n: n.point)
         for name in reversed(later):
             if not self._epochs.is_of(name.epoch, writer) and _is_committed(self.store, name):
@@ -281,8 +275,8 @@ class Run:
         if not any(_is_committed(self.store, name) for name in there):
             return
         # By the records alone: what a writer passes over that continues nothing, it does not own.
-        found = self._scanner.scan(ScanDepth.ALL)
-        for item in listing.checkpoints(found, self._epochs.chain()):
+        scanned = self._scanner.scan(ScanDepth.ALL)
+        for item in listing.checkpoints(scanned, self._epochs.chain()):
             if item.on_lineage and item.step == step and item.is_whole:
                 raise Exists(
                     f"step {step} has been saved already",
@@ -304,11 +298,11 @@ class Run:
             )  # fmt: skip
         folder = format_folder(step=step, epoch=epoch, attempt=attempt)
         self.store.make_folder(folder)
-        newest = max(self._epochs.numbers(), default=0)
-        if newest > epoch:
-            taken_by = self._epochs.described(newest)
-            decision.abort(self.store, folder, f"the run was taken over by {taken_by}")
-            raise self._epochs.superseded(newest, expected=f"epoch {epoch} to be the newest")
+        try:
+            self.check_newest(epoch)
+        except Aborted as error:
+            decision.abort(self.store, folder, f"the run was taken over by {error.found}")
+            raise
         return folder
 
     def commit(self, folder: str, commit: Commit) -> None:
@@ -344,8 +338,8 @@ class Run:
     def orphans(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
         """What crashes left behind and no live writer can want."""
         now = time.time() if now_s is None else now_s
-        found = self._scanner.scan(ScanDepth.ATTEMPTS)
-        return cleaning.orphans(self.store, self._epochs, found, now_s=now)
+        scanned = self._scanner.scan(ScanDepth.ATTEMPTS)
+        return cleaning.orphans(self.store, self._epochs, scanned, now_s=now)
 
     def clean(self, *, now_s: float | None = None) -> tuple[Orphan, ...]:
         """Remove the orphans; returns those that are gone. Failing costs disk space and is logged:
@@ -394,7 +388,7 @@ def newest_point(store: Store) -> Point:
 
 
 def _is_committed(store: Store, name: AttemptName) -> bool:
-    """Whether it counts as a checkpoint: an unreadable manifest does, as in a listing."""
+    """Whether an attempt counts as a checkpoint; as in a listing, an unreadable manifest does."""
     try:
         return isinstance(decision.read(store, name.folder), Commit)
     except StorageFailed:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import decision, names
-from laststep.catalog.epochs import new_start
+from laststep.catalog.epochs import make_folder, new_start
 from laststep.catalog.run import newest_point
-from laststep.errors import Exists, LaststepError
+from laststep.errors import LaststepError
 
 if TYPE_CHECKING:
     from laststep.catalog.lineage import Point
@@ -41,7 +41,7 @@ class AnnouncedSaves(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start:
-    """The trainer's side. Any thread may call; nothing is written before the first save."""
+    """A start, in its trainer. Any thread may call; nothing is written before the first save."""
 
     def __init__(self, store: Store) -> None:
         self.writer = new_start()
@@ -49,7 +49,7 @@ class Start:
         self._mutex = threading.Lock()
         self._witness: Lock | None = None
         self._told = False
-        """Whether the log says that a mark failed: where there are no such locks, all do."""
+        """Whether the log has said that a mark failed: without such locks every one does."""
 
     @property
     def witness_name(self) -> str:
@@ -57,7 +57,7 @@ class Start:
         return names.witness_name(self.writer.start, self.writer.pid)
 
     def newest_point(self) -> Point:
-        """What a start sees that continues from nothing."""
+        """The newest point of the run, for a start that has not restored."""
         return newest_point(self._store)
 
     def announce(self, save: int) -> int | None:
@@ -65,7 +65,9 @@ class Start:
         cannot be done: then a restore may miss what a trainer announced just before it died."""
         with self._mutex:
             try:
-                self._witness = self._witness or self._made()
+                if self._witness is None:
+                    make_folder(self._store)
+                    self._witness = self._store.lock(self.witness_name)
                 self._witness.mark(save)
             except LaststepError as error:
                 if not self._told:
@@ -75,27 +77,22 @@ class Start:
             return self._witness.fileno()
 
     def over(self, save: int) -> None:
-        """It is known how that save ended."""
+        """Clear the mark of a save: it is known how it ended."""
         with self._mutex:
             if self._witness is not None:
                 with contextlib.suppress(LaststepError):  # it goes with this process at the latest
                     self._witness.clear(save)
 
     def has_committed(self, folder: str) -> bool:
-        """Whether that attempt, which nobody decides about any more, is committed; and durable, if
-        it is."""
+        """Whether that attempt, which nobody decides about any more, is committed; if so, it is now
+        durable too."""
         return decision.standing(self._store, folder) is not None
 
     def close(self) -> None:
-        """No more saves: the witness goes."""
+        """Remove the witness: there will be no more saves."""
         with self._mutex:
             if self._witness is not None:
                 forget(self._store, self.witness_name, self._witness)
-
-    def _made(self) -> Lock:
-        with contextlib.suppress(Exists):
-            self._store.make_folder(names.EPOCHS_FOLDER)
-        return self._store.lock(self.witness_name)
 
 
 def forget(store: Store, witness: str, lock: Lock) -> None:
@@ -107,7 +104,7 @@ def forget(store: Store, witness: str, lock: Lock) -> None:
 
 def coming(store: Store) -> tuple[AnnouncedSaves, ...]:
     """The saves that are announced now."""
-    found = []
+    announced = []
     for name in store.file_names(names.EPOCHS_FOLDER):
         pid = names.parse_witness(name)
         if pid is None:
@@ -117,12 +114,12 @@ def coming(store: Store) -> tuple[AnnouncedSaves, ...]:
             place for first, last in store.marked(path) for place in range(first, last + 1)
         )
         if places:
-            found.append(AnnouncedSaves(witness=path, pid=pid, places=places))
-    return tuple(found)
+            announced.append(AnnouncedSaves(witness=path, pid=pid, places=places))
+    return tuple(announced)
 
 
 def still_coming(store: Store, before: AnnouncedSaves) -> bool:
-    """Whether any of those is not over."""
+    """Whether any of these saves is not over yet."""
     return any(
         first <= place <= last
         for first, last in store.marked(before.witness)
