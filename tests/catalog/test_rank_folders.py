@@ -261,9 +261,9 @@ def test_debris_beside_the_manifests_of_groups_goes_and_all_else_stays(
     write: Write, run: Run, tmp_path: Path
 ) -> None:
     folder, _ = write(deep=True)
-    debris = tmp_path / "run" / folder / "groups" / "r00000.json.tmp-1"
+    debris = tmp_path / "run" / folder / "groups" / "r00000.json.tmp-111111111111"
     debris.write_bytes(b"")
-    within = tmp_path / "run" / folder / "r00000.tmp-2"
+    within = tmp_path / "run" / folder / "r00000.tmp-222222222222"
     within.mkdir()
     (within / "file").write_bytes(b"1")
     now_s = debris.stat().st_mtime + 2 * QUIET_S
@@ -299,7 +299,7 @@ def outside(tmp_path: Path) -> Path:
     """A folder that is not in the run, with old files that look like debris and like data."""
     outside = tmp_path / "outside"
     outside.mkdir()
-    for name in ("precious", "x.tmp-1", "m-r00003.safetensors"):
+    for name in ("precious", "x.tmp-111111111111", "m-r00003.safetensors"):
         (outside / name).write_bytes(bytes(SIZE))
     return outside
 
@@ -314,12 +314,12 @@ def test_a_linked_folder_is_not_looked_into_and_only_the_link_is_deleted(
     size = bytes_in(place)
     for inner in (place, place / "r00000"):
         (inner / "elsewhere").symlink_to(outside)
-        (inner / "y.tmp-2").symlink_to(outside)
+        (inner / "y.tmp-222222222222").symlink_to(outside)
         (inner / "loop").symlink_to(inner / "loop")
         (inner / "nowhere").symlink_to(inner / "gone")
     assert run.look()[0][0].stored_bytes == size
     now_s = outside.stat().st_mtime + 2 * QUIET_S
-    assert f"{folder}/y.tmp-2" in [one.name for one in run.clean(now_s=now_s)]
+    assert f"{folder}/y.tmp-222222222222" in [one.name for one in run.clean(now_s=now_s)]
     assert plan_prune(run, Keep(last=1)).execute() == (folder,)
     assert not place.exists()
     assert len(list(outside.iterdir())) == 3
@@ -345,7 +345,7 @@ def test_a_checkpoint_that_is_a_link_stays_and_does_not_keep_others_from_going(
     for name in (folders[1], left):
         (tmp_path / "run" / name).rename(tmp_path / name)
         (tmp_path / "run" / name).symlink_to(tmp_path / name)
-    debris = tmp_path / folders[1] / "x.tmp-1"
+    debris = tmp_path / folders[1] / "x.tmp-111111111111"
     debris.write_bytes(b"")
     plan = plan_prune(run, Keep(last=1))
     assert plan.execute() == (folders[0],)

@@ -172,11 +172,31 @@ def test_an_attempt_that_cannot_be_given_up_stops_no_successor(
             raise StorageFailed("cannot create", where=name, found="Permission denied")
         create(store, name, data)
 
+    def stays(_store: DirectoryStore, name: str) -> None:
+        raise StorageFailed("cannot delete", where=name, found="Permission denied")
+
     monkeypatch.setattr(DirectoryStore, "create", refused)
+    monkeypatch.setattr(DirectoryStore, "delete_folder", stays)
     second = run.claim_epoch(None)
     assert f"cannot give up {stuck}" in caplog.text
     assert [one.folder for one in run.attempts()] == [stuck]
     save(run, 1, second, 1)
+
+
+def test_what_a_dead_writer_left_goes_though_the_disk_is_full_of_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = run.begin(step=1, epoch=run.claim_epoch(None), attempt=1)
+    create = DirectoryStore.create
+
+    def full(store: DirectoryStore, name: str, data: bytes) -> None:
+        if left in store.folder_names(""):
+            raise StorageFailed("cannot create", where=name, found="No space left on device")
+        create(store, name, data)
+
+    monkeypatch.setattr(DirectoryStore, "create", full)
+    assert run.claim_epoch(None) == 2
+    assert left not in run.store.folder_names("")
 
 
 def test_what_cannot_be_removed_stops_nothing_else_from_being(

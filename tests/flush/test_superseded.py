@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -108,3 +109,28 @@ def test_a_job_that_missed_a_save_restores_again_before_it_takes_over(run_folder
     first.close()
     second.close()
     assert laststep.open(run_folder).steps() == [2, 3]
+
+
+def test_retention_does_not_take_what_was_resumed_from_meanwhile(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_prune = epoch.plan_prune
+    planned, resumed = threading.Event(), threading.Event()
+
+    def late(run: Run, *arguments: object, **more: object) -> object:
+        plan = plan_prune(run, *arguments, **more)
+        if plan.deletions:
+            planned.set()
+            assert resumed.wait(PATIENCE_S)
+        return plan
+
+    monkeypatch.setattr(epoch, "plan_prune", late)
+    state, keep = {"t": torch.zeros(5)}, laststep.Keep(last=1)
+    with laststep.Checkpointer(run_folder, state=state, keep=keep, flush="thread") as checkpointer:
+        checkpointer.save(1).wait(PATIENCE_S)
+        checkpointer.save(2).wait(PATIENCE_S)
+        assert planned.wait(PATIENCE_S)
+        assert checkpointer.restore(1).step == 1
+        checkpointer.save(7)  # the flusher has heard of it before that
+        resumed.set()
+    assert 1 in laststep.open(run_folder).steps()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,7 +20,7 @@ import msgspec
 from laststep.catalog import decision
 from laststep.catalog.epochs import Epochs, is_here
 from laststep.catalog.names import EPOCHS_FOLDER, parse_folder, parse_witness
-from laststep.errors import Corrupt
+from laststep.errors import Corrupt, StorageFailed
 from laststep.format.manifest import Abort
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ _log = logging.getLogger(__name__)
 QUIET_S = 3600.0
 """How long nothing must have changed, where nothing better shows that a writer is dead."""
 
-_TEMPORARY = ".tmp-"
+_TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
+"""What a store names files that it makes, and folders that it deletes; a user's names are his."""
 
 
 class RemovalReason(enum.Enum):
@@ -98,9 +100,7 @@ def remove(store: Store, orphan: Orphan) -> bool:
     writer could commit what is half gone. `delete_folder` takes the folder's name away first, the
     abort with it, and in a folder without a name nobody can commit.
     """
-    if orphan.why is RemovalReason.DEAD_WRITER and not isinstance(
-        decision.abort(store, orphan.name, f"{orphan.why.value}; cleaned up"), Abort
-    ):
+    if orphan.why is RemovalReason.DEAD_WRITER and not _gave_up(store, orphan):
         return False
     if orphan.is_folder:
         store.delete_folder(orphan.name)
@@ -109,6 +109,16 @@ def remove(store: Store, orphan: Orphan) -> bool:
     level = logging.WARNING if orphan.why is RemovalReason.DEAD_WRITER else logging.INFO
     _log.log(level, "removed %s (%s, %d bytes)", orphan.name, orphan.why.value, orphan.size_bytes)
     return True
+
+
+def _gave_up(store: Store, orphan: Orphan) -> bool:
+    """Give an undecided attempt up; returns False where it turned out to be committed."""
+    try:
+        decided = decision.abort(store, orphan.name, f"{orphan.why.value}; cleaned up")
+    except StorageFailed:
+        # A full disk has no room for a decision either; without its folder nobody can commit.
+        decided = decision.read(store, orphan.name) or Abort(reason=orphan.why.value, by="")
+    return isinstance(decided, Abort)
 
 
 class _Liveness(enum.Enum):
@@ -150,7 +160,7 @@ def _debris(entries: Iterable[StoreEntry], folder: str, now_s: float) -> list[Or
             size_bytes=entry.size_bytes,
         )
         for entry in entries
-        if _TEMPORARY in entry.name.rpartition("/")[2]
+        if _TEMPORARY.fullmatch(entry.name)
         and (now_s - entry.modified_s > QUIET_S or _is_half_deleted(entry, folder))
     ]
 
@@ -158,5 +168,6 @@ def _debris(entries: Iterable[StoreEntry], folder: str, now_s: float) -> list[Or
 def _is_half_deleted(entry: StoreEntry, folder: str) -> bool:
     """Whether it is a checkpoint or an attempt whose deletion has begun. Nobody wants it back, and
     whoever may still be deleting it does not mind help."""
-    named = parse_folder(entry.name.partition(_TEMPORARY)[0])
+    name = _TEMPORARY.fullmatch(entry.name)
+    named = None if name is None else parse_folder(name[1])
     return not folder and entry.is_folder and not entry.is_link and named is not None

@@ -204,8 +204,9 @@ class Run:
         writer: Trainer | None = None,
         orphan: bool = False,
     ) -> int:
-        """Become the writer: take the next epoch, then give up what older, dead writers left open,
-        and remove it where they are known to be dead: it may be what fills the disk.
+        """Become the writer: take the next epoch, then give up what older writers left open, none
+        of which can be committed after that. What the dead left is removed: it may be what fills
+        the disk.
 
         `Aborted` unless the newest epoch and its last commit are those that were `seen` when it was
         decided to continue from there (None: that was just now); see `epochs`. `writer` is the
@@ -215,47 +216,62 @@ class Run:
         seen, writer = seen or self.newest_point(), writer or this_writer()
         # Who continues from a commit has seen it, though it may have come after the first look.
         seen = max(seen, continues or seen)
-        self._check_unchanged(seen, writer)
-        number = self._epochs.claim(continues, seen=seen[0], writer=writer, orphan=orphan)
-        self._end_older(number)
-        _log.info("epoch %d of %s continues from %s", number, self.store.url, continues)
-        return number
+        late = self._committed_since(seen, writer)
+        if late is None:
+            number = self._claim(continues, seen=seen[0], writer=writer, orphan=orphan)
+            self._end_older(number)
+            late = self._committed_since(seen, writer)
+            if late is None:
+                _log.info("epoch %d of %s continues from %s", number, self.store.url, continues)
+                return number
+            # Somebody was told of that commit before he could know of this epoch, which leaves it
+            # out. Another one brings it back.
+            self._epochs.claim(late.point, seen=number, writer=writer, orphan=orphan)
+        raise self._epochs.superseded(
+            late.epoch, expected="nothing to be saved since this job looked at the run",
+            saved=late.folder,
+        )  # fmt: skip
+
+    def _claim(self, continues: Point | None, *, seen: int, writer: Trainer, orphan: bool) -> int:
+        try:
+            return self._epochs.claim(continues, seen=seen, writer=writer, orphan=orphan)
+        except StorageFailed:
+            # There may be no room for a record beside what the dead have left.
+            scanned = self._scanner.scan_undecided(ScanDepth.ATTEMPTS)
+            dead = cleaning.attempts_of_the_dead(self._epochs, scanned, now_s=time.time())
+            if not self._remove(dead):
+                raise
+            return self._epochs.claim(continues, seen=seen, writer=writer, orphan=orphan)
 
     def _end_older(self, successor: int) -> None:
-        """Remove or give up the attempts of dead writers."""
+        """Remove the attempts of dead writers, and give up those of others. A live one that looked
+        for newer epochs before this one was there finds that when it commits."""
         scanned = self._scanner.scan_undecided(ScanDepth.ATTEMPTS)
         dead = cleaning.attempts_of_the_dead(self._epochs, scanned, now_s=time.time())
         gone = {orphan.name for orphan in self._remove(dead)}
         for item in listing.attempts(scanned, self._epochs):
-            if item.epoch < successor and not item.alive and item.folder not in gone:
+            if item.epoch < successor and item.folder not in gone:
                 self._give_up_for(successor, item.folder)
 
     def _give_up_for(self, successor: int, folder: str) -> None:
-        """Give up what a dead writer left open. Where that fails the successor goes on: a writer
-        that was only asleep still sees the newer epoch before it commits."""
+        """Give up an attempt of an older epoch; a commit that came first stands."""
+        reason = f"the run was taken over by {self._epochs.described(successor)}"
         try:
-            decided = decision.abort(
-                self.store, folder, f"epoch {successor} has taken over from a dead writer"
-            )
+            decided = decision.abort(self.store, folder, reason)
         except LaststepError as error:
-            _log.warning("cannot give up %s, whose writer is dead: %s", folder, error)
+            _log.warning("cannot give up %s, which was under way: %s", folder, error)
             return
         if isinstance(decided, Abort):
-            _log.warning(
-                "gave up %s, which has no manifest and whose writer elsewhere holds no lock: it is "
-                "removed when nothing in it has changed for an hour", folder,
-            )  # fmt: skip
+            _log.warning("gave up %s, which was under way in an older epoch", folder)
 
-    def _check_unchanged(self, seen: Point, writer: Trainer) -> None:
-        """`Aborted` if another start has committed anything after `seen`: that commit would be
-        abandoned, and what this writer continues may be pruned by now."""
+    def _committed_since(self, seen: Point, writer: Trainer) -> AttemptName | None:
+        """The newest commit after `seen` of another start: who goes on from there would abandon it,
+        and what he continues may be pruned by now."""
         later = sorted((n for n in self._scanner.names() if n.point > seen), key=lambda n: n.point)
         for name in reversed(later):
             if not self._epochs.is_of(name.epoch, writer) and _is_committed(self.store, name):
-                raise self._epochs.superseded(
-                    name.epoch, expected="nothing to be saved since this job looked at the run",
-                    saved=name.folder,
-                )  # fmt: skip
+                return name
+        return None
 
     def check_newest(self, epoch: int) -> None:
         """`Aborted` if another writer has taken a newer epoch."""

@@ -85,16 +85,21 @@ class WriterEpoch:
         checkpoint that was just committed."""
         if self._keep is None and not overwritten:
             return
-        run = self.run
+        run, asked = self.run, self._continues
+
+        def check() -> None:
+            run.check_newest(at.epoch)  # what a successor continues from is not ours to judge
+            if self._continues is not asked:
+                raise Aborted("the run goes on from another checkpoint by now")
+
         try:
             # Without any rule everything stays, except what was overwritten.
-            plan = plan_prune(run, self._keep or Keep(), resumed_from=self._continues.resumed_from)
+            plan = plan_prune(run, self._keep or Keep(), resumed_from=asked.resumed_from)
             if plan.lacking is not None:
                 tell(NoMetric(reason=plan.lacking))
             steps = {verdict.folder: verdict.step for verdict in plan.verdicts}
             plan.execute(
-                # What a successor continues from is not this writer's to judge.
-                before=lambda: run.check_newest(at.epoch),
+                before=check,
                 each=lambda gone: tell(Removed(step=steps[gone], folder=gone)),
             )
         except (LaststepError, OSError) as error:

@@ -261,6 +261,7 @@ class Flusher:
         while True:
             save = self._order.get()
             if save is None:
+                self._epoch.clean()
                 return
             save.wait_for_all_chunks()
             try:
