@@ -248,7 +248,7 @@ class Checkpointer(single.OnlyOne):
                 self._announce(save.handle, plan.tensor_bytes, len(taken.pieces))
                 self._client.begin(save, plan, taken.sealing(plan))
             else:
-                agreement = self._team.agreements.on(self._sharing.table(taken))
+                agreement = self._team.agreements.on(self._sharing.table(taken), save.handle.step)
                 taken, objects = self._sharing.own(taken, agreement)
                 plan = self._plans.plan(taken.specs, rank=self._rank, objects=objects)
                 self._announce(save.handle, plan.tensor_bytes, len(taken.pieces))

@@ -269,6 +269,57 @@ def test_a_rank_that_alone_calls_restore_says_whom_it_waits_for(
     job.close()
 
 
+def test_a_rank_that_alone_calls_its_first_save_says_whom_it_waits_for(
+    start_job: Callable[..., Job], run_folder: Path
+) -> None:
+    job = start_job(3)
+    job.open(run_folder, deadline_s=LONG_S)
+    for step, (late, tells) in enumerate([(1, [0]), (0, [1, 2])]):
+        job.tell(f"try {step}", [rank for rank in range(3) if rank != late])
+        told = f"save() waits for rank {late}, for 30 s at most: every rank has to call it"
+        for number in tells:
+            log = job.ranks[number].log
+            wait_until(lambda log=log, told=told: told in log.read_text())
+            log.write_text("")
+        assert "waits for" not in "".join(job.ranks[n].log.read_text() for n in range(3))
+        job.tell(f"try {step}", [late])
+        for rank in job.ranks:
+            rank.hear("committed", str(step))
+            rank.do("grow")
+    job.close()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_takes_no_part_in_the_first_save_is_heard_at_once(
+    number: int, start_job: Callable[..., Job], run_folder: Path
+) -> None:
+    """Though the others wait to hear what it holds, and may try the same step again."""
+    job = start_job(3)
+    job.open(run_folder, deadline_s=LONG_S)
+    for _ in range(2):
+        job.ranks[number].do("fail")
+        errors = job.fails(1)
+        assert "ZeroDivisionError as asked" in errors[number]
+        assert all(f"rank {number}: as asked" in errors[other] for other in others_than(number))
+    job.save(1)
+    job.close()
+    check(run_folder, [1], ranks=3)
+
+
+def test_a_rank_that_takes_no_part_in_one_save_is_not_heard_in_the_next(
+    start_job: Callable[..., Job], run_folder: Path
+) -> None:
+    """It has told of step 1, while the first rank, which was late, goes on with step 2."""
+    job = start_job(2)
+    job.open(run_folder, deadline_s=LONG_S)
+    job.ranks[1].do("fail")
+    job.ranks[1].tell("try 1")
+    assert "as asked" in job.ranks[1].failed()
+    job.save(2)
+    job.close()
+    check(run_folder, [2])
+
+
 def test_a_rank_that_skips_a_save_makes_all_give_it_up(
     start_job: Callable[..., Job], run_folder: Path
 ) -> None:

@@ -5,12 +5,17 @@ table that is new, one rank that has it leaves it there. That is done again only
 changes. A rank whose own has not changed hears of it by the way, while one of its saves is under
 way. The first rank counts how often that was done; a rank that was late or took no part finds the
 next one by what the first rank has left.
+
+A rank that takes no part in a save says so to those who wait to hear what it holds. Which save that
+is follows from the first rank's numbers, as in the save itself (`member`): it is the first of that
+step that this rank has not been through.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -18,12 +23,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES
+from laststep.commit.receipts import CurrentRound
 from laststep.errors import Aborted
 from laststep.plan.tables import Agreement, Table, agree, decode_table, digest_of, encode_table
 from laststep.process import interrupts
+from laststep.ranks import missing_ranks
 from laststep.terms import listed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from laststep.ranks.board import Board
     from laststep.ranks.rank import Rank
 
@@ -64,11 +73,25 @@ def on_some_ranks(agreement: Agreement) -> dict[str, tuple[int, ...]]:
     }
 
 
+class _Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What the first rank calls the others for: a save of that step, the first after its save of
+    that number."""
+
+    step: int
+    led: int
+
+
 class _GatheredDigests(msgspec.Struct, frozen=True, kw_only=True):
     """What the first rank says: the digests of all, or who is missing."""
 
     digests: bytes = b""
     problem: str = ""
+    refused: bool = False
+    """The problem is a rank's that takes no part, and says so."""
+
+
+class _Refused(Exception):
+    """A rank takes no part, for that reason."""
 
 
 class Agreements:
@@ -87,11 +110,17 @@ class Agreements:
         self._agreement: Agreement | None = None
         self._tables: dict[bytes, Table] = {}
         self._called_s: float | None = None
+        self._refused = 0
+        """The last one that this rank has refused to take part in."""
+        self.known: Callable[[], int | None] = lambda: None
+        """The number of the first rank's last save that this rank has been through; None while a
+        save of this rank's is under way. A later one is the next save's."""
         self._on_some: dict[str, tuple[int, ...]] = {}
         """The items of some ranks that the log tells of."""
 
-    def on(self, table: Table) -> Agreement:
-        """What the job holds, when this rank holds that. Waits for the others if it is new."""
+    def on(self, table: Table, step: int) -> Agreement:
+        """What the job holds, when this rank holds that, for a save of that step. Waits for the
+        others if it is new."""
         while not self._lock.acquire(timeout=interrupts.LOOK_S):
             interrupts.let_in()
         try:
@@ -99,7 +128,7 @@ class Agreements:
                 self._table = table
                 return self._agreement
             self._table, self._data = table, encode_table(table)
-            return self._agree()
+            return self._agree(step)
         finally:
             self._lock.release()
 
@@ -116,7 +145,24 @@ class Agreements:
             self._called_s = self._called_s or time.monotonic()
             if time.monotonic() - self._called_s >= self._grace_s:
                 self._called_s = None
-                self._agree()
+                self._agree(None)
+        finally:
+            self._lock.release()
+
+    def refuse(self, step: int, known: int, why: str) -> None:
+        """This rank takes no part in its present save. Tell the first rank, if it waits to hear
+        what this one holds, for a save of that step, and has led none since that number."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._agreement is not None:
+                return  # then it takes part in this all the same
+            generation = self._settled()[0] + 1
+            note = self.board.look(f"a/{generation}/for")
+            call = None if note is None else msgspec.msgpack.decode(note, type=_Call)
+            if call and call.step == step and call.led <= known and generation > self._refused:
+                self._refused = generation
+                self.board.put(f"a/{generation}/refused", why.encode())
         finally:
             self._lock.release()
 
@@ -129,7 +175,7 @@ class Agreements:
         """When nobody asks any more."""
         self.board.close()
 
-    def _agree(self) -> Agreement:
+    def _agree(self, step: int | None) -> Agreement:
         self._agreement = None
         mine = digest_of(self._data)
         # One deadline for all of it: the first rank tells by then who is missing, the others wait a
@@ -139,13 +185,13 @@ class Agreements:
         if not self._rank.is_first:
             told_by_s += margin_s(self._deadline_s) / 2
         call = self._lead if self._rank.is_first else self._follow
-        generation, told = call(mine, told_by_s)
+        generation, told = call(mine, step, told_by_s)
         if told.problem:
             self._generation = generation
+            if told.refused:
+                raise Aborted(told.problem)
             raise Aborted(
-                "the ranks of this job did not all describe their state",
-                found=told.problem,
-                remedy=ABSENT,
+                "not all ranks of this job came to this save", found=told.problem, remedy=ABSENT
             )
         digests = _cut(told.digests)
         if digests.index(mine) == self._rank.number:
@@ -179,29 +225,71 @@ class Agreements:
                 )  # fmt: skip
         self._on_some = found
 
-    def _lead(self, mine: bytes, until_s: float) -> tuple[int, _GatheredDigests]:
+    def _lead(self, mine: bytes, step: int | None, until_s: float) -> tuple[int, _GatheredDigests]:
         """Collect the digests of all ranks, as the first of them, and tell."""
         self._generation += 1  # whatever comes of it: nobody can join this one later
         name = f"a/{self._generation}"
         self.board.put(f"{name}/called", b"1")
         self.board.put(f"{name}/0", mine)
         names = [f"{name}/{rank}" for rank in range(self._rank.ranks)]
-        notes = self.board.wait_all(names, until_s)
-        missing = [rank for rank, one in enumerate(names) if one not in notes]
-        if missing:
-            shown = listed(map(self.last_of, missing))
-            told = _GatheredDigests(problem=f"nothing from {shown} within {self._deadline_s:g} s")
+        tell = self._impatience(names)
+        led: int | None = None
+
+        def meanwhile() -> None:
+            nonlocal led
+            if step is not None and led is None and (led := self.known()) is not None:
+                note = msgspec.msgpack.encode(_Call(step=step, led=led))
+                self.board.put(f"{name}/for", note)
+            if (why := self.board.look(f"{name}/refused")) is not None:
+                raise _Refused(why.decode())
+            tell()
+
+        try:
+            notes = self.board.wait_all(names, until_s, meanwhile=meanwhile)
+        except _Refused as refused:
+            told = _GatheredDigests(problem=str(refused), refused=True)
         else:
-            told = _GatheredDigests(digests=b"".join(notes[one] for one in names))
+            told = self._gathered([notes.get(one) for one in names])
         self.board.put(f"{name}/all", msgspec.msgpack.encode(told))
         return self._generation, told
 
-    def _follow(self, mine: bytes, until_s: float) -> tuple[int, _GatheredDigests]:
-        """Leave one's digest where the first rank looks for it, and hear those of all."""
+    def _gathered(self, notes: Sequence[bytes | None]) -> _GatheredDigests:
+        """What the first rank has heard of each, or who is missing."""
+        missing = [rank for rank, note in enumerate(notes) if note is None]
+        if missing:
+            shown = listed(map(self.last_of, missing))
+            return _GatheredDigests(problem=f"nothing from {shown} within {self._deadline_s:g} s")
+        return _GatheredDigests(digests=b"".join(note for note in notes if note is not None))
+
+    def _impatience(self, names: Sequence[str]) -> Callable[[], None]:
+        """Called now and then, it tells once, after a few seconds, whose notes are not there."""
+        due_s = time.monotonic() + missing_ranks.PATIENCE_S
+
+        def look() -> None:
+            nonlocal due_s
+            if time.monotonic() >= due_s:
+                due_s = math.inf
+                there = self.board.look_all(names)
+                late = [rank for rank, name in enumerate(names) if name not in there]
+                if late:
+                    missing_ranks.tell("save()", late, self._deadline_s)
+
+        return look
+
+    def _settled(self) -> tuple[int, _GatheredDigests | None]:
+        """The last one that is settled, and how, if that was without this rank, or while it was
+        late."""
         generation, told = self._generation, None
         while (note := self.board.look(f"a/{generation + 1}/all")) is not None:
-            generation += 1  # settled without this rank, or while it was late
+            generation += 1
             told = msgspec.msgpack.decode(note, type=_GatheredDigests)
+        return generation, told
+
+    def _follow(
+        self, mine: bytes, step: int | None, until_s: float
+    ) -> tuple[int, _GatheredDigests]:
+        """Leave one's digest where the first rank looks for it, and hear those of all."""
+        generation, told = self._settled()
         if (
             told is not None
             and told.digests
@@ -212,18 +300,37 @@ class Agreements:
         name = f"a/{generation + 1}"
         self.board.put(f"{name}/{self._rank.number}", mine)
         self.board.put(f"{name}/called", b"1")
-        note = self.board.until(lambda: self.board.look(f"{name}/all"), until_s)
-        if note is None:
+        tell = self._impatience([f"{name}/0"])  # whom else it waits for, the first rank tells
+
+        def look() -> tuple[int, _GatheredDigests] | None:
+            if (note := self.board.look(f"{name}/all")) is not None:
+                return generation + 1, msgspec.msgpack.decode(note, type=_GatheredDigests)
+            tell()
+            why = self._refusal_of_first(step)
+            if why is None:
+                return None
+            return generation, _GatheredDigests(problem=why, refused=True)
+
+        settled = self.board.until(look, until_s)
+        if settled is None:
             # Not settled: should the first rank come late, this one's note is there.
             problem = f"nothing from {self.last_of(0)} within {self._deadline_s:g} s"
             return generation, _GatheredDigests(problem=problem)
-        told = msgspec.msgpack.decode(note, type=_GatheredDigests)
+        told = settled[1]
         if told.digests and _cut(told.digests)[self._rank.number] != mine:
             # An earlier note of this rank's was read.
             return generation + 1, _GatheredDigests(
                 problem=f"an old note of rank {self._rank.number}"
             )
-        return generation + 1, told
+        return settled
+
+    def _refusal_of_first(self, step: int | None) -> str | None:
+        """Why the first rank takes no part in this rank's save of that step, if it has said so."""
+        known = None if step is None else self.known()
+        if known is None or (note := self.board.look("now")) is None:
+            return None
+        now = msgspec.msgpack.decode(note, type=CurrentRound)
+        return now.problem if now.step == step and now.number > known and now.problem else None
 
 
 def _cut(digests: bytes) -> list[bytes]:

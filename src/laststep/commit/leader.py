@@ -19,6 +19,8 @@ import msgspec
 from laststep.commit.agreement import margin_s
 from laststep.commit.differences import Differing, Values, describe
 from laststep.commit.receipts import (
+    CurrentRound,
+    EndedRound,
     Receipt,
     Summary,
     classes_of,
@@ -27,7 +29,7 @@ from laststep.commit.receipts import (
     summarise,
 )
 from laststep.commit.replicas import gone_apart, incomparable, seen_by, unequal
-from laststep.commit.round import COMMITTED, GATHERED, CurrentRound, Decision, EndedRound, GivenUp
+from laststep.commit.round import COMMITTED, GATHERED, Decision, GivenUp
 from laststep.errors import Aborted, LaststepError
 from laststep.flush.protocol import Decide
 
@@ -58,8 +60,10 @@ class Leader:
         self._board = desk.board
         self._groups = groups
         self._number = time.time_ns() // 1_000_000
-        """The number of the last save that this rank led. The first is made of the time: a launcher
-        may start ranks again in the store of those that died, whose notes have lower numbers."""
+        """Of the last save that this rank led. It begins with the time: a launcher may start ranks
+        again in the store of those that died, whose notes have lower numbers."""
+        self.known = 0
+        """The same; 0 where it has led none."""
         self._past: deque[EndedRound] = deque(maxlen=_PAST)
         self._told_incomparable = False
         self._before: list[str] = []
@@ -70,8 +74,7 @@ class Leader:
         """Lead a save to its end."""
         round_.groups = self._groups
         round_.place = self._begun(round_)
-        self._number += 1
-        round_.number = self._number
+        round_.number = self._next_number()
         if round_.place is None or round_.save is None or round_.agreement is None:
             reason = self._desk.trouble(self._desk.own_receipt(round_, self._listen).problem)
             self._post(round_, problem=reason)
@@ -99,6 +102,11 @@ class Leader:
             reason = self._desk.trouble(error.without_remedy())
         with contextlib.suppress(LaststepError):  # the others find out, in the run
             self._tell(round_, reason)
+
+    def _next_number(self) -> int:
+        self._number += 1
+        self.known = self._number
+        return self._number
 
     def rest_s(self) -> float | None:
         """None: the first rank rests until it has something to save, since no other leads one."""
@@ -237,8 +245,7 @@ class Leader:
 
     def _tell(self, round_: Round, reason: str) -> None:
         if not round_.number:  # it was never led; the others give it up by themselves, or hear now
-            self._number += 1
-            round_.number = self._number
+            round_.number = self._next_number()
             self._post(round_, problem=reason)
         self._past.append(EndedRound(number=round_.number, step=round_.step, reason=reason))
         self._board.put(round_.key("decision"), msgspec.msgpack.encode(Decision(reason=reason)))

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.commit.agreement import SAME_STEPS, grace_s
-from laststep.commit.receipts import Receipt, summarise
-from laststep.commit.round import BEGUN, DECIDED, SUMMARISED, CurrentRound, Decision, GivenUp
+from laststep.commit.receipts import CurrentRound, Receipt, summarise
+from laststep.commit.round import BEGUN, DECIDED, SUMMARISED, Decision, GivenUp
 from laststep.flush.protocol import Decide, Located
 from laststep.plan.groups import Groups
 
@@ -56,6 +56,11 @@ class Member:
         self._left: list[str] = []
         """Receipts of this rank's group, which nobody needs once it has summed them up."""
 
+    @property
+    def known(self) -> int:
+        """The number of the first rank's last save that this rank joined, or has refused."""
+        return max(self._number, self._refused)
+
     def take_part(self, round_: Round) -> None:
         """Go through a save that the first rank leads; `GivenUp` where it comes to nothing."""
         place, save = self._join(round_), round_.save
@@ -87,13 +92,16 @@ class Member:
 
         def look() -> CurrentRound | None:
             now = self._now()
-            if now is not None and now.number > max(self._number, self._refused):
+            if now is not None and now.number > self.known:
                 self._check_missed(round_, now)
                 if now.step == round_.step:
                     return now
                 self._part_ways(round_, now)
             elif now is not None and time.monotonic() >= self._until_s:
                 raise GivenUp(_apart(now, round_))
+            if round_.problem:
+                why = self._desk.trouble(round_.problem)
+                self._desk.agreements.refuse(round_.step, self.known, why)
             self._desk.join()
             return None
 
@@ -150,7 +158,7 @@ class Member:
         """`GivenUp`, and why, where the first rank has gone on without this one."""
         # One of this step that this rank has refused, or parted from, is none that it has missed.
         parted = 0 if self._passed_by is None else self._passed_by.number
-        known = max(self._number, self._refused, parted)
+        known = max(self.known, parted)
         for past in now.past:
             if past.step == round_.step and past.number > known:
                 self._number = past.number

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laststep.catalog.names import AttemptName
 from laststep.commit.differences import Differing
 from laststep.commit.replicas import Seen, seen_by, seen_on
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
@@ -21,6 +22,26 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from laststep.plan.tables import Agreement
+
+
+class EndedRound(msgspec.Struct, frozen=True, kw_only=True):
+    """A save that is over; without a reason, it is committed."""
+
+    number: int
+    step: int
+    reason: str
+
+
+class CurrentRound(msgspec.Struct, frozen=True, kw_only=True):
+    """The save that the first rank leads: where, or why it does not; and the latest before it."""
+
+    number: int
+    step: int
+    place: AttemptName | None
+    problem: str
+    past: tuple[EndedRound, ...]
+    group_size: int
+    """How the ranks are cut. The first rank says it: nodes, and what ranks know of them, differ."""
 
 
 class ItemTally(msgspec.Struct, frozen=True, kw_only=True):

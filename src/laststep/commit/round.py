@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import decision
-from laststep.catalog.names import AttemptName
 from laststep.codecs.digests import digest
 from laststep.commit.agreement import ABSENT, margin_s
 from laststep.commit.differences import Differing, values_of
@@ -30,6 +29,7 @@ from laststep.terms import listed
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from laststep.catalog.names import AttemptName
     from laststep.commit.agreement import Agreements
     from laststep.flush.client import Client
     from laststep.flush.saves import SaveUnderWay
@@ -53,26 +53,6 @@ _SHOWN = 4
 class GivenUp(Exception):
     """The save is given up, for a reason that everybody may read: it names the rank, and what to
     do."""
-
-
-class EndedRound(msgspec.Struct, frozen=True, kw_only=True):
-    """A save that is over; without a reason, it is committed."""
-
-    number: int
-    step: int
-    reason: str
-
-
-class CurrentRound(msgspec.Struct, frozen=True, kw_only=True):
-    """The save that the first rank leads: where, or why it does not; and the latest before it."""
-
-    number: int
-    step: int
-    place: AttemptName | None
-    problem: str
-    past: tuple[EndedRound, ...]
-    group_size: int
-    """How many ranks make a group. The first rank decides: what ranks know of nodes may differ."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,8 +47,9 @@ class CommitThread:
         self._desk = desk
         self._comparing = comparing
         self._part = Leader(desk, groups, bus) if desk.rank.is_first else Member(desk)
-        self._has_begun = False
-        """Whether anything was left on a board."""
+        self._entered = self._ended = 0
+        """Saves that were entered, by the training thread, and that are over, by the other."""
+        self.agreements.known = self._known
         self._rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="laststep-commit", daemon=True)
         threads.start(self._thread)
@@ -57,7 +58,7 @@ class CommitThread:
         """Have all ranks leave their notes under a name of this start of the job, before the first:
         a launcher may start ranks again with the store that the dead ones have left theirs in."""
         name = ranks.tell(0, os.urandom(_NAME_BYTES)).hex()
-        if not ranks.largest(self._has_begun):
+        if not ranks.largest(self._entered > 0):
             self._desk.board.under(name)
             self.agreements.board.under(name)
 
@@ -69,16 +70,14 @@ class CommitThread:
         agreement: Agreement,
     ) -> None:
         """Enter a save of all ranks; its chunks may follow."""
-        self._has_begun = True
         round_ = Round(save.handle.step, save, agreement)
         round_.contained = self._comparing.begin(save.handle, taken, agreement, self.rank.number)
         self._desk.client.begin(save, plan, taken.sealing(plan, round_.trees.update))
-        self._rounds.put(round_)
+        self._enter(round_)
 
     def stay_out(self, step: int, why: str) -> None:
         """This rank does not take part in a save of that step; the others must hear it."""
-        self._has_begun = True
-        self._rounds.put(Round(step, None, None, problem=why))
+        self._enter(Round(step, None, None, problem=why))
 
     def close(self) -> None:
         """End the thread; called when all saves are over."""
@@ -86,6 +85,13 @@ class CommitThread:
         self._thread.join()
         self._desk.board.close()
         self.agreements.close()
+
+    def _enter(self, one: Round) -> None:
+        self._entered += 1
+        self._rounds.put(one)
+
+    def _known(self) -> int | None:
+        return self._part.known if self._entered == self._ended else None
 
     # -- on its thread ----------------------------------------------------------------------------
 
@@ -101,6 +107,7 @@ class CommitThread:
                 log.exception("the commit of step %d failed", round_.step)
                 if round_.save is not None:
                     round_.save.failed(StorageFailed("a commit failed", found=repr(error)))
+            self._ended += 1
 
     def _next(self) -> Round | None:
         """The next save; None at the end. Meanwhile `look_up` tells ranks that wait in vain."""

@@ -20,13 +20,21 @@ from laststep.process import threads
 from laststep.terms import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from laststep.ranks.rank import Rank
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
+
+
+def tell(what: str, late: Iterable[int], limit_s: float) -> None:
+    """Who has not made that call."""
+    log.warning(
+        "%s waits for %s, for %g s at most: every rank has to call it", what,
+        listed((f"rank {number}" for number in late), 8) or "other ranks", limit_s,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -45,10 +53,7 @@ def awaited(rank: Rank, what: str, name: str, limit_s: float) -> Iterator[None]:
             asked = range(rank.ranks if rank.is_first else 1)
             late = [number for number in asked if not own.check([f"{name}/{number}"])]
             if not come.is_set() and (late or rank.is_first):
-                log.warning(
-                    "%s waits for %s, for %g s at most: every rank has to call it", what,
-                    listed((f"rank {number}" for number in late), 8) or "other ranks", limit_s,
-                )  # fmt: skip
+                tell(what, late, limit_s)
 
     thread = threading.Thread(target=watch, name="laststep-arriving", daemon=True)
     with contextlib.suppress(StorageFailed):  # then nobody tells who is late
