@@ -136,14 +136,14 @@ def test_an_epoch_whose_trainer_died_while_it_was_claimed_stops_no_successor(
         dying = msgspec.json.decode(trainer.stdout.readline(), type=Trainer)
         # Its flusher has found it alive, and claims after that.
         claimed = run.claim_epoch(None, seen=seen, writer=dying)
-        with pytest.raises(Aborted, match="taken over"):
+        with pytest.raises(Aborted, match="was first"):
             run.claim_epoch(None, seen=seen, writer=new_start())  # it will start another flusher
         trainer.kill()
         os.waitid(os.P_PID, trainer.pid, os.WEXITED | os.WNOWAIT)
         if reaped:
             trainer.wait()
         lock = run.lock_epoch(claimed)
-        with pytest.raises(Aborted, match="taken over"):
+        with pytest.raises(Aborted, match="was first"):
             run.claim_epoch(None, seen=seen, writer=new_start())
         lock.close()
         assert run.claim_epoch(None, seen=seen, writer=new_start()) == claimed + 1
@@ -155,7 +155,7 @@ def test_a_number_of_another_container_says_nothing_about_its_process(run: Run) 
     inside = msgspec.structs.replace(me, pid=2**22 + 1, process_started=f"{started}@pid:[1]")
     gone = msgspec.structs.replace(me, pid=2**22 + 1)
     run.claim_epoch(None, seen=(0, 0), writer=inside)
-    with pytest.raises(Aborted, match="taken over"):
+    with pytest.raises(Aborted, match="was first"):
         run.claim_epoch(None, seen=(0, 0), writer=new_start())
     run.claim_epoch(None, seen=(1, 0), writer=gone)
     assert run.claim_epoch(None, seen=(1, 0), writer=new_start()) == 3

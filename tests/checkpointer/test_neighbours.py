@@ -166,6 +166,23 @@ def test_a_process_of_the_same_number_in_another_container_is_waited_for(
     assert (writer.pid, writer.host) == (os.getpid(), "another-container")
 
 
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_restore_beside_a_live_job_says_who_saves_to_the_run(
+    opened: object, training: object, run_folder: Path, caplog: pytest.LogCaptureFixture, *,
+    dead: bool,
+) -> None:  # fmt: skip
+    """And nothing of a flusher that outlives its trainer by a moment."""
+    run = Run.open_or_create(DirectoryStore(run_folder))
+    change = {"pid": 2**22 + 1} if dead else {"host": "another-host"}
+    writer = msgspec.structs.replace(epochs.this_writer(), **change)
+    with contextlib.closing(run.lock_epoch(run.claim_epoch(None, writer=writer))):  # noqa: SIM117
+        with opened(training) as checkpointer:
+            checkpointer.restore()
+    told = f"process {os.getpid()} on another-host saves to this run: only one job at a time may"
+    assert (told in caplog.text) is not dead
+    assert ("saves to this run" in caplog.text) is not dead
+
+
 def test_a_live_writer_that_does_not_commit_is_told(
     held: Held, opened: object, training: object, fresh: object, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

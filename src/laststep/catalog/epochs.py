@@ -234,9 +234,13 @@ class Epochs:
         while True:
             for number in range(seen + 1, newest + 1):
                 if self._is_in_the_way(number, writer):
-                    raise self.superseded(number, expected=f"epoch {seen} to be the newest")
+                    raise self.superseded(
+                        number, before=True, expected=f"epoch {seen} to be the newest"
+                    )
             if orphan and self.is_alive(newest) and not self.is_of(newest, writer):
-                raise self.superseded(newest, expected="no live writer beside a dead trainer's")
+                raise self.superseded(
+                    newest, before=True, expected="no live writer beside a dead trainer's"
+                )
             if self._create(newest + 1, continues, writer, orphan=orphan):
                 return newest + 1
             newest += 1  # somebody was faster, who may not be in the way
@@ -260,11 +264,16 @@ class Epochs:
         self._known[number] = record
         return True
 
-    def superseded(self, epoch: int, *, expected: str, saved: str | None = None) -> Aborted:
-        """The error for a writer that is stopped by that epoch, or by what was `saved` in it."""
+    def superseded(
+        self, epoch: int, *, expected: str, before: bool = False, saved: str | None = None
+    ) -> Aborted:
+        """The error for a writer that is stopped by that epoch, or by what was `saved` in it;
+        `before` this writer had the run at all."""
         who = self.described(epoch)
         return Aborted(
-            "the run was taken over by another writer",
+            "another job was first to save to the run"
+            if before
+            else "the run was taken over by another writer",
             where=self._store.url,
             expected=expected,
             found=who if saved is None else f"{saved} of {who}",

@@ -22,6 +22,7 @@ from laststep.catalog.epochs import (
     Epochs,
     shares_pids,
     this_writer,
+    trainer_is_gone,
 )
 from laststep.catalog.listing import Listed, OpenAttempt, ScanDepth, Scanner
 from laststep.catalog.names import (
@@ -68,6 +69,8 @@ class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
     """Of the trainer, which may be dead while its flusher finishes."""
     shares_pids: bool
     """Whether `pid` means the same process here."""
+    trainer_is_gone: bool
+    """Whether that process is known to be dead."""
     attempts: tuple[str, ...]
 
 
@@ -186,6 +189,7 @@ class Run:
                     host="" if record is None else record.host,
                     pid=0 if record is None else record.pid,
                     shares_pids=record is not None and shares_pids(record),
+                    trainer_is_gone=record is not None and trainer_is_gone(record),
                     attempts=pending,
                 )
         return None
@@ -229,7 +233,7 @@ class Run:
             self._epochs.claim(late.point, seen=number, writer=writer, orphan=orphan)
         raise self._epochs.superseded(
             late.epoch, expected="nothing to be saved since this job looked at the run",
-            saved=late.folder,
+            before=True, saved=late.folder,
         )  # fmt: skip
 
     def _claim(self, continues: Point | None, *, seen: int, writer: Trainer, orphan: bool) -> int:

@@ -369,7 +369,7 @@ class Client:
         self._job.over(save.number)
         save.handle.fail(error)
         save.note()
-        self._bus.emit(SaveFailed(step=save.handle.step, reason=str(error)))
+        self._bus.emit(SaveFailed(step=save.handle.step, reason=error.without_remedy()))
         save.handle.end()
 
     def _mourn(self, why: str | None = None) -> None:

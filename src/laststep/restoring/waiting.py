@@ -1,4 +1,5 @@
 """Wait, before a restore, for saves that other processes have under way: something newer may come.
+Whoever goes on saving then is told of.
 
 Nothing tells when another process is done, so the run is looked at now and then, up to a limit.
 """
@@ -37,6 +38,13 @@ def wait_for_writers(store: Store) -> None:
     except LaststepError:
         return  # whoever opens it says what is wrong
     _wait_for_flushers(run, deadline)
+    for writer in _other_writers(run):
+        if not writer.trainer_is_gone:
+            log.warning(
+                "%s saves to this run: only one job at a time may. If this one saves too, the "
+                "saves of one of them fail", _named(writer),
+            )  # fmt: skip
+            return
 
 
 def _wait_for_announced(store: Store, deadline: float) -> None:
@@ -53,9 +61,14 @@ def _wait_for_flushers(run: Run, deadline: float) -> None:
     its trainer is dead cannot be known, so a live one is waited for likewise. What a failed disk
     kept our own from deciding is not."""
     for writer in _other_writers(run):
-        whose = f"process {writer.pid} on {writer.host}" if writer.pid else "another process"
-        works = functools.partial(_undecided, run, frozenset(writer.attempts))
-        _let_finish(f"the flusher of {whose}", ", ".join(writer.attempts), works, deadline)
+        if writer.attempts:
+            works = functools.partial(_undecided, run, frozenset(writer.attempts))
+            who = f"the flusher of {_named(writer)}"
+            _let_finish(who, ", ".join(writer.attempts), works, deadline)
+
+
+def _named(writer: LiveWriter) -> str:
+    return f"process {writer.pid} on {writer.host}" if writer.pid else "another process"
 
 
 def _undecided(run: Run, folders: frozenset[str]) -> bool:
@@ -76,13 +89,13 @@ def _let_finish(who: str, saves: str, works: Callable[[], bool], deadline: float
 
 
 def _other_writers(run: Run) -> list[LiveWriter]:
-    """Writers that are alive, have undecided saves and do not work for this process."""
+    """Writers that are alive and do not work for this process."""
     others: list[LiveWriter] = []
     try:
         writer = run.live_writer()
         while writer is not None:
             own = writer.shares_pids and writer.pid == os.getpid()
-            if writer.attempts and not own:
+            if not own:
                 others.append(writer)
             writer = run.live_writer(below=writer.epoch)
     except LaststepError as error:
