@@ -11,6 +11,7 @@ output is not compared. Not run are only
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -21,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
+
+from laststep.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -195,6 +198,33 @@ def run_text(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_every_block_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     done = run_page(blocks_of(page.read_text(encoding="utf-8"), str(page)), tmp_path)
     assert done.returncode == 0, done.stdout
+
+
+DOCSTRINGS = sorted((PACKAGE / "adapters").glob("*.py"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *DOCSTRINGS], ids=lambda page: str(page.name))
+def test_no_item_of_the_page_has_the_name_of_a_setting(page: Path) -> None:
+    """Of the blocks that are not run too: what is called there is no plain value of a setting."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```py.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    if page in DOCSTRINGS:
+        paragraphs = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")
+        blocks = [textwrap.dedent(one) for one in paragraphs if "Checkpointer(" in one]
+    calls = [
+        node
+        for block in blocks
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Checkpointer")
+    ]
+    taken = [
+        ast.unparse(keyword)
+        for call in calls
+        for keyword in call.keywords
+        if keyword.arg in Settings.__struct_fields__
+        and any(isinstance(node, ast.Call | ast.Dict) for node in ast.walk(keyword.value))
+    ]
+    assert taken == []
 
 
 def targets() -> set[str]:

@@ -16,6 +16,7 @@ from laststep.checks import checked
 from laststep.errors import Usage
 from laststep.settings import Settings
 from laststep.state.tensors import is_tensor
+from laststep.terms import with_article
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +50,28 @@ def plain_step(step: SupportsIndex) -> int:
     return number
 
 
+def refuse_unnamed(values: tuple[object, ...]) -> None:
+    """Only the run goes without a name: items have one, and settings too."""
+    if values:
+        first = type(values[0])
+        name = first.__name__.lower()
+        if any(kind.__module__ == "torch.nn.modules.module" for kind in first.__mro__):
+            name = "model"
+        elif any(kind.__module__ == "torch.optim.optimizer" for kind in first.__mro__):
+            name = "optimizer"
+        raise Usage(
+            "only the run is passed without a name", expected="every part of the state by a name",
+            found=f"{with_article(first)} without one",
+            remedy=f"pass Checkpointer(run, {name}=…)",
+        )  # fmt: skip
+
+
 def all_items(items: object, more_items: Mapping[str, object]) -> dict[str, object]:
     """The items of both ways to name them."""
     if items is not None and not isinstance(items, Mapping):
         raise Usage(
             "items is not a mapping", expected="names and what they stand for",
-            found=f"a {type(items).__name__}", remedy="pass items={'model': model, …}",
+            found=with_article(type(items)), remedy="pass items={'model': model, …}",
         )  # fmt: skip
     twice = sorted(set(items or {}) & set(more_items))
     if twice:
@@ -88,8 +105,8 @@ def _refuse_misspelt(name: str, value: object) -> None:
         remedy = f"pass a dict if it is an item, {name}={{'value': …}}; else leave it out"
     raise Usage(
         f"{name} is no setting", expected=f"an item, or one of {', '.join(SETTINGS)}",
-        found=f"{name}={value!r}: keywords that are no settings are items of the state, and a "
-        f"{type(value).__name__} cannot be restored in place",
+        found=f"{name}={value!r}: keywords that are no settings are items of the state, and "
+        f"{with_article(type(value))} cannot be restored in place",
         remedy=remedy,
     )  # fmt: skip
 
@@ -120,7 +137,7 @@ def check_metrics(metrics: object) -> None:
     if metrics is not None and not isinstance(metrics, Mapping):
         raise Usage(
             "metrics is not a mapping", expected="names and numbers",
-            found=f"a {type(metrics).__name__}", remedy="pass metrics={'loss': loss}",
+            found=with_article(type(metrics)), remedy="pass metrics={'loss': loss}",
         )  # fmt: skip
 
 

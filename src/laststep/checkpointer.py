@@ -13,7 +13,7 @@ import functools
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Self, SupportsIndex
+from typing import TYPE_CHECKING, Never, Self, SupportsIndex
 
 from laststep import arguments
 from laststep.capture.capture import Capturer
@@ -70,7 +70,7 @@ class Checkpointer(single.OnlyOne):
         self,
         run: str | os.PathLike[str],
         /,
-        *,
+        *unnamed: Never,
         items: Mapping[str, object] | None = None,
         keep: Keep | None = None,
         capture: Capture | str = DEFAULTS.capture,
@@ -88,6 +88,7 @@ class Checkpointer(single.OnlyOne):
         **more_items: object,
     ) -> None:
         """`items` and keyword arguments name the parts of the state; see docs for the settings."""
+        arguments.refuse_unnamed(unnamed)
         self._settings = Settings(
             capture=capture, flush=flush, on_busy=on_busy,  # type: ignore[arg-type]
             host_memory_bytes=host_memory_bytes, device_margin_bytes=device_margin_bytes,

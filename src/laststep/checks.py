@@ -12,6 +12,9 @@ import msgspec
 from msgspec import Meta, inspect
 
 from laststep.errors import Usage
+from laststep.terms import with_article
+
+_ADVICE = "pass such a value, or leave it out for the default"
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +22,8 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self), include_extras=True).items():
-            value = checked(self.shown(name), getattr(self, name), kind)
+            given = getattr(self, name)
+            value = checked(self.shown(name), given, kind, remedy=self.advice(name, given))
             msgspec.structs.force_setattr(self, name, value)
 
     @staticmethod
@@ -27,8 +31,13 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
         """A field as messages name it."""
         return name
 
+    @staticmethod
+    def advice(name: str, value: object) -> str:  # noqa: ARG004 (of those that override it)
+        """What to do about a value of a field that cannot be."""
+        return _ADVICE
 
-def checked(name: str, value: object, kind: Any) -> Any:
+
+def checked(name: str, value: object, kind: Any, *, remedy: str = _ADVICE) -> Any:
     """The value as that type; NumPy's numbers are welcome as what they are. `Usage` names what was
     expected, as the type has it."""
     numpy = sys.modules.get("numpy")  # nobody has a number of NumPy's who has not imported it
@@ -40,8 +49,8 @@ def checked(name: str, value: object, kind: Any) -> Any:
         raise Usage(
             f"{name} has no such value",
             expected=allowed(kind),
-            found=f"{value!r}, a {type(value).__name__}",
-            remedy="pass such a value, or leave it out for the default",
+            found=f"{value!r}, {with_article(type(value))}",
+            remedy=remedy,
         ) from None
 
 

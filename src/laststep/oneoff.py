@@ -31,7 +31,7 @@ from laststep.state.tensors import allocate
 from laststep.storage.disk import failed
 from laststep.storage.paths import absolute
 from laststep.storage.registry import local_path, open_store
-from laststep.terms import CHUNK_BYTES
+from laststep.terms import CHUNK_BYTES, with_article
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ def save(state: object, path: str | os.PathLike[str], *, allow_pickle: bool = Fa
     if isinstance(state, str | os.PathLike) and not isinstance(path, str | os.PathLike):
         raise Usage(
             "the arguments are swapped", expected="save(state, path)",
-            found=f"save({state!r}, a {type(path).__name__})", remedy="pass the state first",
+            found=f"save({state!r}, {with_article(type(path))})", remedy="pass the state first",
         )  # fmt: skip
     full = absolute(path)
     if os.path.lexists(full):
@@ -187,7 +187,7 @@ def _items_in(into: object, content: Content) -> Mapping[str, object]:
         names = ", ".join(f"{name!r}: …" for name in content.items)
         raise Usage(
             "cannot tell which item `into` is", expected="a dict with all items of the checkpoint",
-            found=f"a {type(into).__name__}", remedy=f"pass into={{{names}}}",
+            found=with_article(type(into)), remedy=f"pass into={{{names}}}",
         )  # fmt: skip
     return into
 
@@ -205,7 +205,7 @@ def _device(map_location: object, device: object) -> str:
     if isinstance(wanted, Mapping) or callable(wanted):
         raise Usage(
             "map_location names no device", expected="one device for all tensors",
-            found=f"a {type(wanted).__name__}",
+            found=with_article(type(wanted)),
             remedy='pass map_location="cpu" or "cuda", and move what is to lie elsewhere',
         )  # fmt: skip
     try:

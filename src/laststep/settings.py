@@ -85,6 +85,12 @@ class Settings(Checked, frozen=True, kw_only=True):
     new_lineage: bool = False
     """Whether saves may leave the checkpoints of a run behind that were not restored."""
 
+    @staticmethod
+    def advice(name: str, value: object) -> str:
+        if value is None or isinstance(value, str | int | float):
+            return Checked.advice(name, value)
+        return f"{name} is a setting: an item of that name goes by items={{{name!r}: …}}"
+
     def readers(self, ranks_here: int = 1) -> int:
         """Threads that read on restore; ranks of one machine share them."""
         alone = max(2 * self.writers, min(4 * self.writers, os.cpu_count() or 1))

@@ -85,6 +85,12 @@ def align_up(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
+def with_article(kind: type | str) -> str:
+    """A class or a word with its article: `an int`."""
+    name = kind if isinstance(kind, str) else kind.__name__
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
 def listed(found: Iterable[object], most: int = 4) -> str:
     """The first few, and how many more there are."""
     shown = list(map(str, found))

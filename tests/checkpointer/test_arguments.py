@@ -39,6 +39,35 @@ def test_a_setting_of_the_wrong_type_is_refused(setting: dict[str, object], tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("value", [{"seen": 1}, nn.Linear(1, 1)], ids=["dict", "module"])
+def test_an_item_named_as_a_setting_is_answered_with_the_way_to_pass_it(
+    value: object, tmp_path: Path
+) -> None:
+    with pytest.raises(laststep.Usage, match=r"an item of that name goes by items=\{'progress': …"):
+        laststep.Checkpointer(tmp_path / "run", progress=value)
+    items = {"progress": value}
+    laststep.Checkpointer(tmp_path / "run", items=items, flush="thread").close()
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(nn.Linear(1, 1), "model"), (torch.optim.SGD([torch.zeros(1)]), "optimizer"), ({}, "dict")],
+)
+def test_a_part_of_the_state_without_a_name_is_refused(
+    value: object, name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(laststep.Usage, match=rf"pass Checkpointer\(run, {name}=…\)") as caught:
+        laststep.Checkpointer(tmp_path / "run", value)
+    assert_tells_all(caught.value)
+
+
+def test_rules_that_cannot_be_are_answered_with_ones_that_can() -> None:
+    with pytest.raises(laststep.Usage, match=r"found 0, an int; leave last out for no such rule"):
+        laststep.Keep(last=0)
+    with pytest.raises(laststep.Usage, match=r"pass Keep\(best=2, metric='loss'\)"):
+        laststep.Keep(best=2)
+
+
 def test_an_integer_of_numpy_is_a_setting_and_a_step(tmp_path: Path) -> None:
     with laststep.Checkpointer(
         tmp_path / "run", s={"a": 1}, writers=np.int64(2), flush="thread", progress=False,

@@ -1,6 +1,7 @@
 """Take the state of DeepSpeed's ZeRO, stages 1 to 3, by the names and shapes of the plain model.
 
-    Checkpointer(run, model=deepspeed.model(engine), optimizer=deepspeed.optimizer(engine))
+    Checkpointer(run, model=deepspeed.model(engine), optimizer=deepspeed.optimizer(engine),
+                 counts=deepspeed.progress(engine))
 
 ZeRO steps flat buffers of fp32 weights, of which each rank has a range; with bf16 or fp16 the
 module's own weights are rounded from these. What is stored is the fp32 weight, under the name of

@@ -48,11 +48,20 @@ class Keep(Checked, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.best is None) != (self.metric is None):
-            raise Usage("Keep needs best and metric together", found=repr(self))
+            raise Usage(
+                "Keep needs best and metric together", found=repr(self),
+                remedy=f"pass Keep(best={self.best or 1}, metric={self.metric or 'loss'!r})",
+            )  # fmt: skip
 
     @staticmethod
     def shown(name: str) -> str:
         return f"Keep({name}=…)"
+
+    @staticmethod
+    def advice(name: str, value: object) -> str:
+        if value == 0:
+            return f"leave {name} out for no such rule; Keep(last=1) keeps the fewest, the newest"
+        return Checked.advice(name, value)
 
     def bound(self) -> int | None:
         """How many are kept at most; None where that grows with the run."""

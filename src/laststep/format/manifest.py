@@ -23,7 +23,7 @@ from laststep.format import envelope
 from laststep.format.envelope import corrupt, is_digest, seal, unseal
 from laststep.format.spans import RanksOf, Span, cover_once
 from laststep.format.versions import refuse_later
-from laststep.terms import ALIGN_BYTES, FORMAT_VERSION
+from laststep.terms import ALIGN_BYTES, FORMAT_VERSION, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -217,7 +217,7 @@ def parse_content(content: bytes, *, where: str, what: str) -> dict[str, object]
     """The members of a manifest of any kind, of a format that this version reads."""
     plain = strict.parse(content, where=where)
     if not isinstance(plain, dict):
-        raise corrupt(where, "a JSON object", f"a {type(plain).__name__}", what=what)
+        raise corrupt(where, "a JSON object", with_article(type(plain)), what=what)
     refuse_later(plain.get("format"), what=what, where=where, writer=plain.get("laststep"))
     return plain
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import Corrupt, Usage
+from laststep.terms import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -114,7 +115,7 @@ def _uncommon(
     if allow_pickle:
         return Tagged("pickle", _pickled(value, path))
     raise Usage(
-        f"cannot save a {type(value).__module__}.{type(value).__qualname__}",
+        f"cannot save {_class_of(value)}",
         where=show_path(path),
         expected="tensors, arrays, containers and plain values",
         remedy="leave it out, give it state_dict() and load_state_dict(), "
@@ -122,12 +123,16 @@ def _uncommon(
     )
 
 
+def _class_of(value: object) -> str:
+    return with_article(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
 def _pickled(value: object, path: Path) -> bytes:
     try:
         return pickle.dumps(value, protocol=4)
     except Exception as error:  # whatever a user's class raises
         raise Usage(
-            f"cannot pickle a {type(value).__module__}.{type(value).__qualname__}",
+            f"cannot pickle {_class_of(value)}",
             where=show_path(path),
             found=str(error),
             remedy="leave it out, or give it state_dict() and load_state_dict()",

@@ -32,6 +32,7 @@ from laststep.state.tensors import (
 )
 from laststep.state.tree import Owned
 from laststep.state.wrappers import of_torch
+from laststep.terms import with_article
 
 if TYPE_CHECKING:
     from laststep.state.provider import WhenRanksChange
@@ -212,14 +213,14 @@ class ValueProvider(StateProvider):
     def check(self, stored: object) -> list[str]:
         alike = (dict, (list, deque))  # of each, what is stored can be written into what is live
         if any(isinstance(self._value, kind) and not isinstance(stored, kind) for kind in alike):
-            return [f"is a {type(self._value).__name__}, the stored one is not"]
+            return [f"is {with_article(type(self._value))}, the stored one is not"]
         return []
 
     def restore(self, value: object) -> None:
-        with handing_over(f"a {type(self._value).__name__}"):
+        with handing_over(with_article(type(self._value))):
             if _put(self._value, value) is not self._value and not self.check(value):
                 raise Mismatch(
-                    f"a {type(self._value).__name__} cannot be changed in place",
+                    f"{with_article(type(self._value))} cannot be changed in place",
                     remedy="pass one that can be written, or a dict that holds it",
                 )
 
@@ -402,7 +403,7 @@ def refuse_immutable(name: str, value: object) -> None:
         elif hasattr(value, "dataset"):
             remedy = "use a loader with a state, such as torchdata's StatefulDataLoader"
         raise Usage(
-            f"item {name!r} is a {type(value).__name__}, which cannot be restored in place",
+            f"item {name!r} is {with_article(type(value))}, which cannot be restored in place",
             expected="a module, an optimizer, an object with state_dict() and load_state_dict(), "
             "a StateProvider, a dict, a list, a tensor or an array",
             remedy=remedy,

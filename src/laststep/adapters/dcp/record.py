@@ -17,6 +17,7 @@ from laststep.codecs import objects
 from laststep.codecs.objects import Tagged
 from laststep.errors import Corrupt, Usage
 from laststep.state.tensors import revive
+from laststep.terms import with_article
 
 if TYPE_CHECKING:
     from laststep.adapters.nesting import Path
@@ -87,7 +88,7 @@ def decode(data: bytes, *, where: str, allow_pickle: bool) -> DcpRecord:
             raise _corrupt(where, "no version, planner_data and entries")
     save_id = rest.get("save_id")
     if save_id is not None and type(save_id) is not str:
-        raise _corrupt(where, f"a save_id that is a {type(save_id).__name__}")
+        raise _corrupt(where, f"a save_id that is {with_article(type(save_id))}")
     if type(planner) is Tagged:
         planner = revive(planner, where=where, allow_pickle=allow_pickle)
     return DcpRecord(entries=entries, planner_data=planner, save_id=save_id)

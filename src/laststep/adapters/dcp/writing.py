@@ -30,7 +30,7 @@ from laststep.state.boxes import Box, whole
 from laststep.state.pieces import BoxPart, Piece
 from laststep.state.tensors import DTYPE_NAMES
 from laststep.state.tensors.kinds import PLAIN_TENSORS
-from laststep.terms import CHUNK_BYTES, DTYPES
+from laststep.terms import CHUNK_BYTES, DTYPES, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -199,7 +199,7 @@ def _resolved(source: WriteItem | torch.Tensor, planner: SavePlanner) -> torch.T
     if not isinstance(given, torch.Tensor) or type(given) not in PLAIN_TENSORS:
         raise Usage(
             f"cannot save {fqn}", expected="a plain tensor from the planner",
-            found=f"a {type(given).__name__}", remedy="save the tensors that it is made of",
+            found=with_article(type(given)), remedy="save the tensors that it is made of",
         )  # fmt: skip
     assert data is not None  # noqa: S101 (checked when it was added)
     if given.shape != data.chunk.sizes or given.dtype != data.properties.dtype:

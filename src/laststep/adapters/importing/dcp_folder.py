@@ -22,6 +22,7 @@ from laststep.adapters.importing.dcp_metadata import CutTensor, MetadataEntry, R
 from laststep.adapters.nesting import nest
 from laststep.errors import Corrupt, NotFound
 from laststep.state.tensors import allocate
+from laststep.terms import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -146,7 +147,7 @@ def _checked(part: object, target: torch.Tensor, piece: _RegionBox, where: str) 
     """What was read, which MUST be just the chunk that the metadata says."""
     shape = () if piece.box is None else piece.box.shape
     if not isinstance(part, torch.Tensor):
-        found = f"a {type(part).__name__}"
+        found = with_article(type(part))
     elif part.layout is not torch.strided or part.device.type != "cpu":
         found = f"a tensor on {part.device} with layout {part.layout}"
     elif tuple(part.shape) != shape or part.dtype != target.dtype:
