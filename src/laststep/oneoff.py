@@ -230,9 +230,9 @@ def _find(path: str | os.PathLike[str], step: int | None) -> tuple[Checkpoint, b
         raise _is_file(local)
     try:
         run = Run.open(store)
-    except NotFound:
+    except NotFound as error:
         raise NotFound(
-            "there is neither a checkpoint nor a run", where=full, remedy="check the path"
+            "there is neither a checkpoint nor a run", where=full, remedy=error.remedy
         ) from None
     catalog = Catalog(run)
     return catalog.latest() if step is None else catalog[step], True

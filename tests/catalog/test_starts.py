@@ -28,7 +28,7 @@ def test_a_mark_that_failed_once_does_not_end_all_marking(
         patch.setattr(FileLock, "mark", refused)
         assert start.announce(1) is None
         assert start.announce(2) is None
-    assert caplog.text.count("nothing shows to others") == 1
+    assert caplog.text.count("a restore elsewhere will not wait for the saves") == 1
     assert start.announce(3) is not None
     assert [one.places for one in coming(store)] == [{3}]
     start.over(3)

@@ -64,6 +64,20 @@ def test_a_folder_of_something_else_is_suspicious(
         assert not said(caplog, logging.WARNING)
 
 
+def test_the_folder_above_a_run_is_answered_with_the_run(
+    run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(run_folder) as checkpointer:
+        checkpointer.save(0).wait()
+    meant = f"{run_folder} is a run: was that meant?"
+    with make(run_folder.parent):
+        (warning,) = said(caplog, logging.WARNING)
+        assert meant in warning
+    with pytest.raises(laststep.NotFound) as caught:
+        laststep.load(run_folder.parent)
+    assert caught.value.remedy == meant
+
+
 def test_a_one_off_save_announces_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     laststep.save({"a": 1}, tmp_path / "one")
     assert not [text for text in said(caplog, logging.INFO) if "new run" in text]
@@ -158,9 +172,11 @@ def read_only(tmp_path: Path, mount: Callable[..., None]) -> Path:
 
 
 def test_a_run_that_cannot_be_written_can_be_restored_but_no_new_one_be_made(
-    read_only: Path,
+    read_only: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make(read_only / "run") as checkpointer:
+        (warning,) = said(caplog, logging.WARNING)
+        assert "run can be restored, but saves to it will fail: Read-only file system" in warning
         assert checkpointer.restore().step == 3
     with pytest.raises(laststep.StorageFailed, match=r"Read-only.*mount it writable"):
         make(read_only / "other")

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_LOOKED_INTO = 100
+"""So many folders are looked into for a run that was meant."""
+
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of `run.json`, by which a run is known."""
@@ -58,6 +61,16 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     format: int
     run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
     created_s: float
+
+
+def remedy_for_no_run(store: Store) -> str | None:
+    """What a person probably meant who named the folder above a run; None where there is none."""
+    folders = store.folder_names("")[:_LOOKED_INTO]
+    runs = sorted(name for name in folders if RUN_NAME in store.file_names(name))
+    if not runs:
+        return None
+    more = f" (and {len(runs) - 1} more are)" if len(runs) > 1 else ""
+    return f"{store.url}/{runs[0]} is a run{more}: was that meant?"
 
 
 class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +106,7 @@ class Run:
                 "there is no run",
                 where=store.url,
                 expected=f"{RUN_NAME} or a folder named step-…",
-                remedy="check the path",
+                remedy=remedy_for_no_run(store) or "check the path",
             )
         return run
 

@@ -71,7 +71,9 @@ class Start:
                 self._witness.mark(save)
             except LaststepError as error:
                 if not self._told:
-                    _log.warning("nothing shows to others that a save is coming: %s", error)
+                    _log.warning(
+                        "a restore elsewhere will not wait for the saves of this job: %s", error
+                    )
                 self._told = True
                 return None
             return self._witness.fileno()

@@ -11,7 +11,7 @@ import typer
 from laststep.catalog import decision
 from laststep.catalog.listing import nearest_steps
 from laststep.catalog.names import EPOCHS_FOLDER, RUN_NAME, parse_folder
-from laststep.catalog.run import Run
+from laststep.catalog.run import Run, remedy_for_no_run
 from laststep.cli import output
 from laststep.errors import NotFound
 from laststep.storage.registry import local_path, open_parent, open_store
@@ -63,6 +63,7 @@ def open_run(path: str) -> Run:
         raise NotFound("there is no run", where=path, found="no such folder", remedy=remedy)
     if not _is_run(folder):
         remedy = "name a run: a folder with run.json or step-… folders"
+        remedy = remedy_for_no_run(open_store(path)) or remedy
         if (folder / MANIFEST_NAME).is_file():
             above = folder.resolve().parent
             is_of_run = parse_folder(folder.resolve().name) is not None and _is_run(above)

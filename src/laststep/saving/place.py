@@ -1,7 +1,7 @@
 """Look at the folder of a run before anything is saved: is there one, or can one be made?
 
 Only looks and makes nothing: a process that only restores needs no right to write, so a run that is
-there is left alone even where it is read-only (docs/decisions/0008).
+there is only warned of where it is read-only (docs/decisions/0008).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from laststep.catalog.decision import is_checkpoint
 from laststep.catalog.names import EPOCHS_FOLDER
-from laststep.catalog.run import Run
+from laststep.catalog.run import Run, remedy_for_no_run
 from laststep.errors import LaststepError, NotFound, StorageFailed, Usage
 from laststep.storage.directory import TEMPORARY
 from laststep.storage.registry import local_path, open_parent
@@ -45,6 +45,7 @@ def look_at(store: Store) -> None:
         except LaststepError:
             return  # something of a run is there; restore() says what is wrong with it
         else:
+            _warn_of_read_only(path)
             return
     if path is not None and there is not None:
         _check_can_be_made(path, there)
@@ -53,11 +54,24 @@ def look_at(store: Store) -> None:
     if strangers:
         shown = ", ".join(strangers[:3]) + (", …" if len(strangers) > 3 else "")
         log.warning(
-            "%s is not empty and holds no run (found %s): a new run begins there; "
-            "check the path if you meant to resume one", store.url, shown,
+            "%s is not empty and holds no run (found %s): a new run begins there; %s",
+            store.url, shown,
+            remedy_for_no_run(store) or "check the path if you meant to resume one",
         )  # fmt: skip
     elif path is None or TEMPORARY not in path.name:  # as laststep.save makes, which is no run
         log.info("new run at %s", store.url)
+
+
+def _warn_of_read_only(path: Path | None) -> None:
+    if path is not None and (why := _why_not_written(path)) is not None:
+        log.warning("%s can be restored, but saves to it will fail: %s", path, os.strerror(why))
+
+
+def _why_not_written(folder: Path) -> int | None:
+    """The system's number for why nothing can be made in a folder; None where it can."""
+    if os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+        return None
+    return errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
 
 
 def _refuse_checkpoint(store: Store) -> None:
@@ -125,10 +139,10 @@ def _check_can_be_made(path: Path, there: Path) -> None:
         if 0 < longest < len(os.fsencode(part)):
             found = f"a name of {len(os.fsencode(part))} bytes where {longest} are the most"
             raise _unusable(path, found, "choose a shorter name")
-    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
-        read_only = os.statvfs(there).f_flag & os.ST_RDONLY
-        number = errno.EROFS if read_only else errno.EACCES
-        remedy = "mount it writable" if read_only else "give this user the right to write there"
+    if (number := _why_not_written(there)) is not None:
+        remedy = "give this user the right to write there"
+        if number == errno.EROFS:
+            remedy = "mount it writable"
         raise _unusable(path, f"{os.strerror(number)} in {there}", f"{remedy}, or {_ELSEWHERE}")
 
 
