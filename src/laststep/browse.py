@@ -6,6 +6,7 @@ content; a slice reads, and verifies, only the blocks that hold it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import operator
@@ -111,10 +112,10 @@ class Catalog:
                 found=nearest_steps(others, max(others)), remedy="name the step that you want",
             )  # fmt: skip
         newest = lineage[-1]
-        if not isinstance(newest.error, Corrupt):
-            return self._open(newest)
-        good = [one.step for one in lineage if one.is_whole]
+        good = [one.step for one in lineage[:-1] if one.is_whole]
         older = f"; laststep.load(run, step={good[-1]}) loads an older one" if good else ""
+        if not isinstance(newest.error, Corrupt):
+            return self._open(newest, older)
         raise Corrupt(
             f"the newest checkpoint, step {newest.step}, is damaged: {newest.error.what}",
             where=newest.error.where, expected=newest.error.expected, found=newest.error.found,
@@ -129,21 +130,29 @@ class Catalog:
     def _all(self) -> tuple[Listed, ...]:
         return self._run.checkpoints()
 
-    def _open(self, listed: Listed) -> Checkpoint:
+    def _open(self, listed: Listed, older: str = "") -> Checkpoint:
         if listed.commit is None:
             raise listed.error or Corrupt(
                 "the manifest cannot be read", where=listed.folder, remedy=DAMAGE_REMEDY
             )
-        return Checkpoint(self._run.store, listed.folder, listed.commit)
+        return Checkpoint(self._run.store, listed.folder, listed.commit, older=older)
 
 
 class Checkpoint(OnlyOne):
     """One committed checkpoint; of what each rank has for itself, the view of one rank."""
 
     def __init__(
-        self, store: Store, folder: str, commit: Commit, *, rank: int | None = None
+        self,
+        store: Store,
+        folder: str,
+        commit: Commit,
+        *,
+        rank: int | None = None,
+        older: str = "",
     ) -> None:
         self._store = store
+        self._older = older
+        """How to get at an older one, for whoever finds this one damaged."""
         self._content: Content | None = None
         self._rank = rank
         """Whose view it is; None: nobody has said, and it is rank 0's."""
@@ -179,7 +188,7 @@ class Checkpoint(OnlyOne):
             raise NotFound(
                 f"the checkpoint has no rank {number}", where=self.folder, expected=known
             )
-        return Checkpoint(self._store, self.folder, self._commit, rank=number)
+        return Checkpoint(self._store, self.folder, self._commit, rank=number, older=self._older)
 
     def tensors(self) -> list[str]:
         """The full names of its tensors, `item/name`, those that share bytes included."""
@@ -195,6 +204,11 @@ class Checkpoint(OnlyOne):
             )  # fmt: skip
         content = self._opened()
         item_name, _, name = full_name.partition("/")
+        if not name and (meant := _meant_by(full_name, content)) is not None:
+            raise NotFound(
+                f"there is no tensor {full_name!r}", where=self.folder,
+                remedy=f"did you mean {meant!r}?",
+            )  # fmt: skip
         item = content.item(item_name)
         self._tell_whose(item_name)
         if item.view_of(name) is not None:
@@ -239,10 +253,28 @@ class Checkpoint(OnlyOne):
         """Its headers and objects, verified."""
         return self._opened()
 
+    @contextlib.contextmanager
+    def advising(self) -> Iterator[None]:
+        """Damage that is found in this block is told with how to get at an older checkpoint."""
+        try:
+            yield
+        except Corrupt as error:
+            if not self._older or (error.remedy or "").endswith(self._older):
+                raise
+            told = Corrupt(
+                error.what, where=error.where, expected=error.expected, found=error.found,
+                remedy=f"{error.remedy}{self._older}",
+            )  # fmt: skip
+            told.missing = error.missing
+            raise told from error
+
     @shortage.told("open a checkpoint")
     def _opened(self) -> Content:
         if self._content is None:
-            self._content = Content(self._store, self.folder, self._commit, rank=self._rank or 0)
+            with self.advising():
+                self._content = Content(
+                    self._store, self.folder, self._commit, rank=self._rank or 0
+                )
             # Tensors of it may outlive this object: its files stay open for as long as any does.
             weakref.finalize(self._content, close_files, self._content.files)
         return self._content
@@ -395,6 +427,15 @@ def _remedy_for(content: Content, item: str, name: str) -> str:
         if item in content.per_rank and any(one.name == entry for one in header.tensors):
             return f"rank {file.record.rank} has it: ask checkpoint.of_rank({file.record.rank})"
     return "`laststep show --all` lists the names"
+
+
+def _meant_by(name: str, content: Content) -> str | None:
+    """The full name that begins with an item and a dot instead of a slash."""
+    for one in content.items.values():
+        rest = name.removeprefix(f"{one.name}.")
+        if rest != name and (rest in one.tensors or rest in one.ties):
+            return f"{one.name}/{rest}"
+    return None
 
 
 @shortage.told("open a checkpoint")

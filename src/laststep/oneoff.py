@@ -111,7 +111,7 @@ def load(
     target = _device(map_location, device)
     checkpoint, is_run = _find(path, step)
     where = open_store(path).url + (f"/{checkpoint.folder}" if is_run else "")
-    with interrupts.held(), shortage.told("load"):
+    with interrupts.held(), shortage.told("load"), checkpoint.advising():
         return _load(
             checkpoint, into, rank, where, target,
             is_run=is_run, allow_pickle=allow_pickle, strict=strict,

@@ -138,6 +138,28 @@ def test_an_older_checkpoint_is_never_given_for_a_newest_whose_manifest_is_damag
         laststep.load(run, step=81)
 
 
+@pytest.mark.parametrize("size", [None, 100])
+def test_a_newest_checkpoint_that_is_incomplete_is_told_with_the_newest_that_is_whole(
+    size: int | None, run: Path
+) -> None:
+    for step in (80, 90):
+        path = files(run, step) / "state.safetensors"
+        path.unlink() if size is None else os.truncate(path, size)
+    for call in (
+        lambda: laststep.load(run),
+        lambda: laststep.open(run).latest().tensors(),
+    ):
+        with pytest.raises(
+            laststep.Corrupt, match=r"laststep\.load\(run, step=70\) loads an older"
+        ):
+            call()
+
+
+def test_a_dot_in_the_place_of_the_slash_is_answered_with_the_name(run: Path) -> None:
+    with pytest.raises(laststep.NotFound, match=r"'state\.t'.*did you mean 'state/t'\?"):
+        laststep.open(run).latest().tensor("state.t")
+
+
 def test_what_is_no_run_is_told_with_what_to_call_instead(run: Path, tmp_path: Path) -> None:
     laststep.save({"w": torch.ones(2)}, tmp_path / "one")
     with pytest.raises(laststep.NotFound, match=r"one checkpoint, not a run.*laststep\.load"):

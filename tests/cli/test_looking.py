@@ -41,6 +41,14 @@ def test_ls_lists_in_the_order_of_commits_with_lineage_and_pins(maker, laststep:
     assert "pinned" in lines[4]
 
 
+def test_ls_of_the_folder_above_a_run_names_the_run(maker, laststep: Callable) -> None:
+    maker.save(1)
+    above, _, _ = str(maker.path).rpartition("/")
+    ended = laststep("ls", above)
+    assert ended.status != 0
+    assert f"{maker.path} is a run: was that meant?" in " ".join(ended.err.split())
+
+
 def test_ls_tells_of_saves_that_are_not_committed(maker, laststep: Callable) -> None:
     epoch = maker.start()
     lock = maker.run.lock_epoch(epoch)
