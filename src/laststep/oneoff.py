@@ -22,7 +22,7 @@ from laststep.process import interrupts, shortage
 from laststep.ranks.group import Alone
 from laststep.ranks.rank import Rank, this_rank
 from laststep.restoring.fit import VALUE, fit, judge_twins
-from laststep.restoring.restore import hand_over
+from laststep.restoring.restore import hand_over, pass_objects
 from laststep.restoring.transfer import Transfer, load_all
 from laststep.saving.place import check_new_folder
 from laststep.settings import MIN_SLOTS
@@ -148,7 +148,7 @@ def _load(
         providers = providers_for({VALUE: into} if single else _items_in(into, content))
         found = fit(
             content, providers, None, strict=strict, where=where,
-            remedy=_remedy(checkpoint, rank),
+            remedy=pass_objects(content, providers) + _remedy(checkpoint, rank),
             # What was asked for by its rank fits, however many ranks there are now.
             ranks=alone if rank is None else Alone(Rank(rank, checkpoint.ranks)),
         )  # fmt: skip

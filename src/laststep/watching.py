@@ -62,7 +62,7 @@ def log_event(event: Event) -> None:
         case events.SaveSkipped():
             log.warning("step %d: not saved: %s", event.step, event.reason)
         case events.Restored():
-            log.info("restored step %d from %s: %s in %.3f s",
+            log.info("restored step %d from %s: %s read in %.3f s",
                      event.step, event.folder, human(event.size_bytes), event.seconds)  # fmt: skip
         case events.PassedOver():
             log.warning("passed over step %d (%s): %s", event.step, event.folder, event.reason)

@@ -56,6 +56,24 @@ def test_problems_are_the_same_type_wherever_they_are_told(
     assert not laststep.Mismatch("something").problems
 
 
+def test_a_state_dict_in_the_place_of_an_object_is_told_to_be_one(run_folder: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with laststep.Checkpointer(run_folder, model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.save(0)
+    items = {"model": model, "optimizer": optimizer.state_dict()}
+    told = r"pass the optimizer itself as optimizer, not its state_dict\(\); pass strict=False"
+    with (
+        laststep.Checkpointer(run_folder, items=items) as checkpointer,
+        pytest.raises(laststep.Mismatch, match=told),
+    ):
+        checkpointer.restore()
+    with pytest.raises(laststep.Mismatch, match=told):
+        laststep.load(run_folder, into=items)
+
+
 def test_a_long_list_is_cut_in_the_message_only(tmp_path: Path) -> None:
     laststep.save({f"t{n}": torch.zeros(1) for n in range(70)}, tmp_path / "one")
     with pytest.raises(laststep.Mismatch) as caught:

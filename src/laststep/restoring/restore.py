@@ -181,7 +181,8 @@ class _Attempts:
         with self._choosing.open(chosen) as content:
             fitted = fit(
                 content, self._providers, wanted.only, strict=wanted.strict,
-                where=f"{self._choosing.url}/{chosen.folder}", remedy=_REMEDY, ranks=ranks,
+                where=f"{self._choosing.url}/{chosen.folder}",
+                remedy=pass_objects(content, self._providers) + _REMEDY, ranks=ranks,
             )  # fmt: skip
             transfer = Transfer(content, fitted.matches, ranks)
             self._touched(chosen.folder)
@@ -241,6 +242,19 @@ class _Attempts:
 
 def _skip(chosen: Chosen, reason: str) -> Skipped:
     return Skipped(step=chosen.step, folder=chosen.folder, reason=reason)
+
+
+def pass_objects(content: Content, providers: Mapping[str, StateProvider]) -> str:
+    """What to do first where something does not fit: plain values stand where a module or an
+    optimizer was saved, whose parameters have names that only the object knows."""
+    told = [
+        f"pass the {item.kind} itself as {name}, not its state_dict(); "
+        for name, item in content.items.items()
+        if item.kind in ("module", "optimizer")
+        and name in providers
+        and providers[name].kind == "value"
+    ]
+    return "".join(told)
 
 
 def hand_over(
