@@ -19,6 +19,9 @@ export ONEDNN_MAX_CPU_ISA
 .PHONY: help install demo test test-long format lint types layers tests torture bench clean
 
 help:
+	@echo "make install   $(VENV) with all that is needed; the others do it first. It downloads torch:"
+	@echo "               minutes, and gigabytes with CUDA; for the small CPU wheel, before anything else:"
+	@echo "               PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install"
 	@echo "make demo      train, kill, resume: what laststep does, in a minute"
 	@echo "make test      everything that must be green: style, types, layers, tests"
 	@echo "make test-long more pairs of layouts, more ranks with DCP"
@@ -29,10 +32,12 @@ help:
 # The build tools come first and the build uses them as they are, instead of downloading its own
 # copies each time.
 $(STAMP): pyproject.toml constraints.txt
-	@echo "== install into $(VENV)"
+	@echo "== install into $(VENV): laststep, torch and the tools of constraints.txt"
+	@echo "   The first time this downloads torch, which takes minutes: gigabytes with CUDA. Without a GPU:"
+	@echo "   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt hatchling editables
-	@$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $@
 
 install: $(STAMP)
