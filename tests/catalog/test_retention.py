@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from laststep.catalog.listing import Listed
-from laststep.catalog.retention import Keep, decide
+from laststep.catalog.retention import Keep, decide, missing_metric
 from laststep.errors import Corrupt, Usage
 from laststep.format.manifest import Commit, Metric
 
@@ -186,7 +186,9 @@ def test_a_metric_that_nobody_has_as_a_number_deletes_nothing(value: Metric | No
     assert _kept(listed, keep) == [0, 1, 2, 3, 4]
     how = "" if value is None else " as a number"
     told = f"no checkpoint has the metric 'nope'{how}; there are: loss, acc"
-    assert all(told in verdict.reasons for verdict in decide(listed, keep))
+    assert missing_metric(listed, keep) == told
+    reason = "until one has 'nope' as a number"
+    assert all(reason in verdict.reasons for verdict in decide(listed, keep))
     listed.append(_listed(5, metrics={"nope": 0.5}))
     assert _kept(listed, keep) == [5]
 

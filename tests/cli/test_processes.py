@@ -73,6 +73,8 @@ def test_help_names_every_command_and_version_the_version() -> None:
     assert done.returncode == 0
     for command in ("ls", "show", "verify", "prune", "pin", "unpin", "import", "demo", "bench"):
         assert command in done.stdout
+    assert "<bool>" not in start("-m", "laststep", "ls", "--help").stdout
+    assert "--quick" in start("-m", "laststep", "bench", "--help").stdout
     assert start("-m", "laststep", "--version").stdout.startswith("laststep 0.")
 
 

@@ -141,10 +141,9 @@ def _by_rule(reasons: dict[str, list[str]], good: Sequence[Listed], keep: Keep) 
         chosen = [item for item in good if item.step % keep.every == 0]
         _add(reasons, chosen, f"every {keep.every} steps")
     if keep.best is not None and keep.metric is not None:
-        lacking = missing_metric(good, keep)
         best = _best(good, keep.metric, keep)[: keep.best]
         text = f"one of the best {keep.best} by {keep.metric}"
-        _add(reasons, good if lacking else best, lacking or text)
+        _add(reasons, best or good, text if best else f"until one has {keep.metric!r} as a number")
 
 
 def missing_metric(listed: Sequence[Listed], keep: Keep) -> str | None:

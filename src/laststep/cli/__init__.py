@@ -34,13 +34,14 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (ls, show, verify, prune, pin, unpin, export, demo):
     app.command()(command)
 app.command("import")(import_)
 # Whatever is typed after `bench` belongs to the benchmarks, options too.
-app.command(context_settings={"ignore_unknown_options": True})(bench)
+app.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})(bench)
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 (typer calls it by position)

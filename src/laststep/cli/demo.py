@@ -85,7 +85,10 @@ def demo(
     folder: Annotated[Path, typer.Option(help="Where the run is left.")] = Path("demo-run"),
     as_json: output.AsJson = False,
 ) -> None:
-    """Train a small GPT, kill it twice in the middle of a save, resume it, and compare."""
+    """Train a small GPT, kill and resume it.
+
+    It is killed twice in the middle of a save, and every loss compared with a run that was not.
+    """
     _clear(folder)
     console = output.console(stderr=as_json)
     result = _train(folder, console)

@@ -60,7 +60,10 @@ def export(  # noqa: PLR0913 (one parameter for each option)
     rank: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Whose, of what each rank has for itself.", min=0, show_default="0"
+            metavar="N",
+            help="Of items that each rank has for itself: which rank's to write.",
+            min=0,
+            show_default="0",
         ),
     ] = None,
     shard_bytes: Annotated[
@@ -82,7 +85,10 @@ def export(  # noqa: PLR0913 (one parameter for each option)
     ] = False,
     as_json: output.AsJson = False,
 ) -> None:
-    """Write a checkpoint as other tools read it: the newest of a run, or that of --step."""
+    """Write a checkpoint as other tools read it.
+
+    The newest of a run, or that of --step.
+    """
     if format_ == "dcp" and (shard_bytes or dtype or rename or keep_tied):
         raise typer.BadParameter(
             "--shard-bytes, --dtype, --rename and --keep-tied belong to --format hf"

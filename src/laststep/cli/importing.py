@@ -41,8 +41,11 @@ def import_(
     ] = False,
     as_json: output.AsJson = False,
 ) -> None:
-    """Make a checkpoint of a torch.save or safetensors file, or of a folder that
-    torch.distributed.checkpoint wrote, without running any code in it."""
+    """Make a checkpoint of other tools' files.
+
+    Of a torch.save or safetensors file, or of a folder that torch.distributed.checkpoint wrote,
+    without running any code in it.
+    """
     _check_run(run, step, force=force)
     items = items_of(read_state(source))
     from laststep.oneoff import import_state

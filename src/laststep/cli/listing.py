@@ -84,23 +84,28 @@ def _document(item: Listed) -> dict[str, object]:
     }
 
 
-_COLUMNS = ("step", "when", "size", "metrics", "lineage", "pinned", "folder")
+_COLUMNS = ("step", "when", "size", "metrics", "status", "pinned", "folder")
 _NUMBERS = ("step", "size")
 
 
 def _row(item: Listed) -> tuple[str, ...]:
-    lineage = "●" if item.on_lineage else lineage_of(item)
-    if item.incomplete is not None:
-        lineage += " incomplete"
     return (
         str(item.step),
         output.time_text(item.created_s),
         output.size_text(item.size_bytes),
-        _unreadable(item) if item.commit is None else output.metrics_text(item.commit.metrics),
-        lineage,
+        "" if item.commit is None else output.metrics_text(item.commit.metrics),
+        _status(item),
         "pinned" if item.pinned else "",
         item.folder,
     )
+
+
+def _status(item: Listed) -> str:
+    """Its place on the lineage, and what is wrong with it."""
+    place = "●" if item.on_lineage else lineage_of(item)
+    if item.commit is None:
+        return f"{place} {_unreadable(item)}"
+    return place if item.incomplete is None else f"{place} incomplete"
 
 
 def _unreadable(item: Listed) -> str:

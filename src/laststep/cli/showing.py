@@ -57,7 +57,10 @@ def show(
     ] = False,
     as_json: output.AsJson = False,
 ) -> None:
-    """Show what a checkpoint holds: the newest of a run, or that of --step."""
+    """Show what a checkpoint holds.
+
+    The newest of a run, or that of --step.
+    """
     place = places.resolve(path, step)
     commit = _commit(place)
     files = holdings.read_files(place.store, place.folder, commit)

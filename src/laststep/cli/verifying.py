@@ -47,7 +47,10 @@ def verify(
     threads: Annotated[int, typer.Option(help="How many read at once.", min=1, max=64)] = 4,
     as_json: output.AsJson = False,
 ) -> None:
-    """Check every byte of a run's checkpoints, or of one, against its digests."""
+    """Check every byte against its digest.
+
+    Of all checkpoints of a run, or of one.
+    """
     named = step is not None or places.is_checkpoint(path)
     wanted = _one(path, step) if named else _all(path)
     reports: list[tuple[places.CheckpointPath, VerifyReport]] = []
