@@ -139,7 +139,7 @@ def test_a_job_whose_flusher_died_before_a_commit_does_not_take_the_run_back(
         second.restore()
         second.save(5).wait(PATIENCE_S)
         for step in (1, 2):
-            with pytest.raises(laststep.Aborted, match="taken over"):
+            with pytest.raises(laststep.Aborted, match="another job was first"):
                 first.save(step).wait(PATIENCE_S)
         second.save(6).wait(PATIENCE_S)
     first.close()

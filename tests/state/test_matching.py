@@ -251,7 +251,7 @@ def test_entries_that_came_after_the_checkpoint_stay_where_only_what_fits_is_res
     assert target["deep"] == {**source["deep"], "b": {"c": 3}}
     assert target["n"] == 1
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert "what does not is left as it is: missing: state/new" in warning
+    assert "the rest is left as it is: missing: state/new" in warning
 
 
 def test_entries_that_came_after_the_checkpoint_stay_in_a_partial_restore(carry: Carry) -> None:

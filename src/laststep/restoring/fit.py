@@ -128,7 +128,7 @@ def fit(
 
     if not fits and (strict or not fitted.takes_something):
         together(ranks, judge)
-    if problems:
+    if problems.missing or problems.mismatched:
         _warn_of_problems(problems)
     _warn_of_removed(fitted.removed)
     fitted.problems = problems
@@ -320,11 +320,13 @@ def _way_by_hooks(
 
 
 def _warn_of_problems(problems: Problems) -> None:
+    """Say what of the live state is not restored. Who leaves out what is stored knows that."""
+    problems = msgspec.structs.replace(problems, unexpected=())
     shown = "; ".join(problems.lines()[:3])
     more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
     log.warning(
-        "not all of the checkpoint fits, what does not is left as it is: %s%s "
-        "(the problems of what restore() returns are all of it)", shown, more,
+        "not all of the live state is restored, the rest is left as it is: %s%s "
+        "(restored.problems is all of it)", shown, more,
     )  # fmt: skip
 
 
