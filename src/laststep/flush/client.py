@@ -140,8 +140,10 @@ class Client:
         """A new flusher in place of one that is over; nobody may hold slots. `StorageFailed` where
         the old one cannot be ended, and may still touch them."""
         assert self._helper is not None  # noqa: S101 (it has died)
-        for save in self.saves.to_end():
-            if save.awaited:
+        self._receiver.join()
+        # Ended by now, or being ended by another thread: saves go on from what was committed last.
+        for save in self.saves.all():
+            if not save.is_member:
                 save.handle.committed.over_within(None)
         if not self._helper.end(_END_S):
             raise StorageFailed(
@@ -149,7 +151,6 @@ class Client:
                 expected=f"its death within {_END_S:g} s", found=self._helper.how_it_ended(),
                 remedy="a disk that hangs keeps it: look at `dmesg`; the next save tries again",
             )  # fmt: skip
-        self._receiver.join()
         self._connection.close()
         self._pool.slots.reset()
         with self._starting:

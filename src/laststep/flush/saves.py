@@ -96,11 +96,6 @@ class SaveUnderWay:
         """Whether the ranks of a job decide about it."""
         return self._role != "alone"
 
-    @property
-    def awaited(self) -> bool:
-        """Whether the next flusher has to know what becomes of it: saves go on from there."""
-        return self._role == "first" and self.lost is not None
-
     def rest(self, timeout_s: float) -> None:
         """Wait for news of the flusher; for one thread, which then looks what they are."""
         self._news.wait(timeout_s)

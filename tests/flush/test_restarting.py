@@ -1,0 +1,158 @@
+"""A new flusher in place of a dead one goes on from the last commit, whoever found out about it."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.catalog.names import AttemptName
+from laststep.events import Bus
+from laststep.flush.client import Client
+from laststep.flush.handle import Stage
+from laststep.flush.protocol import Connection, Continue, Decided
+from laststep.flush.saves import SaveUnderWay
+from laststep.memory.pool import Pool
+from laststep.plan.files import plan_save
+from laststep.terms import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator
+
+PATIENCE_S = 60.0
+BEFORE = Continue(after=AttemptName(step=1, epoch=1, attempt=1), seen=(1, 1))
+COMMITTED = AttemptName(step=2, epoch=1, attempt=2)
+
+
+class Flusher:
+    """Is there and does nothing, until it is killed."""
+
+    pid = pidfd = None
+
+    def __init__(self, end: socket.socket) -> None:
+        self.kill = end.close
+        self.connection = Connection(end)
+
+    def join(self, _timeout_s: float) -> bool:
+        return True
+
+    end = join
+
+    def how_it_ended(self) -> str:
+        return "killed"
+
+
+class Job:
+    """A start of a job of several ranks; `over` is called between a save's end and its telling."""
+
+    witness_name = "start-1"
+
+    def __init__(self) -> None:
+        self.over: Callable[[int], None] = lambda _save: None
+
+    def close(self) -> None: ...
+
+
+class FirstRank:
+    """The first rank of a job, with a save that all ranks decide about."""
+
+    def __init__(self) -> None:
+        self.flushers: list[Flusher] = []
+        self.pool = Pool(CHUNK_BYTES, pinned=False)
+        self.job = Job()
+        self.client = Client(self._launch, self.pool, Bus(), self.job)  # type: ignore[arg-type]
+        self.client.continue_from(BEFORE)
+        self.save = SaveUnderWay(self.client, 2, role="first")
+        self.client.begin(self.save, plan_save(()), lambda: None)  # type: ignore[arg-type,return-value]
+        self.save.handle.durable.reach()
+
+    def _launch(self, end: socket.socket) -> Flusher:
+        self.flushers.append(Flusher(end))
+        return self.flushers[-1]
+
+    def commit(self) -> None:
+        """What the commit thread does when it has found the commit."""
+        while self.save.lost is None:
+            self.save.rest(PATIENCE_S)
+        self.client.decided(Decided(save=self.save.number, at=COMMITTED, seconds=1.0))
+
+    def continues(self) -> AttemptName | None:
+        """What the newest flusher was told to continue."""
+        told = self.flushers[-1].connection.receive_in_flusher()
+        assert isinstance(told, Continue)
+        return told.after
+
+
+@pytest.fixture
+def rank() -> Iterator[FirstRank]:
+    rank = FirstRank()
+    yield rank
+    rank.flushers[-1].connection.close()
+    rank.client.close()
+    rank.pool.close()
+
+
+@pytest.fixture
+def waited_for(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when somebody waits for the end of a save."""
+    asked, wait = threading.Event(), Stage.over_within
+
+    def ask(stage: Stage, timeout_s: float | None) -> bool:
+        asked.set()
+        return wait(stage, timeout_s)
+
+    monkeypatch.setattr(Stage, "over_within", ask)
+    return asked
+
+
+def test_a_flusher_whose_death_is_still_being_told_is_not_replaced_before(
+    rank: FirstRank, waited_for: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, joined, receiver = threading.Event(), threading.Event(), rank.client._receiver
+    join, fail = receiver.join, rank.pool.slots.fail
+
+    def note_and_join() -> None:
+        joined.set()
+        join()
+
+    def fail_slowly(error: Exception) -> None:
+        fail(error)  # type: ignore[arg-type]
+        known.set()
+        joined.wait(PATIENCE_S)  # nobody was told yet that the save is lost
+
+    def commit() -> None:
+        waited_for.wait(PATIENCE_S)
+        rank.commit()
+
+    monkeypatch.setattr(receiver, "join", note_and_join)
+    monkeypatch.setattr(rank.pool.slots, "fail", fail_slowly)
+    committing = threading.Thread(target=commit)
+    committing.start()
+    rank.flushers[0].kill()
+    known.wait(PATIENCE_S)
+    rank.client.restart()
+    waited_for.set()
+    committing.join()
+    assert rank.continues() == COMMITTED
+
+
+def test_a_commit_that_is_just_being_told_is_waited_for(
+    rank: FirstRank, waited_for: threading.Event
+) -> None:
+    ended = threading.Event()
+
+    def over(_save: int) -> None:
+        ended.set()
+        waited_for.wait(PATIENCE_S)
+
+    rank.job.over = over
+    committing = threading.Thread(target=rank.commit)
+    committing.start()
+    rank.flushers[0].kill()
+    ended.wait(PATIENCE_S)
+    rank.client.restart()
+    waited_for.set()
+    committing.join()
+    assert rank.continues() == COMMITTED
