@@ -203,13 +203,9 @@ class Checkpointer(single.OnlyOne):
         arguments.check_metrics(metrics)
         overwrite = arguments.true_or_false("overwrite", overwrite)
         streams = arguments.cuda_streams(streams)
-        earlier = None
-        try:
-            self._raise_failed()
-        except LaststepError as error:
-            if self._team is None:
-                raise
-            earlier = error  # the ranks hear of it at different saves, and must make the same ones
+        self._take_over()
+        if self._team is None:  # else ranks hear of it at different saves, and make the same ones
+            self._raise_untold()
         self._revive()
         save = SaveUnderWay(
             self._client, step, overwrite=self._replaces(step, overwrite=overwrite),
@@ -221,8 +217,7 @@ class Checkpointer(single.OnlyOne):
                 job = self._capture(save, metrics, metadata, streams)
             job.timing.stall_s = time.perf_counter() - began
             job.timing.waited_s += waited
-        if earlier is not None:
-            raise earlier
+        self._raise_untold()
         return save.handle
 
     def _capture(
@@ -413,10 +408,17 @@ class Checkpointer(single.OnlyOne):
             )
 
     def _raise_failed(self) -> None:
-        """Raise the first failure that nobody has seen, and forget saves that are over."""
+        self._take_over()
+        self._raise_untold()
+
+    def _take_over(self) -> None:
+        """Saves that are over are no longer under way."""
         over = [save.handle for save in self._client.saves.take_over()]
         self._taken |= {handle.step for handle in over if handle.error is None}
-        queueing.raise_first([h.error for h in over if h.error is not None and not h.seen])
+
+    def _raise_untold(self) -> None:
+        """Raise the first failure that nobody has seen, of saves that were over."""
+        queueing.raise_first(self._client.saves.tell())
 
     def _ready(self) -> None:
         """All saves are over: raise what failed, or see to it that more can be made."""

@@ -182,9 +182,9 @@ class RunningParts:
         self.wait()
         self.close()
         lifetimes.let_be(self)  # not before: the end of the program waits for it here
-        for save in self._client.saves.all():
-            if save.handle.error is not None and not save.handle.seen:
-                log.error("a save failed and nobody was there to see it: %s", save.handle.error)
+        self._client.saves.take_over()
+        for error in self._client.saves.tell():
+            log.error("a save failed and nobody was there to see it: %s", error)
 
     def abandon(self) -> None:
         """In a forked child: all of it belongs to the parent."""

@@ -202,10 +202,8 @@ def test_a_rank_that_cannot_describe_its_state_is_named_with_the_cause(
     patient.works()
 
 
-def test_what_failed_is_raised_at_the_next_save_which_is_made_all_the_same(
-    patient: Standing,
-) -> None:
-    patient.works()
+def fail_untold(patient: Standing) -> None:
+    """A save has failed on all ranks, and none of them has asked for it."""
     flusher = patient.ranks[1].flusher()
     resource.prlimit(flusher, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     patient.job.tell(f"save {patient.step()}")
@@ -215,6 +213,13 @@ def test_what_failed_is_raised_at_the_next_save_which_is_made_all_the_same(
     for rank in patient.ranks:
         rank.hear("done", "over")
     resource.prlimit(flusher, resource.RLIMIT_FSIZE, UNLIMITED)
+
+
+def test_what_failed_is_raised_at_the_next_save_which_is_made_all_the_same(
+    patient: Standing,
+) -> None:
+    patient.works()
+    fail_untold(patient)
     step = patient.step()
     patient.job.tell(f"save {step}")
     assert all("File too large" in rank.failed() for rank in patient.ranks)
@@ -222,6 +227,20 @@ def test_what_failed_is_raised_at_the_next_save_which_is_made_all_the_same(
     for rank in patient.ranks:
         rank.hear("done", "wait")
     patient.committed.append(step)
+    patient.works()
+
+
+def test_what_failed_is_raised_later_when_the_next_save_raises_something_else(
+    patient: Standing,
+) -> None:
+    patient.works()
+    fail_untold(patient)
+    for rank in patient.ranks:
+        rank.do("fail")
+    patient.job.tell(f"save {patient.step()}")
+    assert all("ZeroDivisionError as asked" in rank.failed() for rank in patient.ranks)
+    patient.job.tell("wait")
+    assert all("File too large" in rank.failed() for rank in patient.ranks)
     patient.works()
 
 

@@ -61,6 +61,8 @@ def test_whoever_hears_first_how_a_save_ended_ends_it_and_nobody_else() -> None:
     save.handle.fail(laststep.Aborted("it was given up"))
     assert saves.take_over() == [save]
     assert saves.all() == []
+    assert saves.tell() == [save.handle.error]
+    assert saves.tell() == []
 
 
 def test_a_dead_flusher_gets_no_more_saves_until_there_is_another() -> None:

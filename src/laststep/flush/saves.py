@@ -179,6 +179,7 @@ class Saves:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._saves: dict[int, SaveUnderWay] = {}
+        self._failed: list[SaveHandle] = []
         self._count = 0
         self.refusal: LaststepError | None = None
         """Why no save can be entered now, if none can."""
@@ -225,12 +226,18 @@ class Saves:
         self.refusal = None
 
     def forget(self, save: SaveUnderWay) -> None:
-        """Its caller was told."""
+        """It is no longer under way."""
         self._saves.pop(save.number, None)
 
     def take_over(self) -> list[SaveUnderWay]:
-        """Those that are over, which are no longer here: their caller is told now."""
+        """Those that are over, which are no longer under way; what failed is still to be told."""
         over = [save for save in self.all() if save.over]
         for save in over:
             self.forget(save)
+        self._failed += [save.handle for save in over if save.handle.error is not None]
         return over
+
+    def tell(self) -> list[LaststepError]:
+        """What made those fail that were taken over and nobody has seen: it is told now."""
+        failed, self._failed = self._failed, []
+        return [one.error for one in failed if one.error is not None and not one.seen]
