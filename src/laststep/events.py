@@ -2,7 +2,8 @@
 
 The log, the progress bar and the page are subscribers; the library itself never configures a
 handler. A subscriber is called on the thread on which the event happened and MUST return quickly;
-one that raises is logged and left alone, since nobody's display may cost a checkpoint.
+one that raises is logged and left alone, since nobody's display may cost a checkpoint. Only what is
+to end the user's own thread (Ctrl-C, `sys.exit()`) goes on there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from laststep.process import threads
 
 __all__ = [
     "Captured", "Committed", "Durable", "Event", "MetricMissing", "PassedOver", "Preflight",
@@ -151,7 +154,5 @@ class Bus:
 
     def emit(self, event: Event) -> None:
         for subscriber in self._subscribers:
-            try:
+            with threads.outlasting(log, "a subscriber failed on %s", type(event).__name__):
                 subscriber(event)
-            except Exception:
-                log.exception("a subscriber failed on %s", type(event).__name__)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
-import logging
 import pickle
 import sys
 import threading
+import traceback
 from typing import TYPE_CHECKING
 
 import pytest
@@ -155,24 +155,43 @@ def test_callbacks_run_once_on_the_thread_that_ends_the_save(flush: str, tmp_pat
     assert set(called) == {("laststep-receive", folder, handle), (here, folder, handle)}
 
 
+@pytest.mark.parametrize(
+    "error", [ValueError("own"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()]
+)
 def test_a_callback_that_raises_is_logged_and_hurts_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    error: BaseException, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     called: list[int] = []
+    added = threading.Event()
 
     def fall(handle: SaveHandle) -> None:
         called.append(handle.step)
-        raise ValueError("of the user's own")
+        raise error
 
-    with caplog.at_level(logging.ERROR, logger="laststep"):  # noqa: SIM117
-        with laststep.Checkpointer(tmp_path / "run", s={"t": torch.zeros(100)}) as checkpointer:
-            for step in range(3):
-                handle = checkpointer.save(step)
-                for callback in (fall, lambda _: sys.exit(3), fall):
-                    handle.add_done_callback(callback)
+    def hold_up(event: object) -> None:
+        if isinstance(event, Committed):
+            added.wait(100)
+
+    with laststep.Checkpointer(
+        tmp_path / "run", s={"t": torch.zeros(100)}, subscribers=[hold_up]
+    ) as checkpointer:
+        for step in range(3):
+            added.clear()
+            handle = checkpointer.save(step)
+            handle.add_done_callback(fall)
+            handle.add_done_callback(fall)
+            added.set()
+            assert handle.wait(100)
     assert called == [0, 0, 1, 1, 2, 2]
-    assert caplog.text.count("ValueError: of the user's own") == 6
+    assert caplog.text.count(f"\n{traceback.format_exception_only(error)[0].strip()}") == 6
     assert "the save of step 2 failed" in caplog.text
+
+
+def test_what_ends_a_program_does_so_where_a_callback_is_called_at_once() -> None:
+    handle = SaveHandle(1)
+    handle.skip("an earlier save is still being captured")
+    with pytest.raises(SystemExit):
+        handle.add_done_callback(lambda _: sys.exit(3))
 
 
 def test_callbacks_of_a_failed_save_are_called(tmp_path: Path) -> None:

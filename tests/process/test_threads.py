@@ -1,7 +1,10 @@
-"""Threads that cannot be started are an error of ours, with a remedy."""
+"""Threads that cannot be started are an error of ours, with a remedy; nothing of a user's ends one
+that runs."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import signal
 import threading
@@ -10,8 +13,14 @@ import pytest
 import torch
 
 import laststep
+from laststep import events
 from laststep.capture.host import HostCopier
+from laststep.capture.job import Job
+from laststep.capture.mover import Mover
+from laststep.flush.client import Client
 from laststep.process import threads
+
+PATIENCE_S = 60.0
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -87,3 +96,80 @@ def test_a_save_does_without_the_threads_that_only_help(
     with laststep.Checkpointer(str(run_folder), state={"n": 1}, flush="thread") as ckpt:
         ckpt.save(1).wait()
     assert laststep.open(str(run_folder)).steps() == [1]
+
+
+ENDINGS = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), ValueError("own")]
+
+
+@pytest.mark.parametrize("error", ENDINGS, ids=repr)
+@pytest.mark.parametrize("kind", [events.Captured, events.Durable, events.Committed])
+def test_whatever_a_subscriber_raises_ends_no_thread_of_ours(
+    kind: type, error: BaseException, run_folder: object
+) -> None:
+    told: list[int] = []
+
+    def fall(event: events.Event) -> None:
+        if isinstance(event, kind):
+            told.append(event.step)
+            raise error
+
+    with laststep.Checkpointer(
+        str(run_folder), state={"n": 1}, flush="thread", subscribers=[fall]
+    ) as ckpt:
+        for step in (1, 2):
+            assert ckpt.save(step).wait(PATIENCE_S)
+    assert told == [1, 2]
+
+
+def test_what_ends_a_program_goes_on_on_the_users_own_thread(run_folder: object) -> None:
+    def fall(event: events.Event) -> None:
+        if isinstance(event, events.SaveStarted):
+            raise ENDINGS[event.step]
+
+    with laststep.Checkpointer(
+        str(run_folder), state={"n": 1}, flush="thread", subscribers=[fall]
+    ) as ckpt:
+        for step in range(3):
+            with pytest.raises(type(ENDINGS[step])):
+                ckpt.save(step)
+        assert ckpt.save(3).wait(PATIENCE_S)
+
+
+def test_neither_does_a_handler_of_the_log() -> None:
+    class Falling(logging.Handler):
+        def emit(self, _record: logging.LogRecord) -> None:
+            raise SystemExit(3)
+
+    log, went_on = logging.getLogger("some"), threading.Event()
+    log.addHandler(Falling())
+
+    def work() -> None:
+        with threads.outlasting(log, "it fell"):
+            raise ValueError("own")
+        went_on.set()
+
+    ours = threading.Thread(target=work, name="laststep-some")
+    ours.start()
+    ours.join()
+    log.handlers.clear()
+    assert went_on.is_set()
+
+
+@pytest.mark.parametrize(
+    "where", [(Client, "_flushed"), (Client, "_handle"), (Mover, "move"), (Job, "let_go")]
+)
+def test_a_thread_that_fails_tells_whoever_waits_and_the_next_save_works(
+    where: tuple[type, str], run_folder: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fall(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    with laststep.Checkpointer(str(run_folder), state={"t": torch.ones(9)}) as ckpt:
+        ckpt.save(1).wait(PATIENCE_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(*where, fall)
+            with pytest.raises(laststep.StorageFailed, match=r"a capture failed|not be handled"):
+                ckpt.save(2).wait(PATIENCE_S)
+            assert ckpt._capturer._last.over.wait(PATIENCE_S)
+        ckpt.save(3).wait(PATIENCE_S)
+    assert laststep.open(str(run_folder)).steps() == [1, 3]

@@ -424,25 +424,26 @@ class Capturer:
         for device in self._devices:
             prepare_kernels(torch.device(device))
         self._compiled.set()
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            if not isinstance(job, Job):
-                job()
-                continue
-            try:
-                self._mover.move(job)
-            except LaststepError as error:
-                job.error = error
-            except Exception as error:
-                if shortage.is_one(error):
-                    job.error = shortage.error_for("capture the state", error)
+        while (job := self._jobs.get()) is not None:
+            with threads.outlasting(log, "a capture could not be ended"):
+                if isinstance(job, Job):
+                    self._move(job)
                 else:
-                    log.exception("a capture failed")
-                    job.error = StorageFailed("a capture failed", found=repr(error))
-            if isinstance(job.error, Torn):
-                self._torn = True
+                    job()
+
+    def _move(self, job: Job) -> None:
+        try:
+            self._mover.move(job)
+        except LaststepError as error:
+            job.error = error
+        except BaseException as error:
+            if shortage.is_one(error):
+                job.error = shortage.error_for("capture the state", error)
+            else:
+                job.error = StorageFailed("a capture failed", found=repr(error))
+                log.exception("a capture failed")
+        finally:
+            self._torn = self._torn or isinstance(job.error, Torn)
             self._end(job)
 
     def _end(self, job: Job) -> None:
@@ -457,15 +458,17 @@ class Capturer:
                 self._let_go(job)
             if job.error is None:
                 sink.captured(job.timing)
-        except Exception as error:
-            log.exception("a capture could not be ended")
+        except BaseException as error:
             job.error = job.error or StorageFailed("a capture failed", found=repr(error))
+            raise
         finally:
-            if job.error is not None:
-                sink.failed(job.error)
-            job.forget()
-            job.enqueued.set()
-            job.over.set()
+            try:
+                if job.error is not None:
+                    sink.failed(job.error)
+                job.forget()
+            finally:
+                job.enqueued.set()
+                job.over.set()
 
     def _let_go(self, job: Job) -> None:
         """The copies have ended: staging memory goes back, and live tensors are let go of."""

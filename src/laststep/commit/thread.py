@@ -104,9 +104,10 @@ class CommitThread:
                 round_.contained = None
             except BaseException as error:
                 # Nobody else ends this save: whoever waits for it would wait for ever.
-                log.exception("the commit of step %d failed", round_.step)
-                if round_.save is not None:
-                    round_.save.failed(StorageFailed("a commit failed", found=repr(error)))
+                with threads.outlasting(log, "the commit of step %d failed", round_.step):
+                    if round_.save is not None:
+                        round_.save.failed(StorageFailed("a commit failed", found=repr(error)))
+                    raise
             self._ended += 1
 
     def _next(self) -> Round | None:
@@ -115,7 +116,11 @@ class CommitThread:
             try:
                 return self._rounds.get(timeout=self._part.rest_s())
             except queue.Empty:
-                with contextlib.suppress(LaststepError):  # they hear when their time is up
+                # They hear when their time is up.
+                with (
+                    threads.outlasting(log, "the other ranks hear late"),
+                    contextlib.suppress(LaststepError),
+                ):
                     self._part.look_up()
 
     def _go(self, round_: Round) -> LaststepError | None:

@@ -274,29 +274,26 @@ class Client:
             raise
 
     def _receive(self) -> None:
+        why: str | None = "a message of it could not be handled"
         try:
-            self._listen()
+            with threads.outlasting(log, "a message of the flusher could not be handled"):
+                why = self._listen()
+            # Nobody else listens: whoever waits must hear that nothing more will come.
+            self._mourn(why)
         finally:
             self._heard_all.set()
 
-    def _listen(self) -> None:
+    def _listen(self) -> str | None:
+        """Until the flusher has hung up, or there is a reason to end it."""
         while True:
             try:
                 message = self._connection.receive_in_trainer()
             except (OSError, ValueError) as error:
                 log.warning("the flusher spoke nonsense: %s", error)
-                self._mourn("it spoke nonsense")
-                return
+                return "it spoke nonsense"
             if message is None:
-                self._mourn()
-                return
-            try:
-                self._handle(message)
-            except Exception:
-                # Nobody else listens: whoever waits must hear that nothing more will come.
-                log.exception("a message of the flusher could not be handled")
-                self._mourn("a message of it could not be handled")
-                return
+                return None
+            self._handle(message)
 
     def _handle(self, message: ToTrainer) -> None:
         if isinstance(message, Ready):
@@ -373,7 +370,7 @@ class Client:
         self._bus.emit(SaveFailed(step=save.handle.step, reason=error.without_remedy()))
         save.handle.end()
 
-    def _mourn(self, why: str | None = None) -> None:
+    def _mourn(self, why: str | None) -> None:
         """The flusher is gone, or is ended for that reason: whatever it had not committed has
         failed. It MUST be dead before anybody hears so, or it might commit it after all."""
         if self._closing and not self.saves.to_end():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from laststep.checks import seconds
-from laststep.process import interrupts
+from laststep.process import interrupts, threads
 from laststep.process.only_one import OnlyOne
 
 if TYPE_CHECKING:
@@ -219,7 +219,6 @@ class SaveHandle(OnlyOne, Future["SaveReport"]):
 
 
 def _call(function: Callable[[SaveHandle], object], handle: SaveHandle) -> None:
-    try:
+    what = "a callback for the end of the save of step %d failed"
+    with threads.outlasting(log, what, handle.step):
         function(handle)
-    except (Exception, SystemExit):  # which would end the thread that hears of all other saves
-        log.exception("a callback for the end of the save of step %d failed", handle.step)
