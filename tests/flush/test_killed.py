@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 
 import laststep
 from laststep.flush import launch as starting
+from laststep.memory.pool import Pool
 from laststep.storage.disk import Disk
+from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,3 +109,34 @@ def test_where_the_run_cannot_be_read_after_the_death_nobody_claims_to_know(
             broken.setattr(Disk, "sync_folder", failing)
             with pytest.raises(laststep.StorageFailed, match="not known whether step 2 is"):
                 checkpointer.save(2).wait(PATIENCE_S)
+
+
+def test_an_idle_flusher_that_dies_during_a_restore_is_just_replaced(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"t{n}": torch.full((CHUNK_BYTES,), n, dtype=torch.uint8) for n in range(8)}
+    # Fewer slots than chunks: readers wait for them.
+    with laststep.Checkpointer(
+        run_folder, state=state, host_memory_bytes=4 * CHUNK_BYTES
+    ) as checkpointer:
+        checkpointer.save(1).wait(PATIENCE_S)
+        client, lease = checkpointer._client, Pool.lease
+        pid, died = client.helper_pid, threading.Event()
+
+        def kill_and_lease(pool: Pool, timeout_s: float | None = None, **how: bool) -> int | None:
+            if not died.is_set():
+                os.kill(pid, signal.SIGKILL)
+                client._receiver.join()
+                died.set()
+            return lease(pool, timeout_s, **how)
+
+        for tensor in state.values():
+            tensor.zero_()
+        with monkeypatch.context() as patch:
+            patch.setattr(Pool, "lease", kill_and_lease)
+            assert checkpointer.restore().step == 1
+        assert died.is_set()
+        assert [int(tensor[0]) for tensor in state.values()] == list(range(8))
+        checkpointer.save(2).wait(PATIENCE_S)
+        assert client.helper_pid != pid
+    assert laststep.open(run_folder).steps() == [1, 2]

@@ -111,7 +111,7 @@ def test_a_flusher_whose_death_is_still_being_told_is_not_replaced_before(
     rank: FirstRank, waited_for: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, joined, receiver = threading.Event(), threading.Event(), rank.client._receiver
-    join, fail = receiver.join, rank.pool.slots.fail
+    join, fail = receiver.join, rank.pool.slots.lose_flusher
 
     def note_and_join() -> None:
         joined.set()
@@ -127,7 +127,7 @@ def test_a_flusher_whose_death_is_still_being_told_is_not_replaced_before(
         rank.commit()
 
     monkeypatch.setattr(receiver, "join", note_and_join)
-    monkeypatch.setattr(rank.pool.slots, "fail", fail_slowly)
+    monkeypatch.setattr(rank.pool.slots, "lose_flusher", fail_slowly)
     committing = threading.Thread(target=commit)
     committing.start()
     rank.flushers[0].kill()

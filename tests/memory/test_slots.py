@@ -156,6 +156,36 @@ def test_a_failure_reaches_everybody_who_waits_or_comes_to_wait() -> None:
     assert slots.lease(0) is None
 
 
+def test_a_restore_goes_on_without_the_flusher_and_saves_do_not() -> None:
+    slots = Slots()
+    slots.add(range(2))
+    read, handed_over = slots.lease(), slots.lease(for_save=True)
+    got: list[int | None] = []
+    reading = threading.Thread(target=lambda: got.append(slots.lease(PATIENCE_S)))
+    reading.start()
+    until(lambda: slots.waiting == 1)
+    slots.lose_flusher(StorageFailed("gone"))
+    with pytest.raises(StorageFailed, match="gone"):
+        slots.lease(for_save=True)
+    assert reading.is_alive()
+    slots.release([read])
+    reading.join()
+    assert got == [read]
+    assert handed_over not in got
+
+
+def test_a_restore_hears_of_a_flusher_that_died_with_all_slots_but_waits_for_new_ones() -> None:
+    slots = Slots()
+    slots.lose_flusher(StorageFailed("gone"))
+    assert slots.lease(0) is None  # memory that is being made ready may still come
+    slots.add(range(1))
+    assert slots.lease(for_save=True) == 0
+    with pytest.raises(StorageFailed, match="gone"):
+        slots.lease()
+    slots.reset()
+    assert slots.lease() == 0
+
+
 def test_a_handler_runs_without_the_lock() -> None:
     """Whatever it waits for may need a slot to be released."""
     slots = Slots()

@@ -56,7 +56,7 @@ class Mover:
     def lease(self, job: Job, at_most: int = 1) -> list[int]:
         """Slots for this job, in order: one that is waited for, and more if there are any. They
         are held until they are handed over."""
-        slot = self._pool.lease(urgent=job.urgent())
+        slot = self._pool.lease(for_save=True, urgent=job.urgent())
         if slot is None:
             raise StorageFailed("no host memory became free")
         slots = sorted([slot, *self._pool.lease_more(at_most - 1)])

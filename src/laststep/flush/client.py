@@ -386,7 +386,7 @@ class Client:
             remedy="the checkpoints committed so far are whole; the next save starts a new flusher",
         )
         unended = self.saves.refuse(error)
-        self._pool.slots.fail(error)
+        self._pool.slots.lose_flusher(error)
         for save in unended:
             if not save.may_be_committed:
                 self._fail(save.number, error)

@@ -140,18 +140,20 @@ class Pool:
             while self._ready < self._wanted and not self._closed:
                 self._changed.wait()
 
-    def lease(self, timeout_s: float | None = None, *, urgent: bool = False) -> int | None:
+    def lease(
+        self, timeout_s: float | None = None, *, for_save: bool = False, urgent: bool = False
+    ) -> int | None:
         """A free slot; more memory is made ready if there is none and the cap allows it, at once
         if it is urgent."""
         if self.slots.free:
-            return self._opened(self.slots.lease(timeout_s))
+            return self._opened(self.slots.lease(timeout_s, for_save=for_save))
         with self._changed:
             if self._ready == self._wanted < self.cap_slots:
                 self._wanted = min(self._wanted + _STEP_SLOTS, self.cap_slots)
             self._urgent += urgent
             self._changed.notify_all()
         try:
-            return self._opened(self.slots.lease(timeout_s))
+            return self._opened(self.slots.lease(timeout_s, for_save=for_save))
         finally:
             with self._changed:
                 self._urgent -= urgent

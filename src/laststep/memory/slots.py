@@ -2,7 +2,8 @@
 
 Knows nothing of memory. A slot is free or leased, never both; the set of free slots is kept as
 such, so that a full pool cannot be mistaken for an empty one. Waiters are served in order of
-arrival. Thread-safe; `fail` wakes every waiter with the error that made waiting pointless.
+arrival. Thread-safe; `fail` and `lose_flusher` wake waiters with the error that made their waiting
+pointless.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ class Slots:
     def __init__(self) -> None:
         self._free: deque[int] = deque()
         self._leased: set[int] = set()
+        self._reading: set[int] = set()
+        """Leased, and not for a save: whoever has them gives them back, flusher or not."""
         self._waiting: deque[object] = deque()
         self._error: LaststepError | None = None
+        self._lost: LaststepError | None = None
         self._changed = threading.Condition()
 
     @property
@@ -49,7 +53,7 @@ class Slots:
             self._free.extend(slots)
             self._changed.notify_all()
 
-    def lease(self, timeout_s: float | None = None) -> int | None:
+    def lease(self, timeout_s: float | None = None, *, for_save: bool = False) -> int | None:
         """The next free slot, waiting for it in order of arrival; None when the time is up."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         ticket = object()
@@ -61,9 +65,10 @@ class Slots:
                     if self._free and self._waiting[0] is ticket:
                         slot = self._free.pop()  # freed last: its memory is still in the caches
                         self._leased.add(slot)
+                        if not for_save:
+                            self._reading.add(slot)
                         return slot
-                    if self._error is not None:
-                        raise self._error
+                    self._check(for_save=for_save)
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         return None
@@ -89,13 +94,21 @@ class Slots:
                 if slot not in self._leased:
                     raise Usage("a slot was released that nobody holds", found=str(slot))
                 self._leased.remove(slot)
+                self._reading.discard(slot)
                 self._free.append(slot)
             self._changed.notify_all()
 
     def fail(self, error: LaststepError) -> None:
-        """Raise `error` for all who wait, now or later: no slot will be released any more."""
+        """Raise `error` for all who wait, now or later: there is no memory."""
         with self._changed:
             self._error = error
+            self._changed.notify_all()
+
+    def lose_flusher(self, error: LaststepError) -> None:
+        """What was handed over does not come back: saves that wait, or will, get `error`. A restore
+        goes on with what is left, and gets it only where nothing is."""
+        with self._changed:
+            self._lost = error
             self._changed.notify_all()
 
     def reset(self) -> None:
@@ -103,5 +116,13 @@ class Slots:
         with self._changed:
             self._free.extend(sorted(self._leased))
             self._leased.clear()
-            self._error = None
+            self._reading.clear()
+            self._error = self._lost = None
             self._changed.notify_all()
+
+    def _check(self, *, for_save: bool) -> None:
+        """Raise why it is pointless to wait, if it is; with the lock held."""
+        if self._error is not None:
+            raise self._error
+        if self._lost is not None and (for_save or (self._leased and not self._reading)):
+            raise self._lost
