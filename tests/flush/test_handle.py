@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
+import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
@@ -16,7 +18,7 @@ import torch
 
 import laststep
 from laststep.errors import Aborted, StorageFailed, Usage
-from laststep.events import Committed
+from laststep.events import Captured, Committed
 from laststep.flush.handle import SaveHandle
 
 if TYPE_CHECKING:
@@ -239,3 +241,38 @@ def test_an_error_that_names_the_step_already_does_so_once() -> None:
     handle = SaveHandle(3)
     handle.fail(Aborted("step 3 is in the run already"))
     assert str(handle.error) == "step 3 is in the run already; the next save tries again"
+
+
+def test_a_forked_process_can_ask_only_for_what_was_over_at_the_fork(tmp_path: Path) -> None:
+    forked = threading.Event()
+
+    def hold_up(event: object) -> None:
+        if isinstance(event, Captured) and event.step == 2:
+            forked.wait(100)
+
+    def ask_in_vain() -> None:
+        asked: list[Callable[[], object]] = [
+            under_way.wait, under_way.result, under_way.exception, under_way.durable.wait,
+            checkpointer.wait, lambda: under_way.add_done_callback(print),
+        ]  # fmt: skip
+        for ask in asked:
+            with pytest.raises(Usage, match="in a forked process"):
+                ask()
+
+    with laststep.Checkpointer(
+        tmp_path / "run", s={"t": torch.zeros(100)}, subscribers=[hold_up]
+    ) as checkpointer:
+        over = checkpointer.save(1)
+        assert over.wait(100)
+        under_way = checkpointer.save(2)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(60)  # ends one that waits for ever
+            try:
+                ask_in_vain()
+                os._exit(42 if over.wait() and over.result().folder else 1)
+            finally:
+                os._exit(2)
+        forked.set()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
+        assert under_way.wait(100)

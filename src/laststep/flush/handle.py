@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from laststep.checks import seconds
-from laststep.process import interrupts, threads
+from laststep.process import interrupts, lifetimes, threads
 from laststep.process.only_one import OnlyOne
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Stage(OnlyOne):
     """A point that a save reaches."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._event = threading.Event()
         self._skipped = False
         self.error: LaststepError | None = None
@@ -57,7 +59,13 @@ class Stage(OnlyOne):
 
     def over_within(self, timeout_s: float | None) -> bool:
         """Wait until it was reached or never will be; False when the time is up."""
+        self.check_process("wait for a save")
         return interrupts.wait(self._event, seconds(timeout_s))
+
+    def check_process(self, what: str) -> None:
+        """`Usage` in a forked process, unless it was over by then: nobody tells that process."""
+        if not self._event.is_set():
+            lifetimes.check_process(what, self._pid)
 
     def skip(self) -> None:
         """It will not be reached, and that is no error."""
@@ -180,6 +188,7 @@ class SaveHandle(OnlyOne, Future["SaveReport"]):
     def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
         """Call `fn(handle)` when the save is over: on the thread that ends it, or now if it is. The
         function must return quickly, and call no Checkpointer; one that raises is logged."""
+        self.committed.check_process("add a callback")
         with interrupts.held():
             super().add_done_callback(functools.partial(_call, fn))
 
