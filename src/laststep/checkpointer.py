@@ -283,17 +283,18 @@ class Checkpointer(single.OnlyOne):
         return True
 
     def close(self) -> None:
-        """Wait for all saves, end the flusher, and raise what failed. May be called twice."""
-        if self._closed or os.getpid() != self._pid:
+        """Wait for all saves, end the flusher, and raise what failed. May be called twice: the
+        second call does what an interrupt of the first one has left."""
+        if os.getpid() != self._pid or self._work.closes:
             return
         self._turn.check("close")
         with interrupts.held():
             self._work.wait()  # Ctrl-C here leaves it open
             with self._turn.of("close"):
                 self._closed = True
+                self._work.close()  # Ctrl-C here leaves the rest to the next call
                 self._dropped.detach()
                 lifetimes.let_be(self._work)
-                self._work.close()
                 self._raise_failed()
 
     def __enter__(self) -> Self:

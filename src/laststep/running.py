@@ -6,6 +6,7 @@ end of the program. What was handed over is then finished, and all of it given b
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
@@ -95,12 +96,14 @@ class RunningParts:
         self._run = run
         self._pid = os.getpid()
         self._closing = threading.RLock()
-        self._closed = False
-        self._team = team
-        self._pool = pool
-        self._capturer = capturer
+        self._is_closing = False
         self._client = client
         self.preflight: threading.Thread | None = None
+        ends = [capturer.close, client.close, self._end_preflight, pool.close]
+        if team is not None:
+            ends.insert(1, team.close)
+        self._ends = collections.deque(ends)
+        """What is left to do in order to end everything."""
         self._starter: threading.Thread | None = None
 
     def start_early(self) -> bool:
@@ -136,18 +139,26 @@ class RunningParts:
 
     def close(self) -> None:
         """Wait for all saves and end everything; once, whoever else asks for it too, be it a
-        signal's handler in the midst of this."""
+        signal's handler in the midst of this. What an interrupt leaves, the next call does."""
         with self._closing:
-            if self._closed:
+            if self._is_closing:
                 return
-            self._closed = True
-            self._capturer.close()
-            if self._team is not None:
-                self._team.close()
-            self._client.close()
-            if self.preflight is not None and self.preflight.is_alive():
-                self.preflight.join()
-            self._pool.close()
+            self._is_closing = True
+            try:
+                while self._ends:
+                    self._ends[0]()
+                    self._ends.popleft()
+            finally:
+                self._is_closing = False
+
+    @property
+    def closes(self) -> bool:
+        """Whether everything has ended, or is being ended now."""
+        return self._is_closing or not self._ends
+
+    def _end_preflight(self) -> None:
+        if self.preflight is not None and self.preflight.is_alive():
+            self.preflight.join()
 
     def outlive(self, checkpointer: object) -> weakref.finalize[[], object]:
         """See to it that all is finished when that is collected, and at the end of the program. It

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,7 +23,6 @@ from laststep.process import interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
     from types import FrameType
 
 PATIENCE_S = 60.0
@@ -177,6 +177,61 @@ def test_waiting_for_a_save_can_be_interrupted(run_folder: Path, waits: str) -> 
     go_on.set()
     assert handle.wait(PATIENCE_S)
     checkpointer.close()
+    assert laststep.open(run_folder).steps() == [1]
+
+
+@pytest.mark.parametrize("closes_again", [True, False])
+def test_a_close_that_was_interrupted_goes_on_where_it_was(
+    run_folder: Path, caplog: pytest.LogCaptureFixture, *, closes_again: bool
+) -> None:
+    state = {"t": torch.ones(3)}
+    before = set(threading.enumerate())
+    checkpointer = laststep.Checkpointer(run_folder, state=state)
+    checkpointer.save(1).wait(PATIENCE_S)
+    with laststep.Checkpointer(run_folder, state=state) as other:
+        other.restore()
+        other.save(2)
+    checkpointer.save(3)  # fails, since the other one has taken over
+    checkpointer._work.wait()
+    flusher = checkpointer._client.helper_pid
+    assert flusher is not None
+    os.kill(flusher, signal.SIGSTOP)  # so that close() waits for it
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupted_after(0.1):
+            checkpointer.close()
+        with pytest.raises(laststep.Usage, match="closed"):
+            checkpointer.save(4)
+    finally:
+        os.kill(flusher, signal.SIGCONT)
+    if closes_again:
+        with pytest.raises(laststep.LaststepError, match="step 3"):
+            checkpointer.close()
+        checkpointer.close()  # which has told it
+    else:
+        checkpointer._work.finish_at_exit()
+        assert "a save failed and nobody was there to see it" in caplog.text
+    assert set(threading.enumerate()) <= before
+    assert not Path(f"/proc/{flusher}").exists()
+
+
+def test_a_handler_that_closes_in_the_midst_of_a_close_does_nothing(run_folder: Path) -> None:
+    checkpointer = laststep.Checkpointer(run_folder, x={"x": torch.ones(3)})
+    checkpointer.save(1).wait(PATIENCE_S)
+    flusher = checkpointer._client.helper_pid
+    assert flusher is not None
+
+    def handler(*_: object) -> None:
+        checkpointer.close()
+        os.kill(flusher, signal.SIGCONT)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    os.kill(flusher, signal.SIGSTOP)
+    try:
+        with interrupts.held():
+            signal.raise_signal(signal.SIGUSR1)  # let in where close() waits for the flusher
+            checkpointer.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     assert laststep.open(run_folder).steps() == [1]
 
 

@@ -223,9 +223,10 @@ class Client:
     def close(self) -> None:
         """No more saves: wait for the flusher to finish all that it has and to end."""
         with self._starting:
-            self._closing = True
+            was_closing, self._closing = self._closing, True
         if self._helper is not None:
-            self.send(Bye())
+            if not was_closing:  # else an interrupt came while this waited
+                self.send(Bye())
             if not interrupts.wait(self._heard_all, _END_S):
                 # Everything is committed or has failed: it has nothing left that could be lost.
                 log.warning("the flusher does not end: %s", self._helper.how_it_ended())
