@@ -189,6 +189,23 @@ def save_parts_as_own(run: str) -> str:
     return ""
 
 
+def save_what_becomes_mixed(run: str) -> list[str]:
+    """Groups that come to hold what is each rank's own beside what is not; what was raised."""
+    shared = Place(1, "refuse")
+    shared.per_rank = False
+    own = laststep.PerRank({"n": dist.get_rank()})
+    errors = []
+    for number, (group, more) in enumerate((({"own": own}, 3), ({"shared": shared}, own))):
+        with opened(f"{run}{number}", group={"inner": group}) as c:
+            c.save(1).wait()
+            group["more"] = more
+            try:
+                c.save(2)
+            except laststep.Usage as error:
+                errors.append(str(error))
+    return errors
+
+
 def load_places(run: str, policy: str) -> tuple[str, tuple[int, list[int]], list[str]]:
     """What was raised, where the rank stands then, and the warnings."""
     place, common = Place(50, policy), {"w": torch.zeros(6)}

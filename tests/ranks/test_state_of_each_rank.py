@@ -72,6 +72,14 @@ def test_what_ranks_share_is_not_taken_for_each_ones_own(crew: Crew, run_folder:
         assert "pass mine without laststep.PerRank" in error
 
 
+def test_a_group_that_comes_to_mix_what_is_shared_with_what_is_not_is_refused(
+    crew: Crew, run_folder: Path
+) -> None:
+    for errors in crew("tasks:save_what_becomes_mixed", 2, run=str(run_folder)):
+        assert len(errors) == 2
+        assert all("a group mixes what ranks have in common with" in error for error in errors)
+
+
 def test_what_reads_data_is_each_ranks_own_and_every_line_of_the_log_says_whose(
     crew: Crew, run_folder: Path
 ) -> None:

@@ -15,11 +15,11 @@ from laststep.commit.agreement import Agreements
 from laststep.commit.replicas import Comparing
 from laststep.commit.round import RoundContext
 from laststep.commit.thread import CommitThread
-from laststep.errors import Usage
 from laststep.plan.groups import cut
 from laststep.ranks.board import Board
 from laststep.ranks.group import Alone, RankGroup
 from laststep.ranks.rank import ranks_per_node
+from laststep.saving.portion import refuse_mixed
 from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.state.values import PerRank
 from laststep.storage.registry import open_store
@@ -40,15 +40,10 @@ _made: Counter[str] = Counter()
 
 
 def check_own(providers: Mapping[str, StateProvider]) -> None:
-    """`Usage` for a group of which a part is each rank's own and a part is not. The log tells of
-    items that are taken for each rank's own though nobody said so."""
+    """Refuse groups that are each rank's own in part. The log tells of items that are taken for
+    each rank's own though nobody said so."""
     for name, provider in providers.items():
-        if getattr(provider, "mixed", False):
-            raise Usage(
-                "a group mixes what ranks have in common with what each has for itself",
-                where=f"item {name!r}",
-                remedy="pass random numbers and loaders as items of their own",
-            )
+        refuse_mixed(name, mixed=getattr(provider, "mixed", False))
         if provider.per_rank and provider.parts() and not isinstance(provider, PerRank):
             log.info(
                 "%s is taken for each rank's own: it reads data (it has __iter__ or a dataset); "

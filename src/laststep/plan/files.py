@@ -41,6 +41,8 @@ class ItemSpec:
     standalone: bool
     pieces: tuple[Piece, ...]
     per_rank: bool = False
+    mixed: bool = False
+    """Whether some of it is each rank's own and some is not."""
 
     @property
     def size_bytes(self) -> int:

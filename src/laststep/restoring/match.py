@@ -6,14 +6,13 @@ read into which memory and what is copied from there afterwards.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import Usage
+from laststep.restoring.trees import is_in, mark_absent, newer_entries, without, without_plain
 from laststep.state.names import name_of, path_of
-from laststep.state.provider import ABSENT, State, StateProvider, lies_under
+from laststep.state.provider import ABSENT, State, StateProvider, lies_above, lies_under
 from laststep.state.stored_items import StoredItem, TensorSpec
 from laststep.state.tensors import (
     DTYPE_NAMES,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor import DTensor
 
+    from laststep.codecs.objects import Tagged
     from laststep.restoring.renaming import Renamed
     from laststep.state.layouts import Layout
     from laststep.state.pieces import Collected
@@ -73,9 +73,9 @@ class Match:
 
     def tree(self, *, allow_pickle: bool) -> object:
         """The loaded state; after the reads and copies."""
-        tree = _without(self.item.tree, self.foreign)
+        tree = without(self.item.tree, self.foreign)
         if not self.whole:
-            tree = _without_plain(tree, self.fresh)
+            tree = without_plain(tree, self.fresh)
         value = rebuild(
             tree,
             leaf=lambda ref: self.values[ref.name],
@@ -83,7 +83,7 @@ class Match:
         )
         if not self.exact:
             for path in self.newer:
-                _mark_absent(value, path)
+                mark_absent(value, path)
         return value
 
     def differing(self) -> list[str]:
@@ -146,9 +146,7 @@ def match_item(
     if selected is None:
         _find_missing(match, not_paired, live)
     if () not in not_paired:
-        match.newer = tuple(
-            path for path in _newer(item.tree, live.tree, ()) if not lies_under(path, not_paired)
-        )
+        _find_newer(match, not_paired, state.things, live)
     return match
 
 
@@ -211,13 +209,17 @@ def _pair(match: Match, names: list[str], state: State, live: Collected) -> list
 
 
 def _refuse_foreign(match: Match, live: Collected) -> None:
-    """State of another class than the live object's may look alike and mean something else."""
+    """State of another class than the live object's may look alike and mean something else; where
+    there is no object, it is no plain value either."""
     ours = owners(live.tree)
     for path, theirs in owners(match.item.tree).items():
         if ours.get(path, theirs) != theirs:
             match.foreign += (path,)
             text = f"is of class {ours[path]}, the stored one of class {theirs}"
             match.mismatched.append(f"{show_path(path)} {text}" if path else text)
+        elif path not in ours and not is_in(live.tree, path):
+            match.foreign += (path,)
+            match.unexpected.append(_name(path))
 
 
 def _differs(match: Match, name: str, target: torch.Tensor, live: Collected) -> bool:
@@ -408,24 +410,21 @@ def _find_missing(match: Match, not_paired: tuple[Path, ...], live: Collected) -
     ]
 
 
-def _newer(stored: object, live: object, path: Path) -> list[Path]:
-    """The entries of dicts in the live tree that the stored one does not have."""
-    theirs, newer = _entries(stored), []
-    for key, inner in _entries(live).items():
-        if key in theirs:
-            newer += _newer(theirs[key], inner, (*path, key))
-        elif isinstance(live, dict) and isinstance(stored, dict):
-            newer.append((*path, key))
-    return newer
-
-
-def _entries(node: object) -> dict[object, object]:
-    """The parts of a container by their keys, as paths have them; of anything else, none."""
-    if isinstance(node, dict):
-        return node
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return dict(zip(node._fields, node, strict=True))
-    return dict(enumerate(node)) if isinstance(node, list | tuple | deque) else {}
+def _find_newer(
+    match: Match, not_paired: tuple[Path, ...], things: tuple[Path, ...], live: Collected
+) -> None:
+    """Tell live entries that go, as they came to be after the checkpoint, from things with a state
+    of their own, which are missing there."""
+    paths = newer_entries(match.item.tree, live.tree, ())
+    gone = [path for path in things if lies_under(path, tuple(paths))]
+    match.newer = tuple(
+        path
+        for path in paths
+        if not lies_under(path, (*not_paired, *gone)) and not lies_above(path, gone)
+    )
+    if match.whole:
+        told = tuple(map(path_of, match.missing))
+        match.missing += [_name(path) for path in gone if not lies_above(path, told)]
 
 
 def _name(path: Path) -> str:
@@ -435,14 +434,6 @@ def _name(path: Path) -> str:
         return show_path(path)
 
 
-def _mark_absent(tree: object, path: Path) -> None:
-    """Note in a loaded tree that an entry of a dict was not restored."""
-    for key in path[:-1]:
-        tree = _entries(tree).get(key)
-    if isinstance(tree, dict):
-        tree[path[-1]] = ABSENT
-
-
 def _outline(item: StoredItem) -> object:
     """The tree with specs in place of tensors, for a provider to check."""
 
@@ -450,42 +441,3 @@ def _outline(item: StoredItem) -> object:
         return owned(tagged).state if tagged.tag == OWNED else tagged.tag
 
     return rebuild(item.tree, leaf=lambda ref: item.spec_of(ref.name), revive=see)
-
-
-def _without(node: object, gone: tuple[Path, ...], path: Path = ()) -> object:
-    """The tree with ABSENT at these paths."""
-    if path in gone:
-        return ABSENT
-    if gone and type(node) is dict:
-        return {key: _without(inner, gone, (*path, key)) for key, inner in node.items()}
-    if gone and isinstance(node, Tagged) and node.tag == OWNED:
-        inside = owned(node)
-        return Tagged(OWNED, [inside.owner, _without(inside.state, gone, path)])
-    return node
-
-
-def _without_plain(node: object, whole: tuple[Path, ...], path: Path = ()) -> object:
-    """The tree with every plain value ABSENT, so that a partial restore changes none; and what
-    can only be taken `whole` is ABSENT altogether."""
-    if path in whole:
-        return ABSENT
-
-    def down(key: object, inner: object) -> object:
-        return _without_plain(inner, whole, (*path, key))
-
-    if isinstance(node, TensorRef):
-        return node
-    if isinstance(node, Tagged) and node.tag == OWNED:
-        inner = owned(node)
-        return Tagged(OWNED, [inner.owner, _without_plain(inner.state, whole, path)])
-    if isinstance(node, Tagged):
-        return node if tensor_names(node.value) else ABSENT
-    if type(node) in (dict, OrderedDict):
-        return {key: down(key, inner) for key, inner in node.items()}  # type: ignore[attr-defined]
-    if type(node) in (list, tuple):
-        return type(node)(down(i, inner) for i, inner in enumerate(node))  # type: ignore[arg-type, call-arg, var-annotated]
-    if isinstance(node, tuple) and hasattr(node, "_make"):
-        return node._make(down(key, inner) for key, inner in zip(node._fields, node, strict=True))  # type: ignore[attr-defined]
-    if isinstance(node, deque):
-        return deque((down(i, inner) for i, inner in enumerate(node)), node.maxlen)
-    return ABSENT

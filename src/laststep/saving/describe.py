@@ -102,7 +102,7 @@ class Memory:
         known = self.specs.get(name)
         spec = ItemSpec(
             name=name, kind=provider.kind, standalone=standalone, pieces=pieces,
-            per_rank=provider.per_rank,
+            per_rank=provider.per_rank, mixed=getattr(provider, "mixed", False),
         )  # fmt: skip
         if known == spec:
             return known

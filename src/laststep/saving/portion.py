@@ -166,6 +166,16 @@ def _refuse_parts_of_one(taken: TakenState) -> None:
             )  # fmt: skip
 
 
+def refuse_mixed(item: str, *, mixed: bool) -> None:
+    """`Usage` for a group of which a part is each rank's own and a part is not."""
+    if mixed:
+        raise Usage(
+            "a group mixes what ranks have in common with what each has for itself",
+            where=f"item {item!r}",
+            remedy="pass random numbers, loaders and the like as items of their own",
+        )
+
+
 def _ties(item: str, collected: Collected) -> tuple[tuple[str, str], ...]:
     """What is tied, where tensors lie in parts. `Usage` where parts overlap otherwise: their common
     memory would be stored as one, and is other bytes on every rank."""
@@ -183,6 +193,9 @@ def _work_out(
     taken: TakenState, agreement: Agreement, table: Table, rank: int
 ) -> tuple[_WorkedOut, tuple[torch.Tensor, ...]]:
     """What a rank writes, and the memory that it writes it from."""
+    if len(agreement.class_of) > 1:
+        for spec in taken.specs:
+            refuse_mixed(spec.name, mixed=spec.mixed)
     shares: dict[tuple[str, str], list[Share]] = {}
     for key, share in agreement.shares(rank):
         shares.setdefault(key, []).append(share)

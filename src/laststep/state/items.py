@@ -10,14 +10,13 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from laststep.errors import Usage
+from laststep.state.members import EntryProvider, GroupProvider
 from laststep.state.modules import ModuleProvider, parameter_names
 from laststep.state.optimizers import Names, OptimizerProvider
 from laststep.state.provider import StateProvider
-from laststep.state.tensors import is_module, is_optimizer, is_tensor
-from laststep.state.tree import MAX_DEPTH
+from laststep.state.tensors import is_module, is_optimizer, is_tensor, is_tensor_type
+from laststep.state.tree import MAX_DEPTH, PLAIN
 from laststep.state.values import (
-    EntryProvider,
-    GroupProvider,
     HasStateDict,
     PerRank,
     ScalerProvider,
@@ -56,12 +55,9 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
                 expected=f"not {part[1]!r} and a number behind it", found=repr(name),
                 remedy="choose another name",
             )  # fmt: skip
-    things = list(_things_in(items))
-    # Modules first: a parameter that lies in a dict too has the same name with and without that.
-    things.sort(key=lambda thing: not is_module(thing[1]))
 
     def names() -> dict[int, tuple[str, str]]:
-        return _names_of_parameters(things)
+        return _names_of_parameters(items)
 
     return {name: _provider(name, item, names) for name, item in items.items()}
 
@@ -79,10 +75,12 @@ def _things_in(items: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
             yield name, item
 
 
-def _names_of_parameters(things: list[tuple[str, Any]]) -> dict[int, tuple[str, str]]:
-    """id of a parameter → (item, name); asked at each save: parameters can be replaced."""
+def _names_of_parameters(items: Mapping[str, object]) -> dict[int, tuple[str, str]]:
+    """id of a parameter → (item, name); asked at each save: parameters can be replaced, and so can
+    what stands in a dict."""
     names: dict[int, tuple[str, str]] = {}
-    for item, thing in things:
+    # Modules first: a parameter that lies in a dict too has the same name with and without that.
+    for item, thing in sorted(_things_in(items), key=lambda thing: not is_module(thing[1])):
         if is_module(thing):
             for key, name in parameter_names(thing).items():
                 names.setdefault(key, (item, name))
@@ -109,6 +107,9 @@ def _tensors_in(
 
 def _is_group(value: dict[Any, Any], depth: int = 0) -> bool:
     """A dict that holds something with a state of its own, rather than plain state."""
+    # Their types tell that thousands of tensors are none: this is asked at each save.
+    if all(kind in PLAIN or is_tensor_type(kind) for kind in set(map(type, value.values()))):
+        return False
     strings = all(isinstance(key, str) for key in value)
     return strings and any(_has_own_state(inner, depth) for inner in value.values())
 
@@ -116,6 +117,8 @@ def _is_group(value: dict[Any, Any], depth: int = 0) -> bool:
 def _has_own_state(value: object, depth: int = 0) -> bool:
     if type(value) is dict:
         return depth < MAX_DEPTH and _is_group(value, depth + 1)
+    if type(value) in PLAIN or is_tensor(value):
+        return False
     if isinstance(value, type):  # it has the methods, and nothing to call them on
         return False
     return isinstance(value, StateProvider | HasStateDict) or is_module(value)
@@ -143,12 +146,12 @@ def _provider(name: str, item: Any, names: Names) -> StateProvider:
     if isinstance(item, HasStateDict):
         return StateDictProvider(item)
     if type(item) is dict and _is_group(item):
-        return GroupProvider({k: _member(item, k, f"{name}.{k}", names) for k in item})
+        return GroupProvider(item, lambda key: _member(item, key, f"{name}.{key}", names))
     refuse_immutable(name, item)
     return ValueProvider(item)
 
 
-def _member(group: dict[str, Any], key: str, name: str, names: Names) -> StateProvider:
+def _member(group: dict[Any, Any], key: object, name: str, names: Names) -> StateProvider:
     if _has_own_state(group[key]):
         return _provider(name, group[key], names)
     return EntryProvider(group, key)

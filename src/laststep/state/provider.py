@@ -18,7 +18,7 @@ from laststep.errors import LaststepError, Mismatch
 from laststep.process import shortage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from laststep.state.tree import Path
 
@@ -43,6 +43,9 @@ class State:
     """Under these paths restore hands over fresh tensors instead of writing into the live ones."""
     loose: tuple[Path, ...] = ()
     """Under these paths live and stored tensors need not pair up; `check` says what must fit."""
+    things: tuple[Path, ...] = ()
+    """Where things with a state of their own stand in a dict: a restore does not take them away,
+    and one that is not stored is missing."""
     volatile: frozenset[Path] = frozenset()
     """Paths of tensors that a forward pass may change, so that they cannot be captured lazily."""
     standalone: bool = False
@@ -52,6 +55,11 @@ class State:
 def lies_under(path: Path, prefixes: tuple[Path, ...]) -> bool:
     """Whether a path is one of the prefixes or below one."""
     return any(path[: len(prefix)] == prefix for prefix in prefixes)
+
+
+def lies_above(path: Path, others: Iterable[Path]) -> bool:
+    """Whether a path is one of the others or above one."""
+    return any(other[: len(path)] == path for other in others)
 
 
 def has_absent(entry: object) -> bool:

@@ -1,7 +1,7 @@
 """Providers for everything that is not a module or an optimizer.
 
 Nested values are restored in place; objects with `state_dict` and `load_state_dict` are handed what
-they gave; generators of random numbers are set; a group hands each part to its own provider.
+they gave; generators of random numbers are set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from laststep.terms import with_article
 
 if TYPE_CHECKING:
     from laststep.state.provider import WhenRanksChange
-    from laststep.state.tree import Path
 
 
 @runtime_checkable
@@ -218,14 +217,14 @@ class ValueProvider(StateProvider):
 
     def restore(self, value: object) -> None:
         with handing_over(with_article(type(self._value))):
-            if _put(self._value, value) is not self._value and not self.check(value):
+            if put(self._value, value) is not self._value and not self.check(value):
                 raise Mismatch(
                     f"{with_article(type(self._value))} cannot be changed in place",
                     remedy="pass one that can be written, or a dict that holds it",
                 )
 
 
-def _put(live: Any, loaded: Any) -> Any:
+def put(live: Any, loaded: Any) -> Any:
     """`loaded` written into `live` where that can be changed; returns what is to stand there."""
     if loaded is ABSENT:
         return live
@@ -237,7 +236,7 @@ def _put(live: Any, loaded: Any) -> Any:
         live.extend(merged)
         return live
     if isinstance(live, tuple) and isinstance(loaded, tuple) and len(live) == len(loaded):
-        merged = [_put(a, b) for a, b in zip(live, loaded, strict=True)]
+        merged = [put(a, b) for a, b in zip(live, loaded, strict=True)]
         return live._make(merged) if hasattr(live, "_make") else type(live)(merged)
     if isinstance(live, np.ndarray) and isinstance(loaded, np.ndarray):
         return _put_array(live, loaded)
@@ -250,7 +249,7 @@ def _put_entries(live: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]
     """A dict as it was stored. What came to be after the checkpoint goes, as in a list; what is to
     stay is ABSENT here."""
     entries = {
-        key: _put(live.get(key), inner)
+        key: put(live.get(key), inner)
         for key, inner in loaded.items()
         if key in live or not has_absent(inner)
     }
@@ -264,7 +263,7 @@ def _put_entries(live: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]
 
 def _merged(live: list[Any], loaded: list[Any]) -> list[Any]:
     """A list as it was stored; of a partial restore only what is already there changes."""
-    merged = [_put(a, b) for a, b in zip(live, loaded, strict=False)]
+    merged = [put(a, b) for a, b in zip(live, loaded, strict=False)]
     if any(has_absent(inner) for inner in loaded):
         return merged + live[len(loaded) :]
     return merged + loaded[len(live) :]
@@ -275,25 +274,6 @@ def _put_array(live: Any, loaded: Any) -> Any:
         return loaded
     live[...] = loaded
     return live
-
-
-class EntryProvider(StateProvider):
-    """A plain entry of a dict that is a group: looked up at each save, replaced on restore."""
-
-    kind = "value"
-    cheap = True
-    passive = True
-
-    def __init__(self, owner: dict[str, Any], key: str) -> None:
-        self._owner = owner
-        self._key = key
-
-    def describe(self) -> State:
-        return State(value=self._owner[self._key])
-
-    def restore(self, value: object) -> None:
-        with handing_over("an entry of a dict"):
-            self._owner[self._key] = _put(self._owner[self._key], value)
 
 
 class PerRank(AroundProvider):
@@ -320,78 +300,6 @@ class PerRank(AroundProvider):
         """Speak for what that provider provides; before anything is asked."""
         self._inner, self.kind = inner, inner.kind
         return self
-
-
-class GroupProvider(StateProvider):
-    """Several providers as one item, each under its own key."""
-
-    kind = "group"
-
-    def __init__(self, members: dict[str, StateProvider]) -> None:
-        self._members = members
-        self.cheap = all(member.cheap for member in members.values())
-        self.per_rank = bool(members) and all(member.per_rank for member in members.values())
-        self.mixed = not self.per_rank and any(member.per_rank for member in members.values())
-        """Whether some of it is each rank's own and some is not: no job of several saves that."""
-
-    def parts(self) -> tuple[object, ...]:
-        return tuple(part for member in self._members.values() for part in member.parts())
-
-    @property
-    def passive(self) -> bool:  # type: ignore[override]
-        return all(member.passive for member in self._members.values())
-
-    def describe(self) -> State:
-        states = {key: member.describe() for key, member in self._members.items()}
-        volatile = {(key, *path) for key, state in states.items() for path in state.volatile}
-        return State(
-            value={key: state.value for key, state in states.items()},
-            fresh=tuple((key, *path) for key, state in states.items() for path in state.fresh),
-            loose=tuple((key, *path) for key, state in states.items() for path in state.loose),
-            volatile=frozenset(volatile),
-        )
-
-    def check(self, stored: object) -> list[str]:
-        if not isinstance(stored, dict):
-            return ["is not a group"]
-        problems = [f"missing: {key}" for key in self._members if key not in stored]
-        problems += [f"unexpected: {key}" for key in stored if key not in self._members]
-        for key, member in self._members.items():
-            if key in stored:
-                problems += [f"{key} {text}" for text in member.check(stored[key])]
-        return problems
-
-    def refuses(self, stored: object) -> dict[Path, str]:
-        return {
-            (key, *path): f"{key} {text}"
-            for key, member in self._stored_in(stored).items()
-            for path, text in member.refuses(stored[key]).items()  # type: ignore[index]
-        }
-
-    def lacks(self, stored: object) -> list[Path]:
-        return [
-            (key, *path)
-            for key, member in self._stored_in(stored).items()
-            for path in member.lacks(stored[key])  # type: ignore[index]
-        ]
-
-    def _stored_in(self, stored: object) -> dict[str, StateProvider]:
-        """The members of which there is something in a stored tree."""
-        if not isinstance(stored, dict):
-            return {}
-        return {key: member for key, member in self._members.items() if key in stored}
-
-    def models(self, paths: list[Path]) -> list[object]:
-        return [self._members[str(p[0])].models([p[1:]])[0] if p else None for p in paths]
-
-    def devices(self, paths: list[Path]) -> list[str]:
-        return [self._members[str(p[0])].devices([p[1:]])[0] if p else "cpu" for p in paths]
-
-    def restore(self, value: object) -> None:
-        if isinstance(value, dict):
-            for key, member in self._members.items():
-                if key in value and value[key] is not ABSENT:
-                    member.restore(value[key])
 
 
 def refuse_immutable(name: str, value: object) -> None:

@@ -11,6 +11,7 @@ from laststep.state.tensors.kinds import (
     is_module,
     is_optimizer,
     is_tensor,
+    is_tensor_type,
     register_tensor_type,
 )
 from laststep.state.tensors.live import (
@@ -47,8 +48,9 @@ from laststep.state.tensors.tensor_places import KnownTensors
 __all__ = [
     "DTYPE_NAMES", "TORCH_DTYPES", "CollectCache", "KnownTensors", "Laid", "LocalBox",
     "allocate", "box_of", "check_held", "collect", "copy_tensors", "from_bytes", "held_by",
-    "hold_scalar", "is_dtensor", "is_module", "is_optimizer", "is_tensor", "laid_of", "like",
-    "open_view", "plain_scalar", "put_box", "put_tensor", "register_tensor_type",
+    "hold_scalar", "is_dtensor", "is_module", "is_optimizer", "is_tensor",
+    "is_tensor_type", "laid_of", "like", "open_view",
+    "plain_scalar", "put_box", "put_tensor", "register_tensor_type",
     "repeats_itself", "revive", "same_bytes", "same_memory", "seed_torch",
     "set_torch_rng_states", "share_bytes", "torch_rng_states", "unlaid",
 ]  # fmt: skip

@@ -61,3 +61,7 @@ def is_optimizer(value: object) -> bool:
 
 def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def is_tensor_type(kind: type) -> bool:
+    return issubclass(kind, torch.Tensor)
