@@ -189,6 +189,57 @@ def save_parts_as_own(run: str) -> str:
     return ""
 
 
+def _total(states: list[dict[str, int]], rank: int, ranks: int) -> dict[str, int]:
+    return {"n": sum(state["n"] for state in states) + 100 * rank}
+
+
+def own_groups(number: int) -> tuple[dict[str, object], list[dict[str, int]]]:
+    """Items that say in several ways what becomes of each rank's own, and the numbers in them."""
+    own = [{"n": number + 10 * i} for i in range(6)]
+
+    def said(i: int, policy: object) -> laststep.PerRank:
+        return laststep.PerRank(own[i], when_ranks_change=policy)
+
+    items = {
+        "kept": {"a": said(0, "keep"), "inner": {"b": said(1, "keep")}},
+        "nested": laststep.PerRank(said(2, "keep")),
+        "made": laststep.PerRank({"a": said(3, _total), "b": said(4, _total)}),
+        "random": {"rng": laststep.RNG()},
+        "rest": laststep.PerRank({"p": own[5]}, when_ranks_change="drop"),
+    }
+    return items, own
+
+
+def save_own_groups(run: str) -> list[float]:
+    """Returns what this rank draws after the save."""
+    seed(dist.get_rank())
+    items, _ = own_groups(dist.get_rank())
+    odd = {"a": laststep.PerRank({}, when_ranks_change="keep"), "rng": laststep.RNG()}
+    with opened(run, **items, odd=odd) as c:
+        c.save(1)
+        return drawn()
+
+
+def load_own_groups(run: str) -> tuple[list[int], list[float]]:
+    """Returns the numbers and what this rank draws after the restore."""
+    seed(100 + dist.get_rank())
+    items, own = own_groups(1000)
+    with opened(run, **items) as c:
+        c.restore(only=list(items))
+    return [one["n"] for one in own], drawn()
+
+
+def load_odd_group(run: str) -> str:
+    """What is raised where parts of a group say different things."""
+    odd = {"a": laststep.PerRank({}, when_ranks_change="keep"), "rng": laststep.RNG()}
+    with opened(run, odd=laststep.PerRank(odd)) as c:
+        try:
+            c.restore(only="odd")
+        except laststep.Mismatch as error:
+            return str(error)
+    return ""
+
+
 def save_what_becomes_mixed(run: str) -> list[str]:
     """Groups that come to hold what is each rank's own beside what is not; what was raised."""
     shared = Place(1, "refuse")

@@ -66,6 +66,21 @@ def test_the_provider_says_what_becomes_of_it_with_other_ranks(
             assert bool(warnings) == (not kept)
 
 
+def test_parts_of_groups_and_marks_inside_of_marks_say_what_becomes_of_them(
+    crew: Crew, run_folder: Path
+) -> None:
+    run = str(run_folder)
+    drawn = crew("tasks:save_own_groups", 2, run=run)
+    found = crew("tasks:load_own_groups", 3, run=run)
+    for rank, (numbers, draws) in enumerate(found):
+        kept = [rank, 10 + rank, 20 + rank] if rank < 2 else [1000, 1010, 1020]
+        made = [60 + 1 + 100 * rank, 80 + 1 + 100 * rank]
+        assert numbers == [*kept, *made, 1050]
+        assert (draws == drawn[rank]) if rank < 2 else (draws not in drawn)
+    for error in crew("tasks:load_odd_group", 3, run=run):
+        assert "its parts differ in when_ranks_change (a: 'keep', rng: 'derive')" in error
+
+
 def test_what_ranks_share_is_not_taken_for_each_ones_own(crew: Crew, run_folder: Path) -> None:
     for error in crew("tasks:save_parts_as_own", 2, run=str(run_folder)):
         assert "holds parts of tensors that ranks share at item 'mine': found w" in error

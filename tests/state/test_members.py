@@ -198,3 +198,20 @@ def test_a_stored_object_that_is_not_live_is_unexpected_and_no_plain_entry(
     assert set(caught.value.problems.unexpected) == names
     session.checkpointer.restore(strict=False)
     assert "old" not in session.extra
+
+
+def test_a_mark_that_two_checkpointers_share_has_a_provider_in_each(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    mark = laststep.PerRank(optimizer)
+    settings: Any = {"flush": "thread", "host_memory_bytes": 64 << 20, "progress": False}
+    with (
+        laststep.Checkpointer(tmp_path / "a", model=model, optimizer=mark, **settings) as first,
+        laststep.Checkpointer(tmp_path / "b", optimizer=mark, **settings) as second,
+    ):
+        first.save(0)
+        second.save(0)
+    names = [set(laststep.load(tmp_path / run)["optimizer"]["state"]) for run in "ab"]
+    assert names == [{"weight", "bias"}, {"group0.0", "group0.1"}]

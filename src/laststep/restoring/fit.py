@@ -245,7 +245,12 @@ def _takes_over(
         fitted.derived.add(name)
         return True
     what = f"each rank has its own; it was saved by {stored}, and this job has {rank.ranks}"
-    if policy == "refuse":
+    if undecided := getattr(provider, "undecided", ""):
+        fitted.mismatched.append(
+            f"{name}: {what}; its parts differ in when_ranks_change ({undecided}): have them say "
+            "the same, or pass them as items of their own"
+        )
+    elif policy == "refuse":
         fitted.mismatched.append(
             f"{name}: {what}; wrap it to say what becomes of it: laststep.PerRank({name}, "
             "when_ranks_change='keep', 'drop' or a function)"

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from laststep.errors import Mismatch
 from laststep.state.provider import ABSENT, State, StateProvider, handing_over, has_absent
 from laststep.state.values import put
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from laststep.state.provider import WhenRanksChange
     from laststep.state.tree import Path
 
 
@@ -80,6 +82,45 @@ class GroupProvider(StateProvider):
         members = self._members.values()
         inside = any(getattr(member, "mixed", False) for member in members)
         return inside or len({member.per_rank for member in members}) > 1
+
+    @property
+    def when_ranks_change(self) -> WhenRanksChange:  # type: ignore[override]
+        """What its members say, if they agree; functions are asked for each member's state."""
+        said = self._policies()
+        if said and all(map(callable, said.values())):
+            return self._merged
+        return "refuse" if self.undecided else next(iter(said.values()), "refuse")
+
+    @property
+    def undecided(self) -> str:
+        """Which members say different things of that, and what, in words."""
+        said = {
+            key: "a function" if callable(policy) else f"{policy!r}"
+            for key, policy in self._policies().items()
+        }
+        if len(set(said.values())) < 2:
+            return ""
+        return ", ".join(f"{key}: {policy}" for key, policy in said.items())
+
+    def _policies(self) -> dict[Any, WhenRanksChange]:
+        return {key: member.when_ranks_change for key, member in self._members.items()}
+
+    def _merged(self, states: list[Any], rank: int, ranks: int) -> object:
+        """The state that the functions of all members make of theirs."""
+        made = {}
+        for key, merge in self._policies().items():
+            if not all(isinstance(state, dict) and key in state for state in states):
+                raise Mismatch(
+                    f"not every rank has stored {key}", remedy="leave it out, or restore without it"
+                )
+            if callable(merge):
+                made[key] = merge([state[key] for state in states], rank, ranks)
+        return made
+
+    def derive(self, value: object, rank: int) -> None:
+        for key, member in self._stored_in(value).items():
+            if value[key] is not ABSENT:  # type: ignore[index]
+                member.derive(value[key], rank)  # type: ignore[index]
 
     def parts(self) -> tuple[object, ...]:
         return tuple(part for member in self._members.values() for part in member.parts())

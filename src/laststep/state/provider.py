@@ -168,6 +168,9 @@ class AroundProvider(StateProvider):
     def restore(self, value: object) -> None:
         self._inner.restore(value)
 
+    def derive(self, value: object, rank: int) -> None:
+        self._inner.derive(value, rank)
+
     def check(self, stored: object) -> list[str]:
         return self._inner.check(stored)
 

@@ -278,13 +278,13 @@ def _put_array(live: Any, loaded: Any) -> Any:
 
 class PerRank(AroundProvider):
     """Marks an item of which every rank has a state of its own, such as its place in the data:
-    `PerRank(loader, when_ranks_change="drop")`."""
+    `PerRank(loader, when_ranks_change="drop")`. Without it what is inside decides."""
 
     per_rank = True
 
-    def __init__(self, item: object, *, when_ranks_change: WhenRanksChange = "refuse") -> None:
+    def __init__(self, item: object, *, when_ranks_change: WhenRanksChange | None = None) -> None:
         known = ("keep", "drop", "refuse")
-        if when_ranks_change not in known and not callable(when_ranks_change):
+        if when_ranks_change not in (*known, None) and not callable(when_ranks_change):
             remedy = "choose one of these, or leave it out"
             if when_ranks_change == "derive":
                 remedy = "only RNG() can, and does by itself, without PerRank; else pass a function"
@@ -294,12 +294,23 @@ class PerRank(AroundProvider):
                 found=repr(when_ranks_change), remedy=remedy,
             )  # fmt: skip
         self.item = item
-        self.when_ranks_change = when_ranks_change
+        self._said = when_ranks_change
 
     def around(self, inner: StateProvider) -> PerRank:
-        """Speak for what that provider provides; before anything is asked."""
-        self._inner, self.kind = inner, inner.kind
-        return self
+        """One that speaks for what that provider provides. The same object may be an item of
+        several Checkpointers, each with a provider of its own."""
+        made = PerRank(self.item, when_ranks_change=self._said)
+        made._inner, made.kind = inner, inner.kind
+        return made
+
+    @property
+    def when_ranks_change(self) -> WhenRanksChange:  # type: ignore[override]
+        return self._inner.when_ranks_change if self._said is None else self._said
+
+    @property
+    def undecided(self) -> str:
+        """Which parts say different things of that, and what, in words."""
+        return getattr(self._inner, "undecided", "") if self._said is None else ""
 
 
 def refuse_immutable(name: str, value: object) -> None:
