@@ -94,3 +94,15 @@ def test_a_part_of_an_older_checkpoint_does_not_turn_the_run_back(run_folder: Pa
         assert state["b"].tolist() == [2, 2, 2]
         checkpointer.save(3)
     assert laststep.open(run_folder).steps() == [0, 1, 2, 3]
+
+
+def test_a_pattern_that_is_a_stored_name_means_that_one_alone(tmp_path: Path) -> None:
+    state = {name: torch.ones(2) for name in ("a[0]", "a0", "b*", "bc")}
+    with laststep.Checkpointer(tmp_path / "run", state=state, flush="thread") as checkpointer:
+        checkpointer.save(0).wait()
+        for tensor in state.values():
+            tensor.zero_()
+        checkpointer.restore(only=["state/a[0]", "state/b*"])
+        assert [name for name, tensor in state.items() if tensor.any()] == ["a[0]", "b*"]
+        checkpointer.restore(only="state/a[01]")
+        assert [name for name, tensor in state.items() if tensor.any()] == ["a[0]", "a0", "b*"]

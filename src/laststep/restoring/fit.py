@@ -22,7 +22,7 @@ from laststep.state.modules import loads_in_its_own_way
 from laststep.state.tensors import collect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
@@ -39,19 +39,29 @@ _VALUES = frozenset({"value", "group"})
 """Kinds of items that are restored into the live dicts themselves."""
 
 
-def selection(only: Sequence[str] | None, item: str) -> tuple[bool, Callable[[str], bool] | None]:
-    """Whether an item takes part in a restore, and which of its tensors (None: all of it)."""
+def selection(
+    only: Sequence[str] | None, item: str, names: Collection[str] = ()
+) -> tuple[bool, Callable[[str], bool] | None]:
+    """Whether an item takes part in a restore, and which of its tensors (None: all of it); `names`
+    are those that are stored."""
     if only is None or item in only:
         return True, None
     patterns = [p for p in only if fnmatch.fnmatchcase(item, p.split("/", 1)[0])]
     if not patterns:
         return False, None
-    return True, lambda name: any(_matches(pattern, item, name) for pattern in patterns)
+    picks = [_picks(pattern, item, names) for pattern in patterns]
+    return True, lambda name: any(pick(name) for pick in picks)
 
 
-def _matches(pattern: str, item: str, name: str) -> bool:
-    """Whether a glob picks a tensor; one without a slash picks whole items."""
-    return "/" not in pattern or fnmatch.fnmatchcase(f"{item}/{name}", pattern)
+def _picks(pattern: str, item: str, names: Collection[str]) -> Callable[[str], bool]:
+    """Which tensors a pattern picks: one without a slash all, the very name of a stored one that
+    one alone, whatever brackets are in it; any other is a glob."""
+    whose, slash, tensor = pattern.partition("/")
+    if not slash:
+        return lambda _name: True
+    if whose == item and tensor in names:
+        return lambda name: name == tensor
+    return lambda name: fnmatch.fnmatchcase(f"{item}/{name}", pattern)
 
 
 @dataclass(slots=True)
@@ -169,13 +179,13 @@ def _look(
     fitted = Fit([], [], [], [], {}, strict=strict, where=where)
     looks = _Looks(content, providers, only)
     for name, provider in providers.items():
-        wanted, selected = selection(only, name)
-        if not wanted:
+        if not selection(only, name)[0]:
             continue
         if name not in content.items:
             fitted.missing.append(name)
             continue
         item = content.item(name)
+        _, selected = selection(only, name, item.names())
         if not _takes_over(content, name, provider, rank, fitted):
             continue
         if selected is not None and not any(map(selected, item.names())):
@@ -355,7 +365,7 @@ def _check_all_used(
         if pattern in providers or any(
             pattern == item
             or (fnmatch.fnmatchcase(item, whose)
-                and any(_matches(pattern, item, name) for name in tensors))
+                and any(map(_picks(pattern, item, tensors), tensors)))
             for item, tensors in names.items()
         ):  # fmt: skip
             continue
