@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+import threading
+from enum import Enum, StrEnum
 from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 import pytest
 
-from laststep.checks import Checked, allowed, checked
+from laststep.checks import Checked, allowed, checked, seconds
 from laststep.errors import Usage
 
 
@@ -21,6 +22,25 @@ class Colour(StrEnum):
 Few = Annotated[int, msgspec.Meta(ge=1, le=9)]
 Counted = Annotated[int, msgspec.Meta(ge=0)]
 Span = Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
+
+
+class OwnInt(int): ...
+
+
+class OwnFloat(float): ...
+
+
+class OwnStr(str):
+    __slots__ = ()
+
+
+class Shade(str, Enum):  # noqa: UP042 (str() of a member is its name, unlike a StrEnum's)
+    BLUE = "blue"
+
+
+class Unshowable:
+    def __repr__(self) -> str:
+        raise RuntimeError
 
 
 class Sample(Checked, frozen=True, kw_only=True):
@@ -50,6 +70,8 @@ def test_a_type_says_what_a_value_may_be(kind: object, words: str) -> None:
     ("value", "kind", "plain"),
     [
         (np.int64(3), Few, 3), (np.bool_(True), bool, True), (np.float32(0.5), Span, 0.5),
+        (OwnInt(3), Few, 3), (OwnFloat(0.5), Span, 0.5), (OwnStr("a"), str, "a"),
+        (np.str_("a"), str, "a"), (Shade.BLUE, str, "blue"), (Shade.BLUE, Colour, Colour.BLUE),
         (2, Span, 2.0), ("blue", Colour, Colour.BLUE), (None, bool | None, None),
     ],
     ids=str,
@@ -77,6 +99,29 @@ def test_a_value_that_does_not_fit_is_told_by_name_type_and_value(
         checked("it", value, kind)
     assert caught.value.expected == allowed(kind)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "words"),
+    [
+        (1 << 70, Counted, f"an int of 0 or more, at most {1 << 62}"),
+        ("", str | None, "a str or None that is not empty"), (Unshowable(), Few, allowed(Few)),
+    ],
+    ids=["huge", "empty", "unshowable"],
+)  # fmt: skip
+def test_what_could_not_be_stored_or_shown_is_told_as_well(
+    value: object, kind: object, words: str
+) -> None:
+    with pytest.raises(Usage, match="it has no such value") as caught:
+        checked("it", value, kind)
+    assert caught.value.expected == words
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e10, 10**12, OwnFloat(1e300)], ids=str)
+def test_one_may_wait_longer_than_the_system_can(timeout_s: float) -> None:
+    assert seconds(timeout_s) == threading.TIMEOUT_MAX
+    lock = threading.Lock()
+    assert lock.acquire(timeout=seconds(timeout_s))
 
 
 def test_a_struct_holds_what_was_checked_and_names_a_field_in_its_own_way() -> None:

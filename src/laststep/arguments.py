@@ -12,7 +12,7 @@ from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from laststep.catalog.retention import Keep
-from laststep.checks import checked
+from laststep.checks import checked, plain, shown
 from laststep.errors import Usage
 from laststep.settings import Settings
 from laststep.state.tensors import is_tensor
@@ -44,7 +44,7 @@ def plain_step(step: SupportsIndex) -> int:
         number = -1
     if not 0 <= number <= MAX_STEP:
         raise Usage(
-            "a step is a whole number", expected=f"an int from 0 to {MAX_STEP}", found=repr(step),
+            "a step is a whole number", expected=f"an int from 0 to {MAX_STEP}", found=shown(step),
             remedy="count the steps of the training from 0",
         )  # fmt: skip
     return number
@@ -96,16 +96,16 @@ def _refuse_misspelt(name: str, value: object) -> None:
     if isinstance(value, Keep):
         remedy = "did you mean keep=laststep.Keep(…)?"
     elif rule in _RETENTION and name != rule:
-        remedy = f"did you mean keep=laststep.Keep({rule}={value!r})?"
+        remedy = f"did you mean keep=laststep.Keep({rule}={shown(value)})?"
     elif meant == "subscribers":
         remedy = f"did you mean subscribers=[{name}]?"
     elif meant is not None:
-        remedy = f"did you mean {meant}={value!r}?"
+        remedy = f"did you mean {meant}={shown(value)}?"
     else:
         remedy = f"pass a dict if it is an item, {name}={{'value': …}}; else leave it out"
     raise Usage(
         f"{name} is no setting", expected=f"an item, or one of {', '.join(SETTINGS)}",
-        found=f"{name}={value!r}: keywords that are no settings are items of the state, and "
+        found=f"{name}={shown(value)}: keywords that are no settings are items of the state, and "
         f"{with_article(type(value))} cannot be restored in place",
         remedy=remedy,
     )  # fmt: skip
@@ -145,12 +145,13 @@ def patterns(only: object) -> tuple[str, ...] | None:
     """What to restore as patterns; a single one may stand for itself."""
     if only is None:
         return None
-    return _all_of(
+    names = _all_of(
         (only,) if isinstance(only, str) else only, lambda one: isinstance(one, str),
         "only does not name parts of the state", at_least=1,
         expected="names of items, or globs over item/tensor names",
         remedy="pass only=['model'] or only=['optimizer/*exp_avg*']; without only all of it",
     )  # fmt: skip
+    return tuple(map(plain, names))  # type: ignore[arg-type]
 
 
 def _all_of(
@@ -165,7 +166,7 @@ def _all_of(
     """A sequence of one kind of thing."""
     given = tuple(value) if isinstance(value, Iterable) else None
     if given is None or len(given) < at_least or not all(map(is_one, given)):
-        raise Usage(refusal, expected=expected, found=repr(value), remedy=remedy)
+        raise Usage(refusal, expected=expected, found=shown(value), remedy=remedy)
     return given
 
 
@@ -173,6 +174,6 @@ def rules(keep: Keep | None) -> Keep | None:
     """The rules of retention."""
     if keep is not None and not isinstance(keep, Keep):
         raise Usage(
-            "keep is not a Keep", found=repr(keep), remedy="pass keep=laststep.Keep(last=3)"
+            "keep is not a Keep", found=shown(keep), remedy="pass keep=laststep.Keep(last=3)"
         )
     return keep

@@ -6,7 +6,8 @@ Knows nothing of what the values mean.
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, get_type_hints
+import threading
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import msgspec
 from msgspec import Meta, inspect
@@ -14,6 +15,10 @@ from msgspec import Meta, inspect
 from laststep.errors import Usage
 from laststep.terms import with_article
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_INT: Final = 1 << 62
 _ADVICE = "pass such a value, or leave it out for the default"
 
 
@@ -37,29 +42,61 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
         return _ADVICE
 
 
-def checked(name: str, value: object, kind: Any, *, remedy: str = _ADVICE) -> Any:
-    """The value as that type; NumPy's numbers are welcome as what they are. `Usage` names what was
-    expected, as the type has it."""
+def plain(value: object) -> object:
+    """A number or text as Python's own type: those of NumPy's, and of classes that derive from
+    Python's, are welcome as what they are, and could not be stored."""
     numpy = sys.modules.get("numpy")  # nobody has a number of NumPy's who has not imported it
     if numpy is not None and isinstance(value, numpy.generic):
         value = value.item()
+    for kind, as_it_is in _AS_THEY_ARE.items():
+        if isinstance(value, kind) and not isinstance(value, bool):
+            return as_it_is(value)
+    return value
+
+
+_AS_THEY_ARE: Final[dict[type, Callable[[Any], object]]] = {
+    str: str.__str__, int: int.__int__, float: float.__float__
+}  # fmt: skip
+"""Not str() and the like, which ask the class: of a member of an enum they give its name."""
+
+
+def shown(value: object) -> str:
+    """A value of a user's in a message; its own way to show itself may fail."""
     try:
-        return msgspec.convert(value, kind)
+        return repr(value)
+    except Exception:  # noqa: BLE001 (whatever it is: the message is about something else)
+        return f"{with_article(type(value))} that cannot be shown"
+
+
+def checked(name: str, value: object, kind: Any, *, remedy: str = _ADVICE) -> Any:
+    """The value as that type, in Python's own. `Usage` names what was expected, as the type has it.
+    Whole numbers must also fit where they are sent and stored, and text must not be empty."""
+    value, more = plain(value), ""
+    try:
+        made = msgspec.convert(value, kind)
+        if type(made) is int and made > MAX_INT:
+            more = f", at most {MAX_INT}"
+        elif made == "":
+            more = " that is not empty"
+        else:
+            return made
     except msgspec.ValidationError:
-        raise Usage(
-            f"{name} has no such value",
-            expected=allowed(kind),
-            found=f"{value!r}, {with_article(type(value))}",
-            remedy=remedy,
-        ) from None
+        pass
+    raise Usage(
+        f"{name} has no such value",
+        expected=allowed(kind) + more,
+        found=f"{shown(value)}, {with_article(type(value))}",
+        remedy=remedy,
+    )
 
 
 def seconds(timeout_s: object) -> float | None:
-    """How long to wait at most; None: for ever. Any number will do, but nan is none."""
+    """How long to wait at most; None: for ever. Any number will do, but nan is none; what is more
+    than the system can wait for is as long as that."""
     timeout: float | None = checked(
         "timeout_s", timeout_s, Annotated[float, Meta(ge=-sys.float_info.max)] | None
     )
-    return timeout
+    return None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
 
 
 def allowed(kind: Any) -> str:

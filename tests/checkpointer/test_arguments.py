@@ -330,3 +330,50 @@ def test_a_place_that_holds_no_files_is_told_as_such() -> None:
     ):
         with pytest.raises(laststep.StorageFailed, match="cannot make the folder at /proc/"):
             act()
+
+
+class OwnStr(str):
+    __slots__ = ()
+
+
+class Unshowable:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+def test_names_may_be_of_a_class_that_derives_from_str(tmp_path: Path) -> None:
+    state = {"n": 1}
+    keep = laststep.Keep(best=1, metric=OwnStr("loss"))
+    with laststep.Checkpointer(tmp_path / "run", items={OwnStr("s"): state}, keep=keep) as ckpt:
+        ckpt.save(0, metrics={OwnStr("loss"): 1.0}).wait()
+        for only in (OwnStr("s"), [OwnStr("s")], np.str_("s")):
+            state["n"] = 2
+            assert ckpt.restore(only=only).metrics == {"loss": 1.0}
+            assert state == {"n": 1}
+
+
+def test_what_cannot_be_shown_is_refused_all_the_same(tmp_path: Path) -> None:
+    odd = Unshowable()
+    with laststep.Checkpointer(tmp_path / "run", s={"n": 1}, flush="thread") as ckpt:
+        for call in (
+            lambda: ckpt.save(odd), lambda: ckpt.restore(only=odd),
+            lambda: ckpt.restore(only=[odd]),
+            lambda: ckpt.save(0, metrics={odd: 1}), lambda: ckpt.wait(odd),
+            lambda: laststep.Keep(last=odd), lambda: laststep.PerRank([1], when_ranks_change=odd),
+            lambda: laststep.Checkpointer(tmp_path / "b", s={"n": 1}, keep=odd),
+            lambda: laststep.Checkpointer(tmp_path / "b", items={odd: {"n": 1}}),
+        ):  # fmt: skip
+            with pytest.raises(laststep.Usage, match=r"a (Unshowable|list) that cannot be shown"):
+                call()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: laststep.Keep(last=2**70), lambda: laststep.Keep(best=1, metric=""),
+     lambda: laststep.Checkpointer("nowhere", s={"n": 1}, host_memory_bytes=2**70)],
+    ids=["last", "metric", "memory"],
+)  # fmt: skip
+def test_what_can_be_no_such_number_or_name_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(laststep.Usage, match="has no such value") as caught:
+        make()
+    assert_tells_all(caught.value)

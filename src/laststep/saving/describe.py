@@ -11,6 +11,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from laststep.checks import plain, shown
 from laststep.codecs import objects
 from laststep.errors import Mismatch, Usage
 from laststep.format.manifest import ItemRecord
@@ -137,7 +138,7 @@ def take_state(
             specs.append(memory.spec(name, provider, one.pieces, standalone=state.standalone))
     if not memory.pieces:
         memory.pieces = tuple(piece for spec in specs for piece in spec.pieces)
-    held = {name: _metric(name, value) for name, value in (metrics or {}).items()}
+    held = dict(_metric(name, value) for name, value in (metrics or {}).items())
     return TakenState(
         specs=tuple(specs), pieces=memory.pieces, sources=tuple(sources), collected=collected,
         metrics=held,
@@ -186,9 +187,9 @@ def _plain_metadata(metadata: object) -> object:
         raise _about(error, "the metadata", remedy=remedy) from error
 
 
-def _metric(name: str, value: object) -> object:
+def _metric(name: str, value: object) -> tuple[str, object]:
     if not isinstance(name, str):
         raise Usage(
-            "a metric's name is a string", found=repr(name), remedy="pass metrics={'loss': loss}"
+            "a metric's name is a string", found=shown(name), remedy="pass metrics={'loss': loss}"
         )
-    return hold_scalar(name, value)
+    return str(plain(name)), hold_scalar(name, value)

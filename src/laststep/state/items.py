@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from laststep.checks import plain, shown
 from laststep.errors import Usage
 from laststep.state.members import EntryProvider, GroupProvider
 from laststep.state.modules import ModuleProvider, parameter_names
@@ -41,12 +42,13 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
         raise Usage(
             "there is nothing to save", remedy="pass items, e.g. model=model, optimizer=optimizer"
         )
+    items = {plain(name): item for name, item in items.items()}  # type: ignore[misc]
     for name in items:
         if not is_item_name(name):
             raise Usage(
                 "an item's name becomes a file's name",
                 expected="letters, digits, '_', '-' and '.', at most 64, and not 'shared'",
-                found=repr(name), remedy="choose another name",
+                found=shown(name), remedy="choose another name",
             )  # fmt: skip
         part = _PART.fullmatch(name)
         if part is not None and (part[1] in items or part[1] == "shared"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
+from laststep.checks import shown
 from laststep.codecs.digests import digest
 from laststep.errors import Mismatch, Usage
 from laststep.state.provider import (
@@ -291,7 +292,7 @@ class PerRank(AroundProvider):
             raise Usage(
                 "when_ranks_change has no such value", expected=f"one of {', '.join(known)}, or "
                 "a function of all ranks' states, a rank and the number of ranks",
-                found=repr(when_ranks_change), remedy=remedy,
+                found=shown(when_ranks_change), remedy=remedy,
             )  # fmt: skip
         self.item = item
         self._said = when_ranks_change
