@@ -139,6 +139,15 @@ def test_plain_entries_that_came_after_the_checkpoint_go_with_a_warning(
     assert session.extra["epoch"] == 0
 
 
+def test_a_dict_inside_from_which_all_objects_have_gone_is_a_plain_entry(session: Session) -> None:
+    session.stored()
+    session.extra["more"] = {"schedule": schedule(), "n": 1}
+    assert not session.checkpointer._providers["extra"].mixed  # which looks at what is inside
+    del session.extra["more"]["schedule"]
+    session.checkpointer.restore()
+    assert set(session.extra) == {"schedule", "epoch"}
+
+
 def test_plain_entries_that_came_after_the_checkpoint_stay_if_not_strict(session: Session) -> None:
     session.stored()
     session.extra |= {"best": 0.5, "epoch": 9}

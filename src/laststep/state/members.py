@@ -186,10 +186,17 @@ class GroupProvider(StateProvider):
             return
         members = self._members
         for key, member in members.items():
-            if key not in value and isinstance(member, EntryProvider):
+            if key not in value and _is_plain(member):
                 del self._owner[key]  # as in a plain dict: it came to be after the checkpoint
             elif value.get(key, ABSENT) is not ABSENT:
                 member.restore(value[key])
         for key, entry in value.items():
             if key not in members and not has_absent(entry):
                 self._owner[key] = entry
+
+
+def _is_plain(member: StateProvider) -> bool:
+    """Whether it is a plain entry, or a dict from which all things have gone."""
+    if isinstance(member, GroupProvider):
+        return all(map(_is_plain, member._members.values()))
+    return isinstance(member, EntryProvider)
