@@ -173,6 +173,11 @@ class Subject:
             os.kill(helper, signal.SIGKILL)
             self.tally.fault("model: flusher killed under a live trainer")
             self._settle(one)
+            # Where all was committed before its death, the next save hears of that at the latest.
+            self.save(writer, step=step + 2, loss=math.nan, overwrite=True, wait=False)
+            for pending in one.pending:
+                pending.harmed = True
+            self._settle(one)
         else:
             self._settle(one)
             limit = (1000, resource.RLIM_INFINITY)
