@@ -81,14 +81,18 @@ def a_parameter_is_removed(world: World) -> None:
     names = [name for name, _ in world.model.named_parameters()]
     if len(names) < 2:
         return
-    name = world.chance.choice(names)
+    _remove(world, world.chance.choice(names))
+
+
+def _remove(world: World, name: str) -> None:
+    """Take a name of a parameter away; the optimizer forgets one that has no other."""
     parameter = getattr(world.model, name)
     delattr(world.model, name)
     if any(parameter is other for other in world.model.parameters()):
         return
     world.forget(parameter)
     for group in world.optimizer.param_groups:
-        group["params"] = [one for one in group["params"] if one is not parameter]
+        group["params"] = [other for other in group["params"] if other is not parameter]
 
 
 @BETWEEN.append
@@ -98,8 +102,10 @@ def two_parameters_are_tied(world: World) -> None:
 
 @BETWEEN.append
 def a_tie_is_cut(world: World) -> None:
-    for name in [name for name in world.model._parameters if name.startswith("tied")]:
-        delattr(world.model, name)
+    tied = [name for name in world.model._parameters if name.startswith("tied")]
+    if len(tied) < len(world.model._parameters):
+        for name in tied:
+            _remove(world, name)
 
 
 @BETWEEN.append
