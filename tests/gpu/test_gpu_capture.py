@@ -116,6 +116,7 @@ def test_a_lazy_save_whose_state_changes_is_torn_and_the_next_one_blocks(tmp_pat
     net, optimizer = make()
     # A big parameter, so that the change comes before the copy.
     net.big = torch.nn.Parameter(torch.randn(200_000_000, device="cuda"))
+    net.big.data.neg_()  # the first one loads its kernel, for longer than the copy takes
     ckpt = laststep.Checkpointer(tmp_path, model=net, optimizer=optimizer, capture="lazy")
     step(net, optimizer)
     handle = ckpt.save(1)
