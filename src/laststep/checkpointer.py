@@ -23,7 +23,6 @@ from laststep.errors import Aborted, Exists, LaststepError, Usage
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
 from laststep.flush.saves import SaveUnderWay
 from laststep.memory.pool import Pool
-from laststep.plan.files import PlanCache
 from laststep.process import interrupts, lifetimes, shortage
 from laststep.process import only_one as single
 from laststep.ranks.group import together
@@ -34,9 +33,9 @@ from laststep.running import RunningParts, client_of, continuing
 from laststep.saving import backlog as queueing
 from laststep.saving import place as places
 from laststep.saving import preflight as sizing
-from laststep.saving.describe import Memory, take_state
+from laststep.saving.describe import take_state
 from laststep.saving.pausing import without_collection
-from laststep.saving.portion import PortionPlanner
+from laststep.saving.prepare import Preparer
 from laststep.settings import DEFAULTS, FlushIn, OnBusy, Settings
 from laststep.state.items import providers_for
 from laststep.storage.registry import open_store
@@ -52,9 +51,11 @@ if TYPE_CHECKING:
     from laststep.capture.job import Job
     from laststep.catalog.retention import Keep
     from laststep.flush.handle import SaveHandle
+    from laststep.plan.files import SavePlan
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
     from laststep.settings import Capture, CompareReplicas
+    from laststep.state.tensors import CollectCache
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,9 @@ class Checkpointer(single.OnlyOne):
         subscribers = arguments.callables(subscribers)
         self._rank = self._who()
         self._group: Ranks | None = None
-        self._sharing = PortionPlanner(self._rank.number)
+        self._preparer = Preparer(self._rank)
+        self._caches: dict[str, CollectCache] = {}
+        """By which the state of each item is known again at its next save."""
         self._turn = queueing.Turn()
         self._taken: set[int] = set()
         """Steps of the lineage, as far as they are committed."""
@@ -136,8 +139,6 @@ class Checkpointer(single.OnlyOne):
         )
         staged = self._capturer.start(on_device)
         self._pool.want(expected, without_pauses=not staged)
-        self._plans = PlanCache()
-        self._memory = Memory()
         self._client = client_of(self._store, self._pool, self._settings, self._keep, self._bus)
         self._team = None
         try:
@@ -229,26 +230,24 @@ class Checkpointer(single.OnlyOne):
     ) -> Job:
         """Take the state and hand it to the capture thread."""
         self._capturer.join(streams)
-        early = None
-        if all(provider.passive for provider in self._providers.values()):
-            early = self._capturer.start_early()
+        early, last = None, self._preparer.last
+        if last is not None and all(provider.passive for provider in self._providers.values()):
+            early = self._capturer.start_early(last.copies)
         try:
             self._check_lineage()
             taken = take_state(
-                self._providers, self._memory, metrics, metadata,
+                self._providers, self._caches, metrics, metadata,
                 allow_pickle=self._settings.allow_pickle,
             )  # fmt: skip
+            agree = None
+            if self._team is not None:
+                agree = functools.partial(self._team.agreements.on, step=save.handle.step)
+            prepared, sources = self._preparer.prepare(taken, agree)
+            self._announce(save.handle, prepared.plan)
             if self._team is None:
-                taken = self._sharing.alone(taken)
-                plan = self._plans.plan(taken.specs)
-                self._announce(save.handle, plan.tensor_bytes, len(taken.pieces))
-                self._client.begin(save, plan, taken.sealing(plan))
+                self._client.begin(save, prepared.plan, taken.sealing(prepared))
             else:
-                agreement = self._team.agreements.on(self._sharing.table(taken), save.handle.step)
-                taken, objects = self._sharing.own(taken, agreement)
-                plan = self._plans.plan(taken.specs, rank=self._rank, objects=objects)
-                self._announce(save.handle, plan.tensor_bytes, len(taken.pieces))
-                self._team.begin(save, plan, taken, agreement)
+                self._team.begin(save, prepared, taken)
         except BaseException as error:
             if early is not None:
                 self._capturer.cancel(early)
@@ -256,7 +255,7 @@ class Checkpointer(single.OnlyOne):
                 self._team.stay_out(save.handle.step, str(error) or type(error).__name__)
             raise
         try:
-            job = self._capturer.take(plan, taken.pieces, taken.sources, save, early)
+            job = self._capturer.take(prepared.copies, sources, save, early)
         except BaseException as error:
             # Ctrl-C included: a save that is never sealed would hold up all that follow it.
             save.failed(
@@ -455,7 +454,8 @@ class Checkpointer(single.OnlyOne):
     def _make_room(self, save: SaveUnderWay) -> float:
         """Wait for, or give way to, earlier saves that stand in the way; returns the seconds."""
         saves = self._client.saves.all()
-        short = self._pool.room_bytes < self._plans.last_bytes
+        last = self._preparer.last
+        short = last is not None and self._pool.room_bytes < last.plan.tensor_bytes
         reason = queueing.obstacle(saves, short_of_room=short)
         if reason is None:
             return 0.0
@@ -467,8 +467,9 @@ class Checkpointer(single.OnlyOne):
             self._team.stay_out(save.handle.step, f"skipped the save: {reason}")
         return 0.0
 
-    def _announce(self, handle: SaveHandle, size_bytes: int, tensors: int) -> None:
-        handle.report.size_bytes, handle.report.tensors = size_bytes, tensors
+    def _announce(self, handle: SaveHandle, plan: SavePlan) -> None:
+        size_bytes = plan.tensor_bytes
+        handle.report.size_bytes, handle.report.tensors = size_bytes, len(plan.pieces)
         self._pool.want(size_bytes + CHUNK_BYTES)
         self._bus.emit(SaveStarted(step=handle.step, size_bytes=size_bytes))
         if self._work.preflight is None:
@@ -483,10 +484,10 @@ class Checkpointer(single.OnlyOne):
             return True
         with interrupts.held(), without_collection(), contextlib.suppress(Exception):
             taken = take_state(
-                self._providers, self._memory, None, None,
+                self._providers, self._caches, None, None,
                 allow_pickle=self._settings.allow_pickle,
             )  # fmt: skip
-            plan = self._plans.plan(taken.specs)
-            self._pool.want(plan.tensor_bytes + CHUNK_BYTES)
-            return self._capturer.prepare(plan, taken.pieces, taken.sources)
+            prepared, sources = self._preparer.prepare(taken)
+            self._pool.want(prepared.plan.tensor_bytes + CHUNK_BYTES)
+            return self._capturer.prepare(prepared.copies, sources)
         return True

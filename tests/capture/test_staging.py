@@ -55,7 +55,7 @@ def test_memory_for_staging_that_fails_is_given_back(monkeypatch: pytest.MonkeyP
         def forget(self) -> None: ...
 
     capturer._staging = {"cuda:0": Device()}  # type: ignore[dict-item]
-    capturer._gatherers = {"cuda:0": Failing()}  # type: ignore[dict-item]
+    copies = SimpleNamespace(gatherers={"cuda:0": Failing()})
     capturer._mode = Capture.DEVICE
     monkeypatch.setattr(torch.cuda, "device", lambda _: _Nothing())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
@@ -63,10 +63,9 @@ def test_memory_for_staging_that_fails_is_given_back(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(capturer, "_streams", _Nothing(), raising=False)
     staged = Layout(ways=(Way.STAGED,), staging_bytes={"cuda:0": 400}, gathers={}, chunks=(),
                     direct={})  # fmt: skip
-    job = Job(plan=None, layout=staged, sources=tensors, pieces=(), sink=None,  # type: ignore[arg-type]
-              began_s=0.0)  # fmt: skip
+    job = Job(plan=None, layout=staged, sources=tensors, sink=None, began_s=0.0)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="the launch failed"):
-        capturer._stage_or_choose_again(job, None)
+        capturer._stage_or_choose_again(job, copies, None)  # type: ignore[arg-type]
     assert taken == [400]
     capturer._let_go(job)
     assert taken == []
@@ -82,7 +81,7 @@ def test_staging_is_given_back_though_a_device_cannot_say_that_its_copies_have_e
 
     capturer._mover = SimpleNamespace(settle=settle)  # type: ignore[assignment]
     told: list[LaststepError] = []
-    job = Job(plan=None, layout=None, sources=(), pieces=(), began_s=0.0,  # type: ignore[arg-type]
+    job = Job(plan=None, layout=None, sources=(), began_s=0.0,  # type: ignore[arg-type]
               sink=SimpleNamespace(failed=told.append))  # fmt: skip
     job.staging["cuda:0"] = torch.empty(400, dtype=torch.uint8)
     job.error = StorageFailed("a copy failed")

@@ -74,7 +74,7 @@ def test_a_dead_flusher_gets_no_more_saves_until_there_is_another() -> None:
     assert saves.refuse(error) == [open_one]
     with pytest.raises(laststep.StorageFailed, match="the flusher is gone"):
         saves.enter(late)
-    saves.admit()
+    saves.refusal = None
     saves.enter(late)
     assert saves.to_end() == [open_one, late]
     assert late.number > open_one.number

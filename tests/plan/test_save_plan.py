@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from laststep.format.header import Header, encode_header
 from laststep.plan import files as planning
-from laststep.plan.files import ItemSpec, PlanCache, plan_save
+from laststep.plan.files import ItemSpec, plan_save
 from laststep.state.pieces import Piece
 from laststep.terms import ALIGN_BYTES, DTYPES
 
@@ -69,8 +69,6 @@ def test_the_same_description_gives_the_same_plan(described: tuple[ItemSpec, ...
         for i in described
     )
     assert plan_save(described) == plan_save(again)
-    cache = PlanCache()
-    assert cache.plan(described) is cache.plan(again)
 
 
 @given(items())
@@ -84,22 +82,6 @@ def test_the_header_of_every_file_fits_its_region(described: tuple[ItemSpec, ...
             blocks=bytes(-(-file.tensor_bytes // (1 << 20)) * 16),
         )
         assert len(encode_header(header, region_bytes=file.region_bytes)) == file.region_bytes
-
-
-def test_a_plan_is_not_reused_when_a_shape_a_dtype_or_a_device_changes() -> None:
-    cache = PlanCache()
-
-    def described(one: Piece) -> tuple[ItemSpec, ...]:
-        return (ItemSpec(name="m", kind="value", standalone=True, pieces=(one,)),)
-
-    first = cache.plan(described(piece("w", "float32", (4, 2))))
-    for other in (
-        piece("w", "float32", (2, 4)),
-        piece("w", "int32", (4, 2)),
-        piece("v", "float32", (4, 2)),
-    ):
-        assert cache.plan(described(other)) != first
-        assert cache.plan(described(other)).files[0].entries[0].name == other.name
 
 
 def test_small_items_share_a_file_large_and_standalone_ones_get_their_own() -> None:

@@ -19,18 +19,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from laststep.capture.device import SideStreams, record
-from laststep.capture.early import Early, Remembered
+from laststep.capture.early import Early
 from laststep.capture.fence import Fence
-from laststep.capture.gather import Gatherer
 from laststep.capture.host import HostCopier, fill
 from laststep.capture.job import Job, Sink
 from laststep.capture.kernels import prepare_kernels
-from laststep.capture.layout import ChunkLayout, Layout, Way, lower
 from laststep.capture.mover import Mover, host_digest, torn
 from laststep.capture.ring import RING_CHUNKS, Ring, Route, chunks_through, ring_chunks
 from laststep.capture.sources import Views, hold
 from laststep.capture.staging import DeviceShort, DeviceStaging
-from laststep.capture.ways import Choice, choose
+from laststep.capture.ways import choose
 from laststep.errors import LaststepError, StorageFailed, Torn, Usage
 from laststep.process import interrupts, shortage, threads
 from laststep.settings import Capture
@@ -39,9 +37,10 @@ from laststep.terms import CHUNK_BYTES, DTYPES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from laststep.capture.copies import Copies
+    from laststep.capture.layout import ChunkLayout
+    from laststep.capture.ways import Choice
     from laststep.memory.pool import Pool
-    from laststep.plan.files import SavePlan
-    from laststep.state.pieces import Piece
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +56,11 @@ class Capturer:
         self._streams = SideStreams()
         self._mover = Mover(pool, self._streams)
         self._staging: dict[str, DeviceStaging] = {}
-        self._chosen: Choice | None = None
-        self._layout: tuple[SavePlan, Layout] | None = None
-        self._gatherers: dict[str, Gatherer] = {}
-        self._routes: dict[str, Route] = {}
         self._copier = HostCopier()
         self._compiled = threading.Event()
         self._torn = False
         self._last: Job | None = None
         self._devices: tuple[str, ...] = ()
-        self._sources: Remembered | None = None
         self._jobs: queue.SimpleQueue[Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="laststep-capture", daemon=True)
 
@@ -86,32 +80,25 @@ class Capturer:
 
     @shortage.told("capture the state")
     def take(
-        self,
-        plan: SavePlan,
-        pieces: Sequence[Piece],
-        sources: Sequence[torch.Tensor],
-        sink: Sink,
-        early: Early | None = None,
+        self, copies: Copies, sources: Sequence[torch.Tensor], sink: Sink, early: Early | None
     ) -> Job:
-        """Capture the state as it is now. On return training may go on; what the way that was
-        chosen still needs is behind the fence. Raises what made the capture impossible."""
+        """Capture the state as it is now, by these copies. On return training may go on; what the
+        way that was chosen still needs is behind the fence. Raises what made it impossible."""
         began = time.perf_counter()
         lazy = self._lazy_is_safe()
-        if early is not None and not self._guessed(early, plan, pieces, sources):
+        if early is not None and not early.is_of(copies.remembered, sources):
             self.cancel(early)
             early = None
         if early is None:
-            self._sources = None  # from here on the tables may be those of these sources
-        layout = self._lower(plan, self._choose(pieces)) if early is None else early.of.layout
-        job = Job(plan=plan, layout=layout, sources=sources, pieces=pieces, sink=sink,
-                  began_s=began)  # fmt: skip
+            self._choose(copies)
+        job = Job(plan=copies.plan, layout=copies.layout, sources=sources, sink=sink, began_s=began)
         try:
-            self._stage_or_choose_again(job, early)
+            self._stage_or_choose_again(job, copies, early)
             if early is None:
-                self._remember(job.layout, job.sources)
+                copies.remember(sources)
             self._hold_direct(job)
             devices = [device for device in job.layout.direct if device != "cpu"]
-            rings = lazy and self._take_rings(job, devices)
+            rings = lazy and self._take_rings(job, copies, devices)
             host_lazy = lazy and self._mode is Capture.LAZY and "cpu" in job.layout.direct
             self._mark(job, devices)
             if host_lazy:
@@ -131,24 +118,24 @@ class Capturer:
         job.timing.stall_s = time.perf_counter() - began
         return job
 
-    def _stage_or_choose_again(self, job: Job, early: Early | None) -> None:
+    def _stage_or_choose_again(self, job: Job, copies: Copies, early: Early | None) -> None:
         """Stage; where training has taken what was set aside, choose anew with what there is."""
         try:
-            self._stage(job, early)
+            self._stage(job, copies, early)
         except DeviceShort:
-            self._forget_staging(job)
+            self._forget_staging(copies)
+            self._give_back_staging(job)
             if self._mode is not Capture.AUTO:
                 raise
-            job.layout = self._lower(job.plan, self._choose(job.pieces))
-            self._stage(job, None)
+            self._choose(copies)
+            job.layout = copies.layout
+            self._stage(job, copies, None)
 
-    def _forget_staging(self, job: Job | None) -> None:
-        """Count on none of the device memory that was set aside."""
+    def _forget_staging(self, copies: Copies) -> None:
+        """Count on none of the device memory that was set aside, and on nothing chosen for it."""
         for staging in self._staging.values():
             staging.forget()
-        self._chosen = None
-        if job is not None:
-            self._give_back_staging(job)
+        copies.choice = None
 
     def _wait_for(self, job: Job) -> None:
         """Block until a capture is over, Ctrl-C or not: its copies read the live state."""
@@ -174,18 +161,16 @@ class Capturer:
         says that it could not be done, again at a later one."""
         self._fence.at_step(number, errand)
 
-    def prepare(
-        self, plan: SavePlan, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]
-    ) -> bool:
+    def prepare(self, copies: Copies, sources: Sequence[torch.Tensor]) -> bool:
         """Work out ways, layout and tables ahead of the first save, which can then begin early;
         False while the kernels are still being compiled."""
         if not self._compiled.is_set():
             return False
-        layout = self._lower(plan, self._choose(pieces))
-        for device in layout.staging_bytes:
+        self._choose(copies)
+        for device in copies.layout.staging_bytes:
             if device != "cpu":
-                self._gatherers[device].prepare(sources, self._streams.stream(device))
-        self._remember(layout, sources)
+                copies.gatherers[device].prepare(sources, self._streams.stream(device))
+        copies.remember(sources)
         return True
 
     def close(self) -> None:
@@ -202,21 +187,20 @@ class Capturer:
         fired = self._fence.take_evidence()
         return fired and not self._torn and self._mode in (Capture.AUTO, Capture.LAZY)
 
-    def _choose(self, pieces: Sequence[Piece]) -> tuple[Way, ...]:
-        """Each piece's way. While the pieces stay the same and fit as before, so do the ways."""
-        known = self._chosen
-        if known is not None and known.pieces is pieces and self._fits(known):
-            return known.ways
+    def _choose(self, copies: Copies) -> None:
+        """Choose each piece's way. While what was chosen still fits, it stays."""
+        if copies.choice is not None and self._fits(copies.choice):
+            return
+        pieces = copies.plan.pieces
         devices = dict.fromkeys(piece.device for piece in pieces if piece.device != "cpu")
-        rooms = {device: self._room_on(device, pieces) for device in devices}
-        self._chosen = choose(pieces, self._mode, rooms)
-        return self._chosen.ways
+        rooms = {device: self._room_on(device, copies) for device in devices}
+        copies.go(choose(pieces, self._mode, rooms))
 
-    def _room_on(self, device: str, pieces: Sequence[Piece]) -> int:
+    def _room_on(self, device: str, copies: Copies) -> int:
         """What of a device's memory may be staged into; a ring has to fit in beside it, unless
         nothing is left to be lazy."""
         room = self._staging_on(device).room()
-        needed = sum(piece.size_bytes for piece in pieces if piece.device == device)
+        needed = sum(piece.size_bytes for piece in copies.plan.pieces if piece.device == device)
         lazy = needed > room and self._mode is Capture.AUTO
         return max(room - RING_CHUNKS * CHUNK_BYTES, 0) if lazy else room
 
@@ -237,22 +221,14 @@ class Capturer:
                 self._jobs.put(functools.partial(prepare_kernels, torch.device(device)))
         return self._staging[device]
 
-    def _lower(self, plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
-        known = self._layout
-        if known is None or known[0] is not plan or known[1].ways != ways:
-            known = self._layout = (plan, lower(plan, ways))
-            self._sources = None  # the tables of the last capture go with its layout
-            self._gatherers = {d: Gatherer(groups) for d, groups in known[1].gathers.items()}
-        return known[1]
-
-    def _stage(self, job: Job, early: Early | None) -> None:
+    def _stage(self, job: Job, copies: Copies, early: Early | None) -> None:
         """Gather what is staged, on the stream that training uses, so that it stands in order."""
         if early is not None:
             # All of it is this job's now, to be given back with it.
             job.staging.update(early.staging)
             early.staging.clear()
         for device, size in job.layout.staging_bytes.items():
-            gatherer = self._gatherers[device]
+            gatherer = copies.gatherers[device]
             if device == "cpu":
                 job.staging[device] = torch.empty(size, dtype=torch.uint8)
                 gatherer.run(job.staging[device], job.sources, None)
@@ -266,26 +242,20 @@ class Capturer:
                 gatherer.run(job.staging[device], job.sources, self._streams.stream(device))
                 job.ready[device] = record(torch.cuda.current_stream(), timing=True)
 
-    def _remember(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
-        """Keep what `start_early` needs to know of a capture, without holding its memory."""
-        devices = [device for device in layout.staging_bytes if device != "cpu"]
-        fit = devices and all(self._gatherers[device].can_run_again() for device in devices)
-        self._sources = Remembered(layout, sources) if fit else None
-
     def join(self, streams: Sequence[torch.cuda.Stream]) -> None:
         """Make the current streams wait for these, on which state was written too."""
         for stream in streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
-    def start_early(self) -> Early | None:
-        """Begin staging on the guess that the state is where it was at the last save.
+    def start_early(self, copies: Copies) -> Early | None:
+        """Begin staging on the guess that the state is where it was when it was last copied so.
 
         The device then copies while the training thread finds out whether the guess was right;
         `take` uses what was copied if it was, and copies again if not. Tensors whose memory moved
         or was let go of are never read: every one is held, and its address compared, before the
         launch.
         """
-        known = self._sources
+        known = copies.remembered
         sources = None if known is None else known.in_place()
         if known is None or sources is None:
             return None
@@ -298,30 +268,16 @@ class Capturer:
                 with torch.cuda.device(device):
                     buffer = early.staging[device] = self._staging_on(device).take(size)
                     began = record(torch.cuda.current_stream(), timing=True)
-                    self._gatherers[device].run_again(buffer)
+                    copies.gatherers[device].run_again(buffer)
                     early.events[device] = began, record(torch.cuda.current_stream(), timing=True)
         except DeviceShort:
             self.cancel(early)
-            self._forget_staging(None)
+            self._forget_staging(copies)
             return None
         except BaseException:
             self.cancel(early)
             raise
         return early
-
-    def _guessed(
-        self, early: Early, plan: SavePlan, pieces: Sequence[Piece], sources: Sequence[torch.Tensor]
-    ) -> bool:
-        """Whether what was staged early is just what this save is to stage."""
-        layout, chosen = self._layout, self._chosen
-        return (
-            layout is not None
-            and layout[0] is plan
-            and layout[1] is early.of.layout
-            and chosen is not None
-            and chosen.pieces is pieces
-            and early.of.are_among(sources, early.sources)
-        )
 
     def cancel(self, early: Early) -> None:
         """Give up what was staged early."""
@@ -329,14 +285,15 @@ class Capturer:
 
     def _hold_direct(self, job: Job) -> None:
         """Hold what is copied after the planning as it is now."""
-        for pieces in job.layout.direct.values():
-            for piece in pieces:
+        pieces = job.plan.pieces
+        for numbers in job.layout.direct.values():
+            for piece in numbers:
                 try:
-                    job.direct[piece] = hold(job.sources[piece], job.pieces[piece])
+                    job.direct[piece] = hold(job.sources[piece], pieces[piece])
                 except Torn as error:
                     raise torn(job, [piece], found=error.found) from error
 
-    def _take_rings(self, job: Job, devices: list[str]) -> bool:
+    def _take_rings(self, job: Job, copies: Copies, devices: list[str]) -> bool:
         """The memory that lazy copies pass through, and the fingerprints of what is to pass. False
         where a device has none: then the capture blocks."""
         for device in devices:
@@ -351,7 +308,8 @@ class Capturer:
                 except DeviceShort:
                     return self._give_up_rings(job, device)
                 try:
-                    job.rings[device] = Ring(self._route(job, device, memory), memory, job.direct)
+                    route = self._route(job, copies, device, memory)
+                    job.rings[device] = Ring(route, memory, job.direct)
                 except BaseException:
                     staging.give_back(memory.nbytes)
                     raise
@@ -362,11 +320,11 @@ class Capturer:
         self._give_back_rings(job)
         return False
 
-    def _route(self, job: Job, device: str, memory: torch.Tensor) -> Route:
-        known = self._routes.get(device)
+    def _route(self, job: Job, copies: Copies, device: str, memory: torch.Tensor) -> Route:
+        known = copies.routes.get(device)
         if known is None or not known.fits(job.layout, job.direct, memory):
             stream = self._streams.filling(device)
-            known = self._routes[device] = Route(job.layout, device, job.direct, memory, stream)
+            known = copies.routes[device] = Route(job.layout, device, job.direct, memory, stream)
         return known
 
     def _mark(self, job: Job, devices: list[str]) -> None:

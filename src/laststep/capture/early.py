@@ -60,6 +60,10 @@ class Early:
     staging: dict[str, torch.Tensor] = field(default_factory=dict)
     events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=dict)
 
+    def is_of(self, known: Remembered | None, sources: Sequence[torch.Tensor]) -> bool:
+        """Whether they are just what a save of these sources is to stage."""
+        return self.of is known and self.of.are_among(sources, self.sources)
+
     def let_go(self, staging: Mapping[str, DeviceStaging]) -> None:
         """The guess was wrong: give the memory back; stream order keeps it until the copies end."""
         for device, buffer in self.staging.items():

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from laststep.errors import LaststepError
     from laststep.memory.filled import Filled
     from laststep.plan.files import SavePlan
-    from laststep.state.pieces import Piece
 
 
 class Sink(Protocol):
@@ -74,8 +73,6 @@ class Job:
     plan: SavePlan
     layout: Layout
     sources: Sequence[torch.Tensor]
-    pieces: Sequence[Piece]
-    """Those of the plan's items, in their order."""
     sink: Sink
     began_s: float
     timing: CaptureTiming = field(default_factory=CaptureTiming)

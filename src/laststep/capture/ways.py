@@ -25,7 +25,6 @@ HOST_STAGING_BYTES = 64 << 20
 class Choice:
     """The way of each piece, and what of each device's memory that takes."""
 
-    pieces: Sequence[Piece]
     ways: tuple[Way, ...]
     needs: dict[str, int]
 
@@ -50,7 +49,7 @@ def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> 
             staged = volatile or not contiguous or (fits and device_first)
             needs[device] += size if staged else 0
         ways.append(Way.STAGED if staged else Way.DIRECT)
-    return Choice(pieces=pieces, ways=tuple(ways), needs=needs)
+    return Choice(ways=tuple(ways), needs=needs)
 
 
 def _too_little(pieces: Sequence[Piece], device: str, room: int) -> Usage:

@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from laststep.commit.round import RoundContext
     from laststep.events import Bus
     from laststep.flush.saves import SaveUnderWay
-    from laststep.plan.files import SavePlan
     from laststep.plan.groups import Groups
-    from laststep.plan.tables import Agreement
     from laststep.ranks.group import Ranks
     from laststep.saving.describe import TakenState
+    from laststep.saving.prepare import Prepared
 
 log = logging.getLogger(__name__)
 
@@ -62,17 +61,13 @@ class CommitThread:
             self._desk.board.under(name)
             self.agreements.board.under(name)
 
-    def begin(
-        self,
-        save: SaveUnderWay,
-        plan: SavePlan,
-        taken: TakenState,
-        agreement: Agreement,
-    ) -> None:
+    def begin(self, save: SaveUnderWay, prepared: Prepared, taken: TakenState) -> None:
         """Enter a save of all ranks; its chunks may follow."""
+        assert prepared.portion is not None  # noqa: S101 (of several ranks each has one)
+        agreement = prepared.portion.agreement
         round_ = Round(save.handle.step, save, agreement)
         round_.contained = self._comparing.begin(save.handle, taken, agreement, self.rank.number)
-        self._desk.client.begin(save, plan, taken.sealing(plan, round_.trees.update))
+        self._desk.client.begin(save, prepared.plan, taken.sealing(prepared, round_.trees.update))
         self._enter(round_)
 
     def stay_out(self, step: int, why: str) -> None:

@@ -51,6 +51,7 @@ from laststep.process import interrupts, threads
 
 if TYPE_CHECKING:
     from laststep.capture.job import CaptureTiming
+    from laststep.catalog.starts import Start
     from laststep.flush.saves import SaveUnderWay, SealParts
     from laststep.memory.pool import Pool
     from laststep.plan.files import SavePlan
@@ -79,30 +80,13 @@ class Helper(Protocol):
     def how_it_ended(self) -> str: ...
 
 
-class JobStart(Protocol):
-    """This start of the job, as its run knows it."""
-
-    @property
-    def witness_name(self) -> str: ...
-
-    def newest_point(self) -> tuple[int, int]: ...
-
-    def announce(self, save: int) -> int | None: ...
-
-    def over(self, save: int) -> None: ...
-
-    def has_committed(self, folder: str) -> bool: ...
-
-    def close(self) -> None: ...
-
-
 Launch = Callable[[socket.socket], Helper]
 
 
 class Client:
     """Talks to one flusher at a time."""
 
-    def __init__(self, launch: Launch, pool: Pool, bus: Bus, start: JobStart) -> None:
+    def __init__(self, launch: Launch, pool: Pool, bus: Bus, start: Start) -> None:
         self._launch = launch
         self._job = start
         self._pool = pool
@@ -155,8 +139,7 @@ class Client:
         self._pool.slots.reset()
         with self._starting:
             # As if there had been none yet: where this start fails, a later save tries again.
-            self._helper = None
-            self.saves.admit()
+            self._helper = self.saves.refusal = None
             self._start()
 
     def newest_point(self) -> tuple[int, int]:

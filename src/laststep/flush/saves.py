@@ -182,7 +182,7 @@ class Saves:
         self._failed: list[SaveHandle] = []
         self._count = 0
         self.refusal: LaststepError | None = None
-        """Why no save can be entered now, if none can."""
+        """Why no save can be entered, until that is taken back."""
 
     def enter(self, save: SaveUnderWay) -> None:
         """One more, under a number of its own; raises why there can be none."""
@@ -220,10 +220,6 @@ class Saves:
         with self._lock:
             self.refusal = error
             return self.to_end()
-
-    def admit(self) -> None:
-        """Enter saves again."""
-        self.refusal = None
 
     def forget(self, save: SaveUnderWay) -> None:
         """It is no longer under way."""

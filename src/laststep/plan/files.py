@@ -80,6 +80,8 @@ class SavePlan:
     files: tuple[FilePlan, ...]
     file_of: dict[str, str]
     """The (first) data file of each item."""
+    pieces: tuple[Piece, ...]
+    """Those of all items, in order."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -133,7 +135,8 @@ def plan_save(
         suffix = f"-{number + 1:05d}" if number else ""
         name = f"{where}{SHARED_FILE}{mine}{suffix}.safetensors"
         files.append(_place(name, None, group, items, names if number == 0 else ()))
-    return SavePlan(items=items, files=tuple(files), file_of=file_of)
+    pieces = tuple(piece for item in items for piece in item.pieces)
+    return SavePlan(items=items, files=tuple(files), file_of=file_of, pieces=pieces)
 
 
 def _split(refs: list[tuple[int, int]], items: tuple[ItemSpec, ...]) -> list[list[tuple[int, int]]]:
@@ -185,29 +188,3 @@ def _place(
         name=name, item=item, placed=tuple(placed), entries=fixed, object_names=object_names,
         tensor_bytes=offset, region_bytes=region, parts=parts,
     )  # fmt: skip
-
-
-class PlanCache:
-    """Keeps the last plan; a save whose description is equal in every field takes it again."""
-
-    def __init__(self) -> None:
-        self._plan: SavePlan | None = None
-        self._objects: tuple[str, ...] | None = None
-
-    @property
-    def last_bytes(self) -> int:
-        """The size of the last plan; 0 before the first."""
-        return 0 if self._plan is None else self._plan.tensor_bytes
-
-    def plan(
-        self,
-        items: tuple[ItemSpec, ...],
-        *,
-        rank: tuple[int, int] | None = None,
-        objects: tuple[str, ...] | None = None,
-    ) -> SavePlan:
-        known = self._plan
-        if known is None or known.items != items or self._objects != objects:
-            known = self._plan = plan_save(items, rank=rank, objects=objects)
-            self._objects = objects
-        return known

@@ -15,7 +15,7 @@ from laststep.checks import plain, shown
 from laststep.codecs import objects
 from laststep.errors import Mismatch, Usage
 from laststep.format.manifest import ItemRecord
-from laststep.plan.files import TABLE_NAME, ItemSpec, SavePlan, tree_name
+from laststep.plan.files import TABLE_NAME, ItemSpec, tree_name
 from laststep.state.modules import one_moment
 from laststep.state.stored_items import encode_item
 from laststep.state.tensors import CollectCache, collect, hold_scalar, plain_scalar
@@ -26,8 +26,13 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.flush.saves import SealParts
-    from laststep.state.pieces import Collected, Piece
+    from laststep.saving.prepare import Prepared
+    from laststep.state.layouts import Layout
+    from laststep.state.pieces import Collected
     from laststep.state.provider import StateProvider
+
+    Described = tuple[tuple[ItemSpec, dict[str, Layout]], ...]
+    """Each item as the planner sees it, and how those of its tensors lie that are in parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,21 +40,23 @@ class TakenState:
     """The state of all items at the moment of `save()`."""
 
     specs: tuple[ItemSpec, ...]
-    pieces: tuple[Piece, ...]
     sources: tuple[torch.Tensor, ...]
     collected: dict[str, Collected]
     metrics: dict[str, object]
     metadata: object
-    kept: dict[str, objects.EncodedDicts]
-    """What the capture thread keeps of each item's tree from one save to the next."""
-    table: bytes = b""
-    """How the ranks of this one's class describe what they hold, if this one says it for them."""
+
+    @property
+    def described(self) -> Described:
+        """How it is built, whatever its numbers are."""
+        return tuple((spec, self.collected[spec.name].layouts) for spec in self.specs)
 
     def sealing(
-        self, plan: SavePlan, note: Callable[[dict[str, bytes]], None] | None = None
+        self, prepared: Prepared, note: Callable[[dict[str, bytes]], None] | None = None
     ) -> SealParts:
         """What the capture thread calls to serialise the rest, once all tensors are under way;
         `note` is told the plain values of each item."""
+        plan, kept = prepared.plan, prepared.trees
+        table = b"" if prepared.portion is None else prepared.portion.encoded
 
         def seal() -> tuple[
             tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes
@@ -59,7 +66,7 @@ class TakenState:
                 (0, ()),
             )
             encoded = {
-                name: _encoded(name, one, self.kept.setdefault(name, objects.EncodedDicts()))
+                name: _encoded(name, one, kept.setdefault(name, objects.EncodedDicts()))
                 for name, one in self.collected.items()
             }
             if note is not None:
@@ -69,7 +76,7 @@ class TakenState:
                 for name, data in encoded.items()
                 if tree_name(name) in names
             )
-            trees += ((shared, TABLE_NAME, self.table),) if TABLE_NAME in names else ()
+            trees += ((shared, TABLE_NAME, table),) if TABLE_NAME in names else ()
             items = tuple(
                 ItemRecord(name=item.name, kind=item.kind, file=plan.file_of[item.name],
                            tensors=len(item.pieces), size_bytes=item.size_bytes,
@@ -82,52 +89,22 @@ class TakenState:
         return seal
 
 
-class Memory:
-    """What the last save of each item found, so that the next one need not find it again."""
-
-    def __init__(self) -> None:
-        self.caches: dict[str, CollectCache] = {}
-        self.specs: dict[str, ItemSpec] = {}
-        self.pieces: tuple[Piece, ...] = ()
-        self.kept: dict[str, objects.EncodedDicts] = {}
-
-    def spec(
-        self,
-        name: str,
-        provider: StateProvider,
-        pieces: tuple[Piece, ...],
-        *,
-        standalone: bool,
-    ) -> ItemSpec:
-        """The item's spec: the very same value while its pieces are."""
-        known = self.specs.get(name)
-        spec = ItemSpec(
-            name=name, kind=provider.kind, standalone=standalone, pieces=pieces,
-            per_rank=provider.per_rank, mixed=getattr(provider, "mixed", False),
-        )  # fmt: skip
-        if known == spec:
-            return known
-        self.specs[name] = spec
-        self.pieces = ()
-        return spec
-
-
 def take_state(
     providers: Mapping[str, StateProvider],
-    memory: Memory,
+    caches: dict[str, CollectCache],
     metrics: Mapping[str, object] | None,
     metadata: object,
     *,
     allow_pickle: bool,
 ) -> TakenState:
-    """Describe every item now."""
+    """Describe every item now; `caches` from one save to the next spare what stays as it was."""
     specs: list[ItemSpec] = []
     sources: list[torch.Tensor] = []
     collected: dict[str, Collected] = {}
     only_ours = all(provider.passive for provider in providers.values())
     with one_moment() if only_ours else contextlib.nullcontext():
         for name, provider in providers.items():
-            cache = memory.caches.setdefault(name, CollectCache())
+            cache = caches.setdefault(name, CollectCache())
             with naming(name):
                 state = provider.describe()
                 one = collect(
@@ -135,14 +112,15 @@ def take_state(
                 )
             collected[name] = one
             sources += one.sources
-            specs.append(memory.spec(name, provider, one.pieces, standalone=state.standalone))
-    if not memory.pieces:
-        memory.pieces = tuple(piece for spec in specs for piece in spec.pieces)
+            specs.append(
+                ItemSpec(name=name, kind=provider.kind, standalone=state.standalone,
+                         pieces=one.pieces, per_rank=provider.per_rank,
+                         mixed=getattr(provider, "mixed", False))
+            )  # fmt: skip
     held = dict(_metric(name, value) for name, value in (metrics or {}).items())
     return TakenState(
-        specs=tuple(specs), pieces=memory.pieces, sources=tuple(sources), collected=collected,
-        metrics=held,
-        metadata=_plain_metadata(metadata), kept=memory.kept,
+        specs=tuple(specs), sources=tuple(sources), collected=collected, metrics=held,
+        metadata=_plain_metadata(metadata),
     )  # fmt: skip
 
 

@@ -24,7 +24,6 @@ from laststep.plan.tables import (
     encode_table,
 )
 from laststep.state.boxes import Box, whole
-from laststep.state.layouts import Layout
 from laststep.state.pieces import BoxPart, Piece
 from laststep.state.tensors import box_of, check_held
 
@@ -33,68 +32,26 @@ if TYPE_CHECKING:
 
     from laststep.plan.who_writes import Share
     from laststep.saving.describe import TakenState
+    from laststep.state.layouts import Layout
     from laststep.state.pieces import Collected
 
-_Described = tuple[ItemSpec, dict[str, Layout]]
+
+def table_of(taken: TakenState) -> Table:
+    """How this rank describes its state to the others."""
+    _refuse_parts_of_one(taken)
+    return tuple(
+        TableItem(spec.name, spec.kind, spec.per_rank,
+                  () if spec.per_rank else _tensors(spec, layouts),
+                  () if spec.per_rank else _ties(spec.name, taken.collected[spec.name]))
+        for spec, layouts in taken.described
+    )  # fmt: skip
 
 
-class PortionPlanner:
-    """Works out what this rank writes, and keeps it: from one save to the next mostly nothing
-    changes but the numbers."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._described: tuple[_Described, ...] = ()
-        self._table: Table = ()
-        self._worked_out: _WorkedOut | None = None
-
-    def table(self, taken: TakenState) -> Table:
-        """How this rank describes its state to the others: the very same value while it stays."""
-        described = tuple((spec, taken.collected[spec.name].layouts) for spec in taken.specs)
-        same = len(described) == len(self._described) and all(
-            spec is known and (layouts is those or layouts == those)
-            for (spec, layouts), (known, those) in zip(described, self._described, strict=True)
-        )
-        if not same:
-            _refuse_parts_of_one(taken)
-            self._table = tuple(
-                TableItem(spec.name, spec.kind, spec.per_rank,
-                     () if spec.per_rank else _tensors(spec, layouts),
-                     () if spec.per_rank else _ties(spec.name, taken.collected[spec.name]))
-                for spec, layouts in described
-            )  # fmt: skip
-        self._described = described
-        return self._table
-
-    def own(self, taken: TakenState, agreement: Agreement) -> tuple[TakenState, tuple[str, ...]]:
-        """The part of the state that this rank writes, and the names of the objects with it."""
-        known = self._worked_out
-        sources: tuple[torch.Tensor, ...] | None = None
-        if known is not None and known.agreement is agreement and known.table is self._table:
-            sources = known.sources(taken)
-        if known is None or sources is None:
-            known, sources = _work_out(taken, agreement, self._table, self._rank)
-            if len(agreement.class_of) > 1 and agreement.is_first(self._rank):
-                known = known._replace(encoded=encode_table(self._table))
-            self._worked_out = known
-        first = agreement.is_first(self._rank)
-        objects = tuple(tree_name(spec.name) for spec in known.specs if first or spec.per_rank)
-        own = replace(
-            taken, specs=known.specs, pieces=known.pieces, sources=sources, table=known.encoded
-        )
-        return own, objects + ((TABLE_NAME,) if known.encoded else ())
-
-    def alone(self, taken: TakenState) -> TakenState:
-        """What a rank that saves alone writes: all of it. `Mismatch` where it holds only a part of
-        a tensor, which lies over other ranks as well."""
-        if not any(collected.layouts for collected in taken.collected.values()):
-            return taken
-        table = self.table(taken)
-        known = self._worked_out
-        if known is not None and known.table is table:
-            return self.own(taken, known.agreement)[0]
-        name = digest_of(encode_table(table))
-        return self.own(taken, agree([name], {name: table}))[0]
+def agree_alone(table: Table) -> Agreement:
+    """What a rank that saves alone holds: all of it. `Mismatch` where that is only a part of a
+    tensor, which lies over other ranks as well."""
+    name = digest_of(encode_table(table))
+    return agree([name], {name: table})
 
 
 class _Window(NamedTuple):
@@ -117,23 +74,25 @@ class _Window(NamedTuple):
         return memory if self.box is None else box_of(memory, self.box)
 
 
-class _WorkedOut(NamedTuple):
+class Portion(NamedTuple):
     """What a rank writes, under an agreement."""
 
     agreement: Agreement
     table: Table
     specs: tuple[ItemSpec, ...]
-    pieces: tuple[Piece, ...]
     windows: tuple[_Window, ...]
-    encoded: bytes = b""
+    contiguous: list[bool]
+    """Of each window: whether it lies in one stretch of memory."""
+    objects: tuple[str, ...]
+    """The names of the objects that this rank writes."""
+    encoded: bytes
     """The table, if this rank says it for its class."""
 
     def sources(self, taken: TakenState) -> tuple[torch.Tensor, ...] | None:
         """What is written, of this memory. None where a piece lies in it otherwise than it did: of
         that a table says nothing, and two strides of a tensor can differ in it for a window."""
         found = tuple(window.of(taken.sources[window.source]) for window in self.windows)
-        pairs = zip(found, self.pieces, strict=True)
-        same = all(source.is_contiguous() == piece.contiguous for source, piece in pairs)
+        same = [source.is_contiguous() for source in found] == self.contiguous
         return found if same else None
 
 
@@ -189,9 +148,9 @@ def _ties(item: str, collected: Collected) -> tuple[tuple[str, str], ...]:
     return tuple(collected.ties.items()) if collected.layouts else ()
 
 
-def _work_out(
+def work_out(
     taken: TakenState, agreement: Agreement, table: Table, rank: int
-) -> tuple[_WorkedOut, tuple[torch.Tensor, ...]]:
+) -> tuple[Portion, tuple[torch.Tensor, ...]]:
     """What a rank writes, and the memory that it writes it from."""
     if len(agreement.class_of) > 1:
         for spec in taken.specs:
@@ -223,8 +182,15 @@ def _work_out(
                 pieces.append(_piece(piece, shape, share, sources[-1]))
         at += len(spec.pieces)
         specs.append(replace(spec, pieces=tuple(pieces)))
-    flat = tuple(piece for spec in specs for piece in spec.pieces)
-    return _WorkedOut(agreement, table, tuple(specs), flat, tuple(windows)), tuple(sources)
+    first = agreement.is_first(rank)
+    objects = tuple(tree_name(spec.name) for spec in specs if first or spec.per_rank)
+    encoded = encode_table(table) if first and len(agreement.class_of) > 1 else b""
+    portion = Portion(
+        agreement, table, tuple(specs), tuple(windows),
+        [source.is_contiguous() for source in sources],
+        objects + ((TABLE_NAME,) if encoded else ()), encoded,
+    )  # fmt: skip
+    return portion, tuple(sources)
 
 
 def _held(rank: int, piece: Piece, layout: Layout | None, where: str) -> dict[Box, int | None]:

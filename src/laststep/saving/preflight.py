@@ -82,7 +82,7 @@ def report_of(job: Job) -> Callable[[SaveReport], None]:
     def refresh(report: SaveReport) -> None:
         job.read_fence_timers()
         timing = job.timing
-        report.capture = report.capture or describe_ways(job.pieces, job.layout.ways)
+        report.capture = report.capture or describe_ways(job.plan.pieces, job.layout.ways)
         report.stall_s, report.waited_s = timing.stall_s, timing.waited_s
         report.device_copy_s, report.fence_s = timing.device_copy_s, timing.fence_s
 

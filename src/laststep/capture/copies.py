@@ -1,0 +1,52 @@
+"""How a plan is carried out, as far as that was worked out: ways, layout, tables of addresses.
+
+Made with a plan and replaced with it, so that nothing in it can be of another state. Holds no
+memory of the state. Belongs to the training thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from laststep.capture.early import Remembered
+from laststep.capture.gather import Gatherer
+from laststep.capture.layout import lower
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from laststep.capture.layout import Layout
+    from laststep.capture.ring import Route
+    from laststep.capture.ways import Choice
+    from laststep.plan.files import SavePlan
+
+
+class Copies:
+    """The copies of a plan."""
+
+    layout: Layout
+    """As the last choice of ways has it; known from `go` on."""
+
+    def __init__(self, plan: SavePlan) -> None:
+        self.plan = plan
+        self.choice: Choice | None = None
+        self.gatherers: dict[str, Gatherer] = {}
+        self.routes: dict[str, Route] = {}
+        self.remembered: Remembered | None = None
+        """What the last capture staged on devices, where that can begin before the next one."""
+
+    def go(self, choice: Choice) -> None:
+        """Have every piece go the way that was chosen for it now."""
+        before, self.choice = self.choice, choice
+        if before is None or before.ways != choice.ways:
+            self.layout = lower(self.plan, choice.ways)
+            self.gatherers = {d: Gatherer(groups) for d, groups in self.layout.gathers.items()}
+            self.remembered = None  # those tables of addresses went with their layout
+
+    def remember(self, sources: Sequence[torch.Tensor]) -> None:
+        """Keep what an early copy needs to know of a capture, without holding its memory."""
+        devices = [device for device in self.layout.staging_bytes if device != "cpu"]
+        fit = devices and all(self.gatherers[device].can_run_again() for device in devices)
+        self.remembered = Remembered(self.layout, sources) if fit else None

@@ -1,0 +1,76 @@
+"""What follows from how a state is described: worked out once, and kept while that stays the same.
+
+Runs on the training thread in `save()`. Between two saves a training mostly changes nothing but
+numbers, so each description is compared with the last one, once. Everything that depends on it
+hangs on one value, which is replaced whole: no part of it can be of another state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from laststep.capture.copies import Copies
+from laststep.plan.files import SavePlan, plan_save
+from laststep.saving.portion import agree_alone, table_of, work_out
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from laststep.codecs.objects import EncodedDicts
+    from laststep.plan.tables import Agreement, Table
+    from laststep.ranks.rank import Rank
+    from laststep.saving.describe import Described, TakenState
+    from laststep.saving.portion import Portion
+
+
+class Prepared:
+    """All that a save needs besides the state itself."""
+
+    def __init__(self, described: Described, plan: SavePlan, portion: Portion | None) -> None:
+        self.described = described
+        self.plan = plan
+        self.portion = portion
+        """What this rank writes of what it holds; None: all of it, as it is."""
+        self.copies = Copies(plan)
+        self.trees: dict[str, EncodedDicts] = {}
+        """What the capture thread keeps of each item's tree from one save to the next."""
+
+
+class Preparer:
+    """Prepares the saves of one Checkpointer."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self.last: Prepared | None = None
+
+    def prepare(
+        self, taken: TakenState, agree: Callable[[Table], Agreement] | None = None
+    ) -> tuple[Prepared, tuple[torch.Tensor, ...]]:
+        """What follows from this state, the very same value while it stays; and the memory that is
+        written, one for each piece of the plan. In a job of several ranks, `agree` tells what all
+        hold, when this rank holds what a table says."""
+        described = taken.described
+        last = self.last if self.last and self.last.described == described else None
+        if agree is None and not any(layouts for _, layouts in described):
+            if last is None:
+                last = self.last = Prepared(described, plan_save(taken.specs), None)
+            return last, taken.sources
+        known = last and last.portion
+        table = known.table if known else table_of(taken)
+        if agree is not None:
+            agreement = agree(table)
+        else:
+            agreement = known.agreement if known else agree_alone(table)
+        if last and known and known.agreement is agreement:
+            sources = known.sources(taken)
+            if sources is not None:
+                return last, sources
+        portion, sources = work_out(taken, agreement, table, self._rank.number)
+        if agree is None:
+            plan = plan_save(portion.specs)
+        else:
+            plan = plan_save(portion.specs, rank=self._rank, objects=portion.objects)
+        self.last = Prepared(described, plan, portion)
+        return self.last, sources
