@@ -90,6 +90,7 @@ class Capturer:
             self.cancel(early)
             early = None
         if early is None:
+            copies.remembered = None  # from here on the tables may be those of these sources
             self._choose(copies)
         job = Job(plan=copies.plan, layout=copies.layout, sources=sources, sink=sink, began_s=began)
         try:

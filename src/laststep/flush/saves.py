@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SealParts = Callable[
-    [], tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes]
-]
+SealedParts = tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes]
+SealParts = Callable[[], SealedParts]
 
 
 class SaveUnderWay:

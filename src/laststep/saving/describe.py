@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from laststep.flush.saves import SealParts
+    from laststep.flush.saves import SealedParts, SealParts
     from laststep.saving.prepare import Prepared
     from laststep.state.layouts import Layout
     from laststep.state.pieces import Collected
@@ -58,9 +58,7 @@ class TakenState:
         plan, kept = prepared.plan, prepared.trees
         table = b"" if prepared.portion is None else prepared.portion.encoded
 
-        def seal() -> tuple[
-            tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes
-        ]:
+        def seal() -> SealedParts:
             shared, names = next(
                 ((i, file.object_names) for i, file in enumerate(plan.files) if file.object_names),
                 (0, ()),
