@@ -482,6 +482,8 @@ class Checkpointer(single.OnlyOne):
         at an early optimizer step. Whatever goes wrong is the first save's to report."""
         if self._closed or self._work.preflight or os.getpid() != self._pid:
             return True
+        if not self._capturer.is_ready():
+            return False
         with interrupts.held(), without_collection(), contextlib.suppress(Exception):
             taken = take_state(
                 self._providers, self._caches, None, None,
@@ -489,5 +491,5 @@ class Checkpointer(single.OnlyOne):
             )  # fmt: skip
             prepared, sources = self._preparer.prepare(taken)
             self._pool.want(prepared.plan.tensor_bytes + CHUNK_BYTES)
-            return self._capturer.prepare(prepared.copies, sources)
+            self._capturer.prepare(prepared.copies, sources)
         return True

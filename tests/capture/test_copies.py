@@ -62,3 +62,17 @@ def test_after_a_capture_that_failed_nothing_is_staged_on_a_guess(capturer: Capt
     with pytest.raises(LaststepError):  # its tables may be those of other memory by now
         capturer.take(copies, [torch.zeros(3)], None, None)  # type: ignore[arg-type]
     assert copies.remembered is None
+
+
+@pytest.mark.parametrize(("elements", "pays"), [(4 << 20, True), (1 << 18, False)])
+def test_only_large_tensors_are_worth_a_copy_that_begins_early(elements: int, pays: bool) -> None:
+    size = 4 * elements
+    pieces = tuple(
+        Piece(name, "float32", (elements,), size, "cuda:0", True, False) for name in "ab"
+    )
+    spec = ItemSpec(name="m", kind="value", standalone=True, pieces=pieces)
+    copies = Copies(plan_save((spec,)))
+    copies.go(choose(pieces, Capture.AUTO, {"cuda:0": 1 << 40}))
+    copies.gatherers["cuda:0"].can_run_again = lambda: True  # type: ignore[method-assign]
+    copies.remember([torch.empty(elements, device="meta") for _ in pieces])
+    assert (copies.remembered is not None) == pays

@@ -162,17 +162,17 @@ class Capturer:
         says that it could not be done, again at a later one."""
         self._fence.at_step(number, errand)
 
-    def prepare(self, copies: Copies, sources: Sequence[torch.Tensor]) -> bool:
-        """Work out ways, layout and tables ahead of the first save, which can then begin early;
-        False while the kernels are still being compiled."""
-        if not self._compiled.is_set():
-            return False
+    def is_ready(self) -> bool:
+        """Whether the kernels have been compiled, which takes a moment."""
+        return self._compiled.is_set()
+
+    def prepare(self, copies: Copies, sources: Sequence[torch.Tensor]) -> None:
+        """Work out ways, layout and tables ahead of the first save, which can then begin early."""
         self._choose(copies)
         for device in copies.layout.staging_bytes:
             if device != "cpu":
                 copies.gatherers[device].prepare(sources, self._streams.stream(device))
         copies.remember(sources)
-        return True
 
     def close(self) -> None:
         """Finish what was taken and stop."""

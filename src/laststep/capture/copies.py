@@ -6,7 +6,7 @@ memory of the state. Belongs to the training thread.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from laststep.capture.early import Remembered
 from laststep.capture.gather import Gatherer
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from laststep.capture.ring import Route
     from laststep.capture.ways import Choice
     from laststep.plan.files import SavePlan
+
+
+EARLY_PAYS_BYTES: Final = 2 << 20
+"""How large tensors are on average where an early copy pays: to see that one is in place takes the
+training thread a microsecond, in which an H200 copies as much as this."""
 
 
 class Copies:
@@ -47,6 +52,8 @@ class Copies:
 
     def remember(self, sources: Sequence[torch.Tensor]) -> None:
         """Keep what an early copy needs to know of a capture, without holding its memory."""
-        devices = [device for device in self.layout.staging_bytes if device != "cpu"]
-        fit = devices and all(self.gatherers[device].can_run_again() for device in devices)
-        self.remembered = Remembered(self.layout, sources) if fit else None
+        sizes = {d: size for d, size in self.layout.staging_bytes.items() if d != "cpu"}
+        count = sum(len(group.spans) for d in sizes for group in self.layout.gathers[d])
+        fit = sizes and all(self.gatherers[device].can_run_again() for device in sizes)
+        pays = sum(sizes.values()) >= count * EARLY_PAYS_BYTES
+        self.remembered = Remembered(self.layout, sources) if fit and pays else None
