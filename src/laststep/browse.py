@@ -67,14 +67,14 @@ class Catalog:
 
     def __iter__(self) -> Iterator[Checkpoint]:
         """The checkpoints of the lineage, oldest first."""
-        return iter([self._open(one) for one in self._lineage() if one.commit is not None])
+        return iter([self._open(entry) for entry in self._lineage() if entry.commit is not None])
 
     def __contains__(self, step: object) -> bool:
         """Whether a step is on the lineage."""
         return _whole_number(step) in self.steps()
 
     def __len__(self) -> int:
-        return len([one for one in self._lineage() if one.commit is not None])
+        return len([entry for entry in self._lineage() if entry.commit is not None])
 
     def __getitem__(self, wanted: SupportsIndex) -> Checkpoint:
         step = _whole_number(wanted)
@@ -84,19 +84,19 @@ class Catalog:
                 remedy="catalog.steps() lists the steps",
             )  # fmt: skip
         listed = self._all()
-        found = [one for one in listed if one.step == step]
-        found.sort(key=lambda one: one.on_lineage)
-        if not found:
+        same_step = [entry for entry in listed if entry.step == step]
+        same_step.sort(key=lambda entry: entry.on_lineage)
+        if not same_step:
             raise NotFound(
                 f"there is no checkpoint of step {step}", where=self._run.store.url,
-                found=nearest_steps((one.step for one in listed), step),
+                found=nearest_steps((entry.step for entry in listed), step),
                 remedy="catalog.steps() lists all of the lineage, `laststep ls` the rest",
             )  # fmt: skip
-        return self._open(found[-1])
+        return self._open(same_step[-1])
 
     def steps(self) -> list[int]:
         """The steps of the lineage whose manifest can be read; `laststep ls` lists the rest."""
-        return [one.step for one in self._lineage() if one.commit is not None]
+        return [entry.step for entry in self._lineage() if entry.commit is not None]
 
     def latest(self) -> Checkpoint:
         """The newest checkpoint of the lineage; `Corrupt` where its manifest cannot be read."""
@@ -104,7 +104,7 @@ class Catalog:
         # somebody who would not notice.
         lineage = self._lineage()
         if not lineage:
-            others = [one.step for one in self._all()]
+            others = [entry.step for entry in self._all()]
             if not others:
                 raise NotFound("the run has no checkpoint yet", where=self._run.store.url)
             raise NotFound(
@@ -112,7 +112,7 @@ class Catalog:
                 found=nearest_steps(others, max(others)), remedy="name the step that you want",
             )  # fmt: skip
         newest = lineage[-1]
-        good = [one.step for one in lineage[:-1] if one.is_whole]
+        good = [entry.step for entry in lineage[:-1] if entry.is_whole]
         older = f"; laststep.load(run, step={good[-1]}) loads an older one" if good else ""
         if not isinstance(newest.error, Corrupt):
             return self._open(newest, older)
@@ -424,17 +424,17 @@ def _remedy_for(content: Content, item: str, name: str) -> str:
         if part is not None:
             full_name = f"{item}/{part.tensor}"
             return f"{file.record.name} has a part of that name: ask for all of {full_name!r}"
-        if item in content.per_rank and any(one.name == entry for one in header.tensors):
+        if item in content.per_rank and any(stored.name == entry for stored in header.tensors):
             return f"rank {file.record.rank} has it: ask checkpoint.of_rank({file.record.rank})"
     return "`laststep show --all` lists the names"
 
 
 def _meant_by(name: str, content: Content) -> str | None:
     """The full name that begins with an item and a dot instead of a slash."""
-    for one in content.items.values():
-        rest = name.removeprefix(f"{one.name}.")
-        if rest != name and (rest in one.tensors or rest in one.ties):
-            return f"{one.name}/{rest}"
+    for stored in content.items.values():
+        rest = name.removeprefix(f"{stored.name}.")
+        if rest != name and (rest in stored.tensors or rest in stored.ties):
+            return f"{stored.name}/{rest}"
     return None
 
 

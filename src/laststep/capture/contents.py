@@ -66,14 +66,14 @@ class Contents:
 
     def digests(self) -> list[bytes] | None:
         """One for each tensor; None where that would have cost too much. Waits for devices."""
-        for one in self._under_way:
-            one.done.synchronize()
+        for batch in self._under_way:
+            batch.done.synchronize()
             parts: dict[int, bytearray] = {}
-            sums = one.rows.cpu().numpy()
-            for owner, row in zip(one.fingerprint.owners, sums, strict=True):
+            sums = batch.rows.cpu().numpy()
+            for owner, row in zip(batch.fingerprint.owners, sums, strict=True):
                 parts.setdefault(owner, bytearray()).extend(row.tobytes())
             for owner, part in parts.items():
-                self._digests[one.numbers[owner]] = digest(part)
+                self._digests[batch.numbers[owner]] = digest(part)
         self._under_way = []
         if not self._known:
             return None

@@ -85,7 +85,7 @@ class Fence:
         if not self._errands:
             return []
         due = [errand for number, errand in self._errands if number <= self._count]
-        self._errands = [one for one in self._errands if one[0] > self._count]
+        self._errands = [errand for errand in self._errands if errand[0] > self._count]
         return due
 
 

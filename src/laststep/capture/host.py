@@ -85,14 +85,14 @@ class Batch:
         trace: TracebackType | None,
     ) -> None:
         interrupted: BaseException | None = None
-        for one in self._running:
-            while not one.done():
+        for copy in self._running:
+            while not copy.done():
                 try:
-                    wait([one])
+                    wait([copy])
                 except BaseException as raised:  # noqa: BLE001 (Ctrl-C: raised below)
                     # The threads still write into slots: nobody may have these back before the end.
                     interrupted = raised
-        errors = [failed for one in self._running if (failed := one.exception()) is not None]
+        errors = [failed for copy in self._running if (failed := copy.exception()) is not None]
         if interrupted is not None:
             raise interrupted
         if errors and error is None:

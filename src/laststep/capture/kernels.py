@@ -110,7 +110,7 @@ def _changes_are_seen(kernels: Kernels, stream: torch.cuda.Stream) -> bool:
     changes[0][7] ^= 1
     changes[1][:4], changes[1][4:8] = sample[4:8], sample[:4]
     changes[2][-1] ^= 1
-    seen = [(before != sums_of(one)).any(axis=1).tolist() for one in changes]
+    seen = [(before != sums_of(change)).any(axis=1).tolist() for change in changes]
     alike = all(np.array_equal(before, sums_of(sample, at)) for at in (0, 1, 2, 4, 8, 16))
     return alike and seen == [[True, False], [True, False], [False, True]]
 

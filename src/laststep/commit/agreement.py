@@ -63,9 +63,9 @@ def on_some_ranks(agreement: Agreement) -> dict[str, tuple[int, ...]]:
     """The items that only some ranks have, and these. Pipeline stages have the same item each, with
     tensors of its own."""
     holders: dict[str, list[tuple[int, ...]]] = {}
-    for one in agreement.classes:
-        for item in one.table:
-            holders.setdefault(item.name, []).append(one.ranks)
+    for rank_class in agreement.classes:
+        for item in rank_class.table:
+            holders.setdefault(item.name, []).append(rank_class.ranks)
     return {
         name: tuple(sorted(itertools.chain.from_iterable(some)))
         for name, some in holders.items()
@@ -185,29 +185,29 @@ class Agreements:
         if not self._rank.is_first:
             told_by_s += margin_s(self._deadline_s) / 2
         call = self._lead if self._rank.is_first else self._follow
-        generation, told = call(mine, step, told_by_s)
-        if told.problem:
+        generation, gathered = call(mine, step, told_by_s)
+        if gathered.problem:
             self._generation = generation
-            if told.refused:
-                raise Aborted(told.problem)
+            if gathered.refused:
+                raise Aborted(gathered.problem)
             raise Aborted(
-                "not all ranks of this job came to this save", found=told.problem, remedy=ABSENT
+                "not all ranks of this job came to this save", found=gathered.problem, remedy=ABSENT
             )
-        digests = _cut(told.digests)
+        digests = _cut(gathered.digests)
         if digests.index(mine) == self._rank.number:
             self.board.put(f"t/{mine.hex()}", self._data)
         distinct = set(digests)
-        new = {f"t/{one.hex()}": one for one in distinct if one not in self._tables}
+        new = {f"t/{digest.hex()}": digest for digest in distinct if digest not in self._tables}
         notes = self.board.wait_all(new, began_s + self._deadline_s + margin_s(self._deadline_s))
-        for note, one in new.items():
+        for note, digest in new.items():
             if note not in notes:
                 raise Aborted(
                     "a rank did not say what it holds",
-                    where=f"rank {digests.index(one)}",
+                    where=f"rank {digests.index(digest)}",
                     expected=f"its table within {self._deadline_s:g} s",
                 )
-            self._tables[one] = decode_table(notes[note])
-        self._tables = {one: self._tables[one] for one in distinct}
+            self._tables[digest] = decode_table(notes[note])
+        self._tables = {digest: self._tables[digest] for digest in distinct}
         self._generation = generation
         self._agreement = agree(digests, self._tables)
         if self._rank.is_first:
@@ -247,11 +247,11 @@ class Agreements:
         try:
             notes = self.board.wait_all(names, until_s, meanwhile=meanwhile)
         except _Refused as refused:
-            told = _GatheredDigests(problem=str(refused), refused=True)
+            gathered = _GatheredDigests(problem=str(refused), refused=True)
         else:
-            told = self._gathered([notes.get(one) for one in names])
-        self.board.put(f"{name}/all", msgspec.msgpack.encode(told))
-        return self._generation, told
+            gathered = self._gathered([notes.get(note) for note in names])
+        self.board.put(f"{name}/all", msgspec.msgpack.encode(gathered))
+        return self._generation, gathered
 
     def _gathered(self, notes: Sequence[bytes | None]) -> _GatheredDigests:
         """What the first rank has heard of each, or who is missing."""
@@ -279,24 +279,24 @@ class Agreements:
     def _settled(self) -> tuple[int, _GatheredDigests | None]:
         """The last one that is settled, and how, if that was without this rank, or while it was
         late."""
-        generation, told = self._generation, None
+        generation, gathered = self._generation, None
         while (note := self.board.look(f"a/{generation + 1}/all")) is not None:
             generation += 1
-            told = msgspec.msgpack.decode(note, type=_GatheredDigests)
-        return generation, told
+            gathered = msgspec.msgpack.decode(note, type=_GatheredDigests)
+        return generation, gathered
 
     def _follow(
         self, mine: bytes, step: int | None, until_s: float
     ) -> tuple[int, _GatheredDigests]:
         """Leave one's digest where the first rank looks for it, and hear those of all."""
-        generation, told = self._settled()
+        generation, gathered = self._settled()
         if (
-            told is not None
-            and told.digests
-            and _cut(told.digests)[self._rank.number] == mine
+            gathered is not None
+            and gathered.digests
+            and _cut(gathered.digests)[self._rank.number] == mine
             and self.board.look(f"a/{generation + 1}/called") is None
         ):
-            return generation, told
+            return generation, gathered
         name = f"a/{generation + 1}"
         self.board.put(f"{name}/{self._rank.number}", mine)
         self.board.put(f"{name}/called", b"1")
@@ -316,8 +316,8 @@ class Agreements:
             # Not settled: should the first rank come late, this one's note is there.
             problem = f"nothing from {self.last_of(0)} within {self._deadline_s:g} s"
             return generation, _GatheredDigests(problem=problem)
-        told = settled[1]
-        if told.digests and _cut(told.digests)[self._rank.number] != mine:
+        gathered = settled[1]
+        if gathered.digests and _cut(gathered.digests)[self._rank.number] != mine:
             # An earlier note of this rank's was read.
             return generation + 1, _GatheredDigests(
                 problem=f"an old note of rank {self._rank.number}"

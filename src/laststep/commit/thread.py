@@ -81,9 +81,9 @@ class CommitThread:
         self._desk.board.close()
         self.agreements.close()
 
-    def _enter(self, one: Round) -> None:
+    def _enter(self, round_: Round) -> None:
         self._entered += 1
-        self._rounds.put(one)
+        self._rounds.put(round_)
 
     def _known(self) -> int | None:
         return self._part.known if self._entered == self._ended else None

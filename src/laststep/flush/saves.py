@@ -235,4 +235,4 @@ class Saves:
     def tell(self) -> list[LaststepError]:
         """What made those fail that were taken over and nobody has seen: it is told now."""
         failed, self._failed = self._failed, []
-        return [one.error for one in failed if one.error is not None and not one.seen]
+        return [save.error for save in failed if save.error is not None and not save.seen]

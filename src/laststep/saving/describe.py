@@ -64,8 +64,8 @@ class TakenState:
                 (0, ()),
             )
             encoded = {
-                name: _encoded(name, one, kept.setdefault(name, objects.EncodedDicts()))
-                for name, one in self.collected.items()
+                name: _encoded(name, part, kept.setdefault(name, objects.EncodedDicts()))
+                for name, part in self.collected.items()
             }
             if note is not None:
                 note(encoded)
@@ -105,14 +105,14 @@ def take_state(
             cache = caches.setdefault(name, CollectCache())
             with naming(name):
                 state = provider.describe()
-                one = collect(
+                part = collect(
                     state.value, volatile=state.volatile, allow_pickle=allow_pickle, cache=cache
                 )
-            collected[name] = one
-            sources += one.sources
+            collected[name] = part
+            sources += part.sources
             specs.append(
                 ItemSpec(name=name, kind=provider.kind, standalone=state.standalone,
-                         pieces=one.pieces, per_rank=provider.per_rank,
+                         pieces=part.pieces, per_rank=provider.per_rank,
                          mixed=getattr(provider, "mixed", False))
             )  # fmt: skip
     held = dict(_metric(name, value) for name, value in (metrics or {}).items())
@@ -136,13 +136,13 @@ def naming(item: str, did: str = "looked at") -> Iterator[None]:
 
 def _about(error: Usage | Mismatch, whose: str, *, remedy: str | None = None) -> Usage | Mismatch:
     """The same error, which also says whose value it is about."""
-    told = type(error)(
+    named = type(error)(
         error.what, where=whose if error.where is None else f"{error.where} of {whose}",
         expected=error.expected, found=error.found, remedy=remedy or error.remedy,
     )  # fmt: skip
-    if isinstance(error, Mismatch) and isinstance(told, Mismatch):
-        told.problems = error.problems
-    return told
+    if isinstance(error, Mismatch) and isinstance(named, Mismatch):
+        named.problems = error.problems
+    return named
 
 
 def _encoded(name: str, collected: Collected, kept: objects.EncodedDicts) -> bytes:
