@@ -316,8 +316,9 @@ def check(
     tidy: bool = True,
     read: set[str] | None = None,
 ) -> None:
-    """These steps are committed, and whole; with `tidy`, nothing else lies about. What is in `read`
-    has been found whole before and is not read again."""
+    """These steps are committed, and whole; with `tidy`, nothing else lies about, once a flusher has
+    cleaned up, which it does when the save is told. What is in `read` has been found whole before
+    and is not read again."""
     catalog = laststep.open(run)
     assert catalog.steps() == steps
     read = set() if read is None else read
@@ -333,7 +334,7 @@ def check(
         assert state["n"] == steps[-1]
         assert state["t"].unique().tolist() == [float(steps[-1])]
     if tidy:
-        assert folders(run) == sorted(checkpoint.folder for checkpoint in catalog)
+        wait_until(lambda: folders(run) == sorted(checkpoint.folder for checkpoint in catalog))
 
 
 class Standing:

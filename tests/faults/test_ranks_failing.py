@@ -430,7 +430,8 @@ def test_a_first_rank_stopped_between_the_phases_comes_back_late_and_cannot_comm
         assert said in rank.failed()
     first.send(signal.SIGCONT)
     first.do("go decide")
-    assert said in first.failed()
+    # Others' reason, or, where its flusher has removed the folder with that by then, its own.
+    assert f"rank 0 did not commit step {step} within 1.5 s" in first.failed()
     hasty.works()
 
 
