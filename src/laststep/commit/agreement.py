@@ -17,7 +17,6 @@ import itertools
 import logging
 import math
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -142,8 +141,8 @@ class Agreements:
             if self.board.look(f"a/{self._generation + 1}/called") is None:
                 self._called_s = None
                 return
-            self._called_s = self._called_s or time.monotonic()
-            if time.monotonic() - self._called_s >= self._grace_s:
+            self._called_s = self._called_s or self.board.now_s()
+            if self.board.now_s() - self._called_s >= self._grace_s:
                 self._called_s = None
                 self._agree(None)
         finally:
@@ -180,7 +179,7 @@ class Agreements:
         mine = digest_of(self._data)
         # One deadline for all of it: the first rank tells by then who is missing, the others wait a
         # bit longer for that, and whoever is told of a table finds it at once.
-        began_s = time.monotonic()
+        began_s = self.board.now_s()
         told_by_s = began_s + self._deadline_s
         if not self._rank.is_first:
             told_by_s += margin_s(self._deadline_s) / 2
@@ -263,11 +262,11 @@ class Agreements:
 
     def _impatience(self, names: Sequence[str]) -> Callable[[], None]:
         """Called now and then, it tells once, after a few seconds, whose notes are not there."""
-        due_s = time.monotonic() + missing_ranks.PATIENCE_S
+        due_s = self.board.now_s() + missing_ranks.PATIENCE_S
 
         def look() -> None:
             nonlocal due_s
-            if time.monotonic() >= due_s:
+            if self.board.now_s() >= due_s:
                 due_s = math.inf
                 there = self.board.look_all(names)
                 late = [rank for rank, name in enumerate(names) if name not in there]

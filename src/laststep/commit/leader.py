@@ -138,7 +138,7 @@ class Leader:
         until_s = round_.began_s + deadline_s + margin_s(deadline_s)
         if self._board.until(look, until_s, rest=save.rest) is None:
             raise Aborted(f"the flusher began nothing within {deadline_s:g} s", remedy=_STUCK)
-        round_.own_s = time.monotonic() - round_.began_s
+        round_.own_s = self._board.now_s() - round_.began_s
         return save.at
 
     def _post(self, round_: Round, *, problem: str = "") -> None:
@@ -229,7 +229,7 @@ class Leader:
         self._board.put(round_.key("decision"), msgspec.msgpack.encode(Decision(asks=asked)))
         names = {round_.answer_key(asked, rank): rank for rank in asked.ranks if rank != 0}
         # They have reported just now: one that has died since is not waited for as long as others.
-        soon_s = time.monotonic() + margin_s(self._desk.deadline_s)
+        soon_s = self._board.now_s() + margin_s(self._desk.deadline_s)
         until_s = min(soon_s, self._desk.until_s(round_, COMMITTED))
         notes = self._board.wait_all(names, until_s)
         shown = {names[name]: note for name, note in notes.items()}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -97,7 +96,7 @@ class Member:
                 if now.step == round_.step:
                     return now
                 self._part_ways(round_, now)
-            elif now is not None and time.monotonic() >= self._until_s:
+            elif now is not None and self._board.now_s() >= self._until_s:
                 raise GivenUp(_apart(now, round_))
             if round_.problem:
                 why = self._desk.trouble(round_.problem)
@@ -122,13 +121,13 @@ class Member:
             if self._passed_by is None or self._passed_by.number != now.number:
                 # Perhaps it has left this one out, and the next of this rank's is that step.
                 self._passed_by, self._passed_with = now, round_.step
-                self._passed_s = time.monotonic()
+                self._passed_s = self._board.now_s()
                 raise GivenUp(_apart(now, round_))
             self._refuse(now, round_.step)
         elif self._until_s < math.inf:  # it has gone on, and not to this step
             raise GivenUp(_apart(now, round_))
         else:
-            self._until_s = time.monotonic() + grace_s(self._desk.deadline_s)
+            self._until_s = self._board.now_s() + grace_s(self._desk.deadline_s)
             self._refuse(now, round_.step)
 
     def rest_s(self) -> float | None:
@@ -136,7 +135,7 @@ class Member:
         if self._passed_by is None or self._passed_by.number <= self._refused:
             return None
         until_s = self._passed_s + grace_s(self._desk.deadline_s)
-        return max(until_s - time.monotonic(), 0)
+        return max(until_s - self._board.now_s(), 0)
 
     def look_up(self) -> None:
         """Refuse the save of the first rank for which this one had a grace: the grace is over."""

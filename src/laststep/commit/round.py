@@ -9,7 +9,6 @@ count. Whoever gathers waits less long than those who wait for it: they are to h
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -156,7 +155,7 @@ class RoundContext:
         `listen` raises `GivenUp` if another rank has failed."""
         if round_.save is None or round_.agreement is None:
             return Receipt(problem=round_.problem)
-        began_s, durable = time.monotonic(), round_.save.handle.durable
+        began_s, durable = self.board.now_s(), round_.save.handle.durable
 
         def look() -> bool | None:
             if durable.over():
@@ -166,7 +165,7 @@ class RoundContext:
             return None
 
         self.board.until(look, rest=durable.over_within)
-        round_.own_s += time.monotonic() - began_s
+        round_.own_s += self.board.now_s() - began_s
         error = round_.save.handle.error or round_.save.lost
         if error is not None:
             return Receipt(problem=error.without_remedy())
@@ -225,7 +224,7 @@ class RoundContext:
         assert groups is not None  # noqa: S101 (known with its place)
         ranks = groups.group_of(self.rank.number)
         files: tuple[FileRecord, ...] = tuple(f for r in ranks for f in receipts[r].files)
-        began_s = time.monotonic()
+        began_s = self.board.now_s()
         self.client.send(
             Gathered(save=save.number, first=ranks.start, ranks=len(ranks), files=files)
         )
@@ -237,7 +236,7 @@ class RoundContext:
         group = self.board.until(look, began_s + self.deadline_s, rest=save.rest)
         if group is None:
             raise GivenUp(self.trouble(f"its flusher wrote nothing within {self.deadline_s:g} s"))
-        round_.own_s += time.monotonic() - began_s
+        round_.own_s += self.board.now_s() - began_s
         return group
 
     def await_flusher(self, save: SaveUnderWay, until_s: float | None = None) -> None:
@@ -248,7 +247,7 @@ class RoundContext:
             return True if save.handle.committed.over() or save.lost is not None else None
 
         if until_s is None:
-            until_s = time.monotonic() + self.deadline_s
+            until_s = self.board.now_s() + self.deadline_s
         self.board.until(look, until_s, rest=save.rest)
 
     def settle(self, round_: Round, error: LaststepError | None) -> LaststepError | None:

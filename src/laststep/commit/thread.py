@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from laststep.commit.leader import Leader
@@ -37,6 +36,55 @@ log = logging.getLogger(__name__)
 _NAME_BYTES = 8
 
 
+class Participant:
+    """This rank's part in the saves of its job, one after the other; for one thread at a time."""
+
+    def __init__(self, desk: RoundContext, groups: Groups, bus: Bus) -> None:
+        self._desk = desk
+        self.part = Leader(desk, groups, bus) if desk.rank.is_first else Member(desk)
+
+    def go_through(self, round_: Round) -> None:
+        """Take part in a save; afterwards it is over, however it ended."""
+        self._desk.settle(round_, self._outcome(round_))
+        # Nobody asks for these any more, and the next may come late.
+        round_.trees.clear()
+        round_.contained = None
+
+    def _outcome(self, round_: Round) -> LaststepError | None:
+        """Take part in a save; returns why it is given up, if it is."""
+        round_.began_s = self._desk.board.now_s()
+        try:
+            out = f", in which it takes no part: {round_.problem}" if round_.problem else ""
+            self._desk.board.put(
+                f"last/{self._desk.rank.number}", f"step {round_.step}{out}".encode()
+            )
+            self.part.take_part(round_)
+        except GivenUp as over:
+            return self._give_up(round_, Aborted(str(over)), str(over))
+        except LaststepError as error:
+            return self._give_up(round_, error, self._desk.trouble(error.without_remedy()))
+        except Exception as error:
+            log.exception("the commit of step %d failed", round_.step)
+            failed = StorageFailed("a commit failed", found=repr(error))
+            return self._give_up(round_, failed, self._desk.trouble(str(failed)))
+        return None
+
+    def _give_up(self, round_: Round, error: LaststepError, reason: str) -> LaststepError:
+        """Tell the others and the flusher that a save is given up; the run says what stands."""
+        with contextlib.suppress(LaststepError):
+            self.part.warn(round_, reason)
+        save = round_.save
+        if save is None:
+            return error
+        if not save.handle.durable.done():
+            save.failed(error)
+            return error
+        # Its flusher finds out whether it is committed after all.
+        self._desk.client.send(Decide(save=save.number, reason=reason))
+        self._desk.await_flusher(save)
+        return error
+
+
 class CommitThread:
     """The thread in which this rank takes part in the saves of its job."""
 
@@ -45,7 +93,7 @@ class CommitThread:
         self.agreements = desk.agreements
         self._desk = desk
         self._comparing = comparing
-        self._part = Leader(desk, groups, bus) if desk.rank.is_first else Member(desk)
+        self._participant = Participant(desk, groups, bus)
         self._entered = self._ended = 0
         """Saves that were entered, by the training thread, and that are over, by the other."""
         self.agreements.known = self._known
@@ -86,17 +134,14 @@ class CommitThread:
         self._rounds.put(round_)
 
     def _known(self) -> int | None:
-        return self._part.known if self._entered == self._ended else None
+        return self._participant.part.known if self._entered == self._ended else None
 
     # -- on its thread ----------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (round_ := self._next()) is not None:
             try:
-                self._desk.settle(round_, self._go(round_))
-                # Nobody asks for these any more, and the next may come late.
-                round_.trees.clear()
-                round_.contained = None
+                self._participant.go_through(round_)
             except BaseException as error:
                 # Nobody else ends this save: whoever waits for it would wait for ever.
                 with threads.outlasting(log, "the commit of step %d failed", round_.step):
@@ -109,43 +154,11 @@ class CommitThread:
         """The next save; None at the end. Meanwhile `look_up` tells ranks that wait in vain."""
         while True:
             try:
-                return self._rounds.get(timeout=self._part.rest_s())
+                return self._rounds.get(timeout=self._participant.part.rest_s())
             except queue.Empty:
                 # They hear when their time is up.
                 with (
                     threads.outlasting(log, "the other ranks hear late"),
                     contextlib.suppress(LaststepError),
                 ):
-                    self._part.look_up()
-
-    def _go(self, round_: Round) -> LaststepError | None:
-        """Take part in a save; returns why it is given up, if it is."""
-        round_.began_s = time.monotonic()
-        try:
-            out = f", in which it takes no part: {round_.problem}" if round_.problem else ""
-            self._desk.board.put(f"last/{self.rank.number}", f"step {round_.step}{out}".encode())
-            self._part.take_part(round_)
-        except GivenUp as over:
-            return self._give_up(round_, Aborted(str(over)), str(over))
-        except LaststepError as error:
-            return self._give_up(round_, error, self._desk.trouble(error.without_remedy()))
-        except Exception as error:
-            log.exception("the commit of step %d failed", round_.step)
-            failed = StorageFailed("a commit failed", found=repr(error))
-            return self._give_up(round_, failed, self._desk.trouble(str(failed)))
-        return None
-
-    def _give_up(self, round_: Round, error: LaststepError, reason: str) -> LaststepError:
-        """Tell the others and the flusher that a save is given up; the run says what stands."""
-        with contextlib.suppress(LaststepError):
-            self._part.warn(round_, reason)
-        save = round_.save
-        if save is None:
-            return error
-        if not save.handle.durable.done():
-            save.failed(error)
-            return error
-        # Its flusher finds out whether it is committed after all.
-        self._desk.client.send(Decide(save=save.number, reason=reason))
-        self._desk.await_flusher(save)
-        return error
+                    self._participant.part.look_up()

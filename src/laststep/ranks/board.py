@@ -73,6 +73,10 @@ class Board:
         """Put all notes under this name as well. MUST be called before anything is asked."""
         self.prefix += f"/{name}"
 
+    def now_s(self) -> float:
+        """The time by which everybody waits who looks at this board (monotonic)."""
+        return time.monotonic()
+
     def put(self, name: str, note: bytes) -> None:
         """Leave a note, and see that it is there: to a store that is gone it would seem to be."""
 
@@ -119,10 +123,10 @@ class Board:
         a last look. `rest` passes the time between two looks, and may end early."""
         pause = self._look_s / _FIRST_LOOKS
         while True:
-            late = time.monotonic() >= until_s
+            late = self.now_s() >= until_s
             if (seen := look()) is not None or late:
                 return seen
-            (rest or _sleep)(max(min(pause, until_s - time.monotonic()), 0))
+            (rest or _sleep)(max(min(pause, until_s - self.now_s()), 0))
             pause = min(2 * pause, self._look_s)
 
     def wait_all(

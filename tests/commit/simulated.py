@@ -1,0 +1,417 @@
+"""A job of many ranks in one process: notes in a dict, flushers that are told what happens to them,
+a run in memory, and a clock of its own.
+
+Each rank that saves is a thread. Time stands still while any of them works; when all wait it goes
+on by a bit, and all look again. So a deadline of 30 s passes in no time, and only if nobody can go
+on without it: what a test sees does not depend on how fast or how loaded the machine is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laststep.catalog import decision
+from laststep.catalog.names import AttemptName
+from laststep.commit.agreement import Agreements
+from laststep.commit.round import Round, RoundContext
+from laststep.commit.thread import Participant
+from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.events import Bus
+from laststep.flush.protocol import Begin, Begun, Decide, Gathered, Grouped, Located
+from laststep.flush.saves import SaveUnderWay
+from laststep.format.manifest import Commit, FileRecord, GroupRecord
+from laststep.plan.files import ItemSpec, SavePlan
+from laststep.plan.groups import Groups
+from laststep.plan.tables import TableItem, TableTensor
+from laststep.ranks.rank import Rank
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "storage"))
+from memory_store import MemoryStore, files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from laststep.plan.tables import Table
+
+DEADLINE_S = 30.0
+_TICK_S = 0.5
+_END_S = 1000.0
+"""Nobody waits that long: then somebody waits for ever."""
+_DIGEST = f"xxh3-128:{0:032x}"
+_numbers = itertools.count()
+
+
+class Clock:
+    """Time that passes only while all threads that take part wait."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._changed = threading.Condition()
+        self._changes = 0
+        self._working = self._waiting = 0
+
+    def enter(self) -> None:
+        with self._changed:
+            self._working += 1
+
+    def leave(self) -> None:
+        with self._changed:
+            self._working -= 1
+            self._go_on()
+
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        """It stands still meanwhile."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def stir(self) -> None:
+        """Something has changed: whoever waits looks again."""
+        with self._changed:
+            self._wake()
+
+    def until(self, look: Callable[[], Any], until_s: float) -> Any:
+        while True:
+            with self._changed:
+                seen, late = self._changes, self.now_s >= until_s
+            if (found := look()) is not None or late:
+                return found
+            with self._changed:
+                if self._changes != seen:
+                    continue
+                self._working -= 1
+                self._waiting += 1
+                self._go_on()
+                while self._changes == seen:
+                    self._changed.wait()
+            if self.now_s > _END_S:
+                raise AssertionError("somebody waits for ever")
+
+    def _go_on(self) -> None:
+        if not self._working and self._waiting:
+            self.now_s += _TICK_S
+            self._wake()
+
+    def _wake(self) -> None:
+        """Whoever is woken counts as working from now on, not only once it runs."""
+        self._changes += 1
+        self._working, self._waiting = self._working + self._waiting, 0
+        self._changed.notify_all()
+
+
+class MemoryBoard:
+    """What `laststep.ranks.board.Board` does, with notes in a dict that all ranks share."""
+
+    prefix = "simulated"
+
+    def __init__(self, clock: Clock, notes: dict[str, bytes], told: Callable[[str], None]) -> None:
+        self._clock, self._notes, self._told = clock, notes, told
+
+    def now_s(self) -> float:
+        return self._clock.now_s
+
+    def put(self, name: str, note: bytes) -> None:
+        self._told(name)
+        self._notes[name] = note
+        self._clock.stir()
+
+    def look(self, name: str) -> bytes | None:
+        return self._notes.get(name)
+
+    def look_all(self, names: Iterable[str]) -> dict[str, bytes]:
+        notes = {name: self.look(name) for name in names}
+        return {name: note for name, note in notes.items() if note is not None}
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._notes.pop(name, None)
+
+    def until(self, look: Callable[[], Any], until_s: float = math.inf, *, rest: Any = None) -> Any:
+        return self._clock.until(look, until_s)
+
+    def wait_all(
+        self,
+        names: Iterable[str],
+        until_s: float,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> dict[str, bytes]:
+        wanted = list(names)
+
+        def look() -> dict[str, bytes] | None:
+            notes = self.look_all(wanted)
+            if len(notes) == len(wanted):
+                return notes
+            if meanwhile is not None:
+                meanwhile()
+            return None
+
+        return self.until(look, until_s) or self.look_all(wanted)
+
+
+class Killed(BaseException):
+    """The rank is dead: nothing of it runs any more."""
+
+
+class Flusher:
+    """What the client of a flusher does for a rank's commit thread. Its files are durable as soon
+    as it knows where they are; what is to happen instead is told by the test."""
+
+    def __init__(self, job: SimulatedJob, rank: int) -> None:
+        self._job, self._rank = job, rank
+        self.save: SaveUnderWay | None = None
+        self.stands = False
+        """It is stopped: messages wait."""
+        self.kept: list[object] = []
+        self.full = False
+        """It has no room for its files."""
+
+    def send(self, message: object) -> None:
+        if isinstance(message, Decide) and message.reason is None and self._rank == 0:
+            self._job.ranks[0].comes_to("decide")
+        if self.stands:
+            self.kept.append(message)
+            return
+        save = self.save
+        if save is None or save.lost is not None or save.over:
+            return
+        if isinstance(message, Begin) and self._rank == 0:
+            self._job.attempts += 1
+            at = AttemptName(step=message.step, epoch=1, attempt=self._job.attempts)
+            self._job.store.make_folder(at.folder)
+            save.note(Begun(save=message.save, at=at))
+            self._write(save)
+        elif isinstance(message, Located):
+            save.at = message.at
+            self._write(save)
+        elif isinstance(message, Gathered):
+            group = GroupRecord(
+                name=f"groups/r{message.first:05d}.json", digest=_DIGEST, first=message.first,
+                ranks=message.ranks, files=len(message.files), size_bytes=1,
+            )  # fmt: skip
+            save.note(Grouped(save=message.save, group=group))
+        elif isinstance(message, Decide):
+            self._decide(save, message)
+        self._job.clock.stir()
+
+    def resume(self) -> None:
+        self.stands = False
+        kept, self.kept = self.kept, []
+        for message in kept:
+            self.send(message)
+
+    def die(self) -> None:
+        """As `Client` tells it: what is durable may still be committed by others."""
+        error = StorageFailed("the flusher ended", found="it was killed by signal 9")
+        save = self.save
+        assert save is not None
+        if save.may_be_committed:
+            save.lost = error
+        else:
+            self._end(save, error)
+        self._job.clock.stir()
+
+    def drop(self, number: int, error: LaststepError, *, begun: bool) -> None:
+        if self.save is not None and not self.save.over:
+            self._end(self.save, error)
+
+    def decided(self, message: object) -> None:
+        assert self.save is not None
+        self._end(self.save, None)
+
+    def _write(self, save: SaveUnderWay) -> None:
+        if self.full:
+            self._end(save, StorageFailed("cannot write", found="No space left on device"))
+            return
+        name = f"m-r{self._rank:05d}.safetensors"
+        save.files = (
+            FileRecord(name=name, size_bytes=8192, header_bytes=4096, header_digest=_DIGEST),
+        )
+        save.handle.durable.reach()
+
+    def _decide(self, save: SaveUnderWay, decide: Decide) -> None:
+        store, at = self._job.store, save.at
+        assert at is not None
+        try:
+            if decide.reason is not None:
+                if isinstance(decision.abort(store, at.folder, decide.reason), Commit):
+                    self._end(save, None)
+                else:
+                    self._end(save, Aborted(decide.reason))
+                return
+            if self._rank == 0:
+                commit = Commit(
+                    run="run", step=at.step, epoch=at.epoch, attempt=at.attempt, created_s=0.0,
+                    laststep="", items=decide.items, files=decide.files, groups=decide.groups,
+                    classes=decide.classes, ranks=decide.ranks,
+                )  # fmt: skip
+                decision.commit(store, at.folder, commit)
+            self._end(save, None)
+        except LaststepError as error:
+            self._end(save, error)
+
+    def _end(self, save: SaveUnderWay, error: LaststepError | None) -> None:
+        if error is None:
+            save.handle.committed.reach()
+        else:
+            save.handle.fail(error)
+        save.note()
+        self._job.clock.stir()
+
+
+class SimulatedRank:
+    """One rank: `begin` a save, and hear by `outcome` what became of it."""
+
+    def __init__(self, job: SimulatedJob, number: int) -> None:
+        self._job, self.number = job, number
+        self.flusher = Flusher(job, number)
+        self.tensors = ["w"]
+        """What this rank holds."""
+        self.value = b"1"
+        """The plain values of its item."""
+        self.at: dict[str, Callable[[], None]] = {}
+        """What happens once, before this rank leaves a note whose name ends so; `decide`: before
+        the first rank, which has all receipts, has its flusher commit."""
+        self._begun = 0
+        self._thread: threading.Thread | None = None
+        self._resting: threading.Thread | None = None
+        self._error: LaststepError | None = None
+        self._died: BaseException | None = None
+        board = MemoryBoard(job.clock, job.notes, self.comes_to)
+        rank = Rank(number, job.groups.ranks)
+        self.agreements = Agreements(rank, board, deadline_s=DEADLINE_S)
+        desk = RoundContext(
+            rank, board, self.flusher, self.agreements, job.store, deadline_s=DEADLINE_S
+        )
+        self._participant = Participant(desk, job.groups, Bus())
+        self.agreements.known = lambda: self._participant.part.known
+
+    def comes_to(self, name: str) -> None:
+        for end in [end for end in self.at if name.endswith(end)]:
+            self.at.pop(end)()
+
+    def die(self) -> None:
+        """For `at`: it is killed, and its flusher lives on and commits nothing."""
+        raise Killed
+
+    def sleep(self) -> None:
+        """For `at`: it is stopped, until long after everybody's time is up."""
+        self._job.clock.until(lambda: None, self._job.clock.now_s + 5 * DEADLINE_S)
+
+    def begin(self, step: int, *, problem: str = "") -> None:
+        """Save that step; with a problem, take no part in it."""
+        self._begun += 1
+        self._job.clock.stir()
+        if self._resting is not None:
+            self._resting.join()
+        self._thread = self._start(self._save, step, problem)
+
+    def outcome(self) -> str:
+        """ "" once it is committed, else why it has failed."""
+        assert self._thread is not None
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "it hangs"
+        if self._died is not None:
+            raise self._died
+        return "" if self._error is None else str(self._error)
+
+    def _save(self, step: int, problem: str) -> None:
+        self._error = self._died = None
+        try:
+            self._go(step, problem)
+        except Killed:
+            return
+        except LaststepError as error:
+            self._error = error
+        except BaseException as error:  # noqa: BLE001 (raised by who asks)
+            self._died = error
+            return
+        self._resting = self._start(self._rest, self._begun)
+
+    def _rest(self, begun: int) -> None:
+        """Until the next save, as the commit thread does."""
+        part, clock = self._participant.part, self._job.clock
+        while (rest_s := part.rest_s()) is not None:
+            until_s = clock.now_s + rest_s
+            if clock.until(lambda: True if self._begun != begun else None, until_s):
+                return
+            part.look_up()
+
+    def _start(self, work: Callable[..., None], *arguments: object) -> threading.Thread:
+        """A thread that the clock counts."""
+
+        def go() -> None:
+            try:
+                work(*arguments)
+            finally:
+                self._job.clock.leave()
+
+        self._job.clock.enter()
+        thread = threading.Thread(target=go, daemon=True)
+        thread.start()
+        return thread
+
+    def _go(self, step: int, problem: str) -> None:
+        try:
+            if problem:
+                raise Aborted(problem)
+            agreement = self.agreements.on(self._table(), step)
+        except LaststepError as error:
+            self._participant.go_through(Round(step, None, None, problem=str(error)))
+            raise
+        save = SaveUnderWay(self.flusher, step, role="first" if self.number == 0 else "member")
+        item = ItemSpec(name="m", kind="value", standalone=False, pieces=())
+        file = f"m-r{self.number:05d}.safetensors"
+        save.planned(SavePlan(items=(item,), files=(), file_of={"m": file}), lambda: None)
+        self.flusher.save = save
+        if self.number == 0:
+            save.begin()
+        self._participant.go_through(Round(step, save, agreement, trees={"m": self.value}))
+        if save.handle.error is not None:
+            raise save.handle.error
+
+    def _table(self) -> Table:
+        tensors = tuple(TableTensor(name, "float32", (4,), None) for name in self.tensors)
+        return (TableItem("m", "value", False, tensors),)
+
+
+class SimulatedJob:
+    """So many ranks, in groups of so many."""
+
+    def __init__(self, ranks: int, *, group: int | None = None) -> None:
+        self.clock = Clock()
+        self.notes: dict[str, bytes] = {}
+        self.store = MemoryStore(f"memory://job{next(_numbers)}")
+        self.attempts = 0
+        self.groups = Groups(ranks, group or ranks)
+        self.ranks = [SimulatedRank(self, number) for number in range(ranks)]
+
+    def begin(self, step: int, *numbers: int) -> list[SimulatedRank]:
+        """These ranks save that step, or all."""
+        chosen = [self.ranks[number] for number in numbers] or self.ranks
+        with self.clock.standing():
+            for rank in chosen:
+                rank.begin(step)
+        return chosen
+
+    def save(self, step: int, *numbers: int) -> list[str]:
+        """The same; returns what each hears in the end."""
+        return [rank.outcome() for rank in self.begin(step, *numbers)]
+
+    def committed(self) -> list[int]:
+        """The steps that are committed, in order."""
+        found = [decision.read(self.store, entry.name) for entry in self.store.list("")]
+        return [one.step for one in found if isinstance(one, Commit)]
+
+    def close(self) -> None:
+        for url in [url for url in files if url.startswith(f"{self.store.url}/")]:
+            del files[url]
