@@ -131,13 +131,25 @@ def jobs() -> Iterator[Jobs]:
     all_jobs.close()
 
 
-def _standing(jobs: Jobs, kept: dict[float, Standing], deadline_s: float) -> Iterator[Standing]:
-    """The job of that deadline; one that a failed test has left in disorder is replaced."""
+@pytest.fixture(scope="session")
+def kept(jobs: Jobs) -> Iterator[list[Standing]]:
+    """The standing job, while no test has it."""
     from rank_jobs import check
 
-    if deadline_s not in kept:
-        kept[deadline_s] = jobs.standing(deadline_s)
-    one = kept.pop(deadline_s)
+    found: list[Standing] = []
+    yield found
+    for one in found:
+        one.job.clean_up()
+        check(one.run, one.committed, ranks=3, tidy=False)  # all of it, once more
+
+
+@pytest.fixture
+def standing(jobs: Jobs, kept: list[Standing]) -> Iterator[Standing]:
+    """A job of three ranks that many tests save with; one that a failed test has left in disorder
+    is replaced."""
+    from rank_jobs import check
+
+    one = kept.pop() if kept else jobs.standing()
     try:
         yield one
         check(one.run, one.committed, ranks=3, tidy=False, read=one.read)
@@ -146,37 +158,9 @@ def _standing(jobs: Jobs, kept: dict[float, Standing], deadline_s: float) -> Ite
         one.job.clean_up()
         raise
     if in_order:
-        kept[deadline_s] = one
+        kept.append(one)
     else:
         one.job.clean_up()
-
-
-@pytest.fixture(scope="session")
-def kept(jobs: Jobs) -> Iterator[dict[float, Standing]]:
-    """The standing jobs, by their deadlines."""
-    from rank_jobs import check
-
-    found: dict[float, Standing] = {}
-    yield found
-    for one in found.values():
-        one.job.clean_up()
-        check(one.run, one.committed, ranks=3, tidy=False)  # all of it, once more
-
-
-@pytest.fixture
-def patient(jobs: Jobs, kept: dict[float, Standing]) -> Iterator[Standing]:
-    """A standing job whose deadline is long: whatever is heard is heard at once."""
-    from rank_jobs import LONG_S
-
-    yield from _standing(jobs, kept, LONG_S)
-
-
-@pytest.fixture
-def hasty(jobs: Jobs, kept: dict[float, Standing]) -> Iterator[Standing]:
-    """A standing job whose deadline is short."""
-    from rank_jobs import DEADLINE_S
-
-    yield from _standing(jobs, kept, DEADLINE_S)
 
 
 @pytest.fixture
@@ -194,27 +178,12 @@ def start_job(jobs: Jobs) -> Iterator[Callable[..., Job]]:
 
 
 @pytest.fixture
-def hasty_job(start_job: Callable[..., Job], run_folder: Path) -> Callable[..., Job]:
-    """`hasty_job(ranks, **how)`: a job of the test's own on its run, with a short deadline; it has
-    saved something."""
+def open_job(start_job: Callable[..., Job], run_folder: Path) -> Callable[..., Job]:
+    """`open_job(ranks, **how)`: a job of the test's own on its run; nothing is saved yet."""
 
     def go(ranks: int, **how: object) -> Job:
         job = start_job(ranks, **how)
         job.open(run_folder)
-        job.warm_up()
-        return job
-
-    return go
-
-
-@pytest.fixture
-def patient_job(start_job: Callable[..., Job], run_folder: Path) -> Callable[..., Job]:
-    """`patient_job(ranks, **how)`: the same with a long deadline; nothing is saved yet."""
-    from rank_jobs import LONG_S
-
-    def go(ranks: int, **how: object) -> Job:
-        job = start_job(ranks, **how)
-        job.open(run_folder, deadline_s=LONG_S)
         return job
 
     return go

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 WORKER = Path(__file__).with_name("rank_worker.py")
 SOURCE = WORKER.parent.parent.parent / "src"
 PATIENCE_S = 40.0
-DEADLINE_S = 1.5
-"""Where a test waits for it to pass."""
-LONG_S = 30.0
-"""Where everybody must hear sooner."""
+DEADLINE_S = 30.0
+"""Everybody hears sooner, unless a test has it pass (`Process.late`)."""
 
 
 class Zygote:
@@ -103,6 +101,26 @@ class Process:
     def failed(self) -> str:
         """The error that it must report next."""
         return self.hear("failed")
+
+    def late(self) -> list[str]:
+        """What it says next, when the time is up for which it waits for others, or will wait: no
+        machine is so slow that it has not begun to by the last time that is tried."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            self.tell(f"pass {4 * DEADLINE_S:g}")
+            words = self.next_words()
+            if words != ["done", "pass"]:
+                self.hear("done", "pass")
+                return words
+            if b"\n" in self._heard or select.select([self._from], [], [], 0.1)[0]:
+                return self.next_words()
+        raise TimeoutError(f"its time does not pass; its log: {self.log.read_text()[-4000:]}")
+
+    def gives_up(self) -> str:
+        """The error that it reports when its time is up."""
+        words = self.late()
+        assert words[0] == "failed", words
+        return " ".join(words[1:])
 
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -247,16 +265,6 @@ class Job:
         expected = {f"at {gate}"} | ({f"committed {step}"} if gate == "tell" else set())
         assert {" ".join(rank.next_words()) for _ in expected} == expected
 
-    def warm_up(self) -> list[int]:
-        """Save until it has worked: new flushers may take longer than a short deadline."""
-        step = 0
-        while not self.committed:
-            step += 1
-            self.tell(f"try {step}")
-            if {rank.next_words()[0] for rank in self.ranks} == {"committed"}:
-                self.committed.append(step)
-        return self.committed
-
     def close(self) -> None:
         """All ranks close, in order, and no flusher is left."""
         self.tell("close")
@@ -316,9 +324,9 @@ def check(
     tidy: bool = True,
     read: set[str] | None = None,
 ) -> None:
-    """These steps are committed, and whole; with `tidy`, nothing else lies about, once a flusher has
-    cleaned up, which it does when the save is told. What is in `read` has been found whole before
-    and is not read again."""
+    """These steps are committed, and whole; with `tidy`, nothing else lies about, once a flusher
+    has cleaned up, which it does after the save is told. What is in `read` has been found whole
+    before and is not read again."""
     catalog = laststep.open(run)
     assert catalog.steps() == steps
     read = set() if read is None else read
@@ -340,12 +348,13 @@ def check(
 class Standing:
     """A job of three ranks with a run that many tests save to, one after the other."""
 
-    def __init__(self, jobs: Jobs, run: Path, deadline_s: float) -> None:
+    def __init__(self, jobs: Jobs, run: Path) -> None:
         self.job = jobs.start(3)
         self.ranks = self.job.ranks
         self.run = run
-        self.job.open(run, deadline_s=deadline_s)
-        self.committed = self.job.warm_up()
+        self.job.open(run)
+        self.job.save(1)
+        self.committed = [1]
         self.read: set[str] = set()
         """Folders of those that were found whole: after each test the new ones are read."""
         self._step = self.committed[-1]
@@ -398,9 +407,9 @@ class Jobs:
         self._count += 1
         return Process(self.zygote, request, Path(self._folder.name) / f"{self._count}.log")
 
-    def standing(self, deadline_s: float) -> Standing:
+    def standing(self) -> Standing:
         self._count += 1
-        return Standing(self, Path(self._folder.name) / f"run{self._count}", deadline_s)
+        return Standing(self, Path(self._folder.name) / f"run{self._count}")
 
     def close(self) -> None:
         self.zygote.close()

@@ -33,6 +33,7 @@ from laststep.commit.member import Member
 from laststep.commit.round import RoundContext
 from laststep.plan import files as planning
 from laststep.plan.groups import Groups
+from laststep.ranks.board import Board
 
 PATIENCE_S = 60.0
 NEEDED = (laststep.Checkpointer, laststep.PerRank)
@@ -108,6 +109,17 @@ def put_gates() -> None:
     stand(Leader, "_tell", "tell", after=False)
 
 
+class Ahead:
+    """How far the clock of this rank's commit rounds is ahead."""
+
+    seconds = 0.0
+
+    @classmethod
+    def put(cls) -> None:
+        now_s = Board.now_s
+        Board.now_s = lambda board: now_s(board) + cls.seconds
+
+
 def pretend(group: int | None, *, folders: bool) -> None:
     """Have groups of so many ranks, and folders for the files of two, as only large jobs have."""
     if group is not None:
@@ -126,6 +138,7 @@ class Worker:
     - `over`: wait until all saves are over, and say nothing of how they ended;
     - `shut GATE`, `go GATE`: the next to come by stands still, and goes on. At once, also while
       another command runs;
+    - `pass N`: so many seconds pass at once for whoever waits for other ranks. At once, as well;
     - `fail`: the next description raises;
     - `grow`: the state is described otherwise from now on;
     - `reshape N`: a tensor has so many elements from now on;
@@ -147,6 +160,9 @@ class Worker:
             elif command == "go":
                 GATES[words[0]].opened.set()
                 say("done", "go")
+            elif command == "pass":
+                Ahead.seconds += float(words[0])
+                say("done", "pass")
             else:
                 self.lines.put(line)
         self.lines.put("forget")
@@ -252,6 +268,7 @@ def rank(request: dict[str, Any]) -> None:
         notes = dist.PrefixStore(request["notes"], store)
         distributed_c10d._get_default_store = lambda: notes
     put_gates()
+    Ahead.put()
     pretend(request["group"], folders=request["folders"])
     Worker().work()
     say("ends")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from typing import TYPE_CHECKING
 
 import pytest
-from rank_jobs import LONG_S, check, folders
+from rank_jobs import check, folders
 
 import laststep
 from laststep.catalog.groups import files_of
@@ -32,19 +31,13 @@ def standing(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     """Four ranks in two groups, with a long deadline, and their run; tests leave all alive."""
     run = tmp_path_factory.mktemp("groups") / "run"
     job = jobs.start(4, group=2)
-    job.open(run, deadline_s=LONG_S)
+    job.open(run)
     job.save(1)
     job.committed = [1]
     yield job, run
     job.close()
     check(run, job.committed, ranks=4)
     job.clean_up()
-
-
-@pytest.fixture
-def hasty(hasty_job: Callable[..., Job]) -> Job:
-    """The same with a short deadline, for one test."""
-    return hasty_job(4, group=2)
 
 
 def flip(path: Path, at: int) -> None:
@@ -77,17 +70,6 @@ def test_the_manifest_names_groups_and_these_the_files(standing: tuple[Job, Path
     assert checkpoint.size_bytes == sum(sizes.values())
 
 
-def test_a_failing_member_is_named_at_once(standing: tuple[Job, Path]) -> None:
-    job, _ = standing
-    step = job.committed[-1] + 1
-    job.ranks[3].do("fail")
-    errors = job.fails(step)
-    assert "ZeroDivisionError as asked" in errors[3]
-    assert all("rank 3: as asked" in error for error in errors[:3])
-    job.save(step)
-    job.committed.append(step)
-
-
 def test_a_flusher_killed_before_it_writes_its_groups_manifest_fails_the_save_of_all(
     standing: tuple[Job, Path],
 ) -> None:
@@ -105,60 +87,22 @@ def test_a_flusher_killed_before_it_writes_its_groups_manifest_fails_the_save_of
     job.committed.append(step)
 
 
-def test_a_member_that_is_killed_is_named_by_who_speaks_for_it(
-    hasty: Job, run_folder: Path
-) -> None:
-    hasty.stand_at("receipt", 101, 3)
-    hasty.ranks[3].kill()
-    for number in (0, 1, 2):
-        error = hasty.ranks[number].failed()
-        assert "rank 3 (last seen at step 101) did not save step 101 within 1.5 s" in error
-    hasty.end_all(0, 1, 2)
-    check(run_folder, hasty.committed, ranks=4)
-
-
 def test_a_rank_that_is_killed_before_it_speaks_for_its_group_is_named(
-    hasty: Job, run_folder: Path
+    open_job: Callable[..., Job], run_folder: Path
 ) -> None:
-    hasty.stand_at("summary", 101, 2)
-    hasty.ranks[2].kill()
-    for number in (0, 1, 3):
-        error = hasty.ranks[number].failed()
-        assert "rank 2 (last seen at step 101), which speaks for ranks 2 to 3, did not" in error
-    hasty.end_all(0, 1, 3)
-    check(run_folder, hasty.committed, ranks=4)
-
-
-def test_a_rank_that_speaks_for_others_and_is_stopped_past_the_deadline_comes_back(
-    hasty: Job, run_folder: Path
-) -> None:
-    hasty.ranks[2].send(signal.SIGSTOP)
-    for error in hasty.fails(101, 0, 1, 3):
-        assert "rank 2 (last seen at step " in error
-        assert " did not save step 101 within 1.5 s" in error
-    hasty.ranks[2].tell("try 101")
-    hasty.ranks[2].send(signal.SIGCONT)
-    assert "Aborted" in hasty.ranks[2].failed()
-    hasty.save(102)
-    hasty.close()
-    check(run_folder, [*hasty.committed, 102], ranks=4)
-
-
-def test_a_first_rank_that_is_killed_after_the_summaries_leaves_nothing_of_the_save(
-    hasty: Job, run_folder: Path
-) -> None:
-    hasty.stand_at("decide", 101, 0)
-    hasty.ranks[0].kill()
-    for number in (1, 2, 3):
-        assert "rank 0 did not commit step 101 within 1.5 s" in hasty.ranks[number].failed()
-    hasty.end_all(1, 2, 3)
-    check(run_folder, hasty.committed, ranks=4)
+    job = open_job(4, group=2)
+    job.stand_at("summary", 1, 2)
+    job.ranks[2].kill()
+    for error in (job.ranks[0].gives_up(), job.ranks[1].failed(), job.ranks[3].failed()):
+        assert "rank 2 (last seen at step 1), which speaks for ranks 2 to 3, did not" in error
+    job.end_all(0, 1, 3)
+    check(run_folder, [], ranks=4)
 
 
 def test_files_in_folders_are_committed_listed_verified_copied_given_up_and_pruned(
-    patient_job: Callable[..., Job], run_folder: Path, tmp_path: Path
+    open_job: Callable[..., Job], run_folder: Path, tmp_path: Path
 ) -> None:
-    job = patient_job(4, group=2, folders=True)
+    job = open_job(4, group=2, folders=True)
     job.save(1)
     inside = {path.name for path in newest(run_folder).iterdir()}
     assert inside == {"groups", "r00000", "r00002", "manifest.json"}
