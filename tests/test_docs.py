@@ -31,6 +31,8 @@ PAGES = [
     *sorted(ROOT.glob("docs/guides/*.md")),
 ]
 
+FRESH = [str(ROOT / "README.md")]
+"""Pages whose Python blocks run in a new interpreter, which takes seconds to import torch."""
 GUIDE = ROOT / "CONTRIBUTING.md"
 HOUSE = ROOT / "docs" / "architecture.md"
 TERMS = ROOT / "docs" / "terms.md"
@@ -157,8 +159,9 @@ def run_page(blocks: list[Block], folder: Path) -> subprocess.CompletedProcess[s
     script = folder / "blocks.json"
     script.write_text(json.dumps([asdict(block) for block in blocks]), encoding="utf-8")
     programs = warm_programs(folder / "bin")
+    python = sys.executable if blocks and blocks[0].page in FRESH else os.environ["WARM_PYTHON"]
     return subprocess.run(
-        [sys.executable, "-c", DRIVER, str(script)],
+        [python, "-c", DRIVER, str(script)],
         cwd=work,
         env={
             **os.environ,
@@ -175,8 +178,7 @@ def run_page(blocks: list[Block], folder: Path) -> subprocess.CompletedProcess[s
 
 
 def warm_programs(folder: Path) -> Path:
-    """The programs that pages use, in a folder: the installed ones, run by the warm interpreter.
-    What a page does itself, a new interpreter does."""
+    """The programs that pages use, in a folder: the installed ones, run by the warm interpreter."""
     folder.mkdir()
     warm = os.environ["WARM_PYTHON"]
     (folder / "python").symlink_to(warm)
