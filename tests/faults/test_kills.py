@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -310,11 +311,13 @@ def test_a_flusher_killed_again_and_again_loses_nothing_that_was_committed(
     state = state_of(0)
     checkpointer = laststep.Checkpointer(run_folder, state=state, host_memory_bytes=64 << 20)
     committed = []
-    for step in range(6):
+    moments = ["at once", "captured", "durable", "committed", "at once", "captured"]
+    for step, moment in enumerate(moments):
         state["t"].fill_(step)
         state["n"] = step
         handle = checkpointer.save(step)
-        time.sleep(0.01 * step)
+        if moment != "at once":
+            assert getattr(handle, moment).wait(PATIENCE_S)
         os.kill(checkpointer._client.helper_pid, signal.SIGKILL)
         try:
             handle.wait(PATIENCE_S)
@@ -324,8 +327,8 @@ def test_a_flusher_killed_again_and_again_loses_nothing_that_was_committed(
         wait_until(lambda: checkpointer._client.dead is not None)
         assert set(committed) <= set(laststep.open(run_folder).steps() if committed else [])
     checkpointer.close()
-    if committed:
-        assert numbers(run_folder)[0] >= committed[-1]
+    assert 3 in committed
+    assert numbers(run_folder)[0] >= committed[-1]
 
 
 def test_a_save_in_the_moment_between_death_and_its_notice_does_not_hang(
@@ -334,19 +337,23 @@ def test_a_save_in_the_moment_between_death_and_its_notice_does_not_hang(
     from laststep.flush.launch import HelperProcess
 
     join = HelperProcess.join
+    finds_out, saved = threading.Event(), threading.Event()
 
     def slowly(self: HelperProcess, timeout_s: float) -> bool:
         if timeout_s == 1:  # while it finds out how the flusher ended
-            time.sleep(0.3)
+            finds_out.set()
+            saved.wait(PATIENCE_S)
         return join(self, timeout_s)
 
     monkeypatch.setattr(HelperProcess, "join", slowly)
     checkpointer = laststep.Checkpointer(run_folder, state=state_of(0), host_memory_bytes=64 << 20)
     checkpointer.save(0).wait(PATIENCE_S)
     os.kill(checkpointer._client.helper_pid, signal.SIGKILL)
-    time.sleep(0.1)
+    assert finds_out.wait(PATIENCE_S)
+    handle = checkpointer.save(1)
+    saved.set()
     with pytest.raises(laststep.StorageFailed):
-        checkpointer.save(1).wait(PATIENCE_S)
+        handle.wait(PATIENCE_S)
     wait_until(lambda: checkpointer._client.dead is not None)
     checkpointer.save(2).wait(PATIENCE_S)
     checkpointer.close()

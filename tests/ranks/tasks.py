@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-import time
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -594,11 +594,15 @@ def some_of_it(run: str) -> None:
 
 
 def slow_to_begin(run: str, slow: int) -> None:
-    """A rank that has begun nothing when it hears where to write."""
+    """A rank that has begun nothing when the other waits for it: a member when it hears where to
+    write, the first rank when the others ask what it leads."""
     begin = SaveUnderWay.begin
+    heard = threading.Event()
 
     def late(save: SaveUnderWay) -> None:
-        time.sleep(0.5)
+        if threading.current_thread().name == "laststep-commit":
+            heard.set()
+        heard.wait(0.5 if slow == 0 else 30)
         begin(save)
 
     if dist.get_rank() == slow:
