@@ -116,7 +116,8 @@ def test_bench_without_the_sources_says_where_to_get_them(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_runs_and_resumes(example: Path, run_folder: Path) -> None:
-    first = start(example, run_folder)
+    python = sys.executable if example.name == "minimal.py" else os.environ["WARM_PYTHON"]
+    first = start(example, run_folder, python=python)
     assert first.returncode == 0, first.stderr
     second = start(example, run_folder, python=os.environ["WARM_PYTHON"])
     assert second.returncode == 0, second.stderr
