@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 TORTURE_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 3
+WORKERS ?= 4
 
 # Some virtual CPUs announce AMX and then kill the process that uses it.
 ONEDNN_MAX_CPU_ISA ?= AVX2
@@ -69,7 +69,8 @@ layers: $(STAMP)
 	@echo "== lint-imports"
 	@$(BIN)/lint-imports
 
-# Three files at a time on two cores: much of it is waiting, for processes to start and to die.
+# Four files at a time on two cores: much of it is waiting, for disks, and for processes to start and
+# to die.
 tests: $(STAMP)
 	@echo "== pytest, $(WORKERS) files at a time"
 	@$(BIN)/python -m pytest -q --tb=short -n $(WORKERS) --dist loadfile \

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 WARM = ROOT / "tests" / "warm"
 FIRST = (
-    "test_docs.py", "faults/test_ranks_failing.py", "faults/test_ranks_killed.py",
-    "torture/test_short_torture.py", "ranks/test_matrix.py", "crash/test_crash_model.py",
-    "faults/test_kills.py", "cli/test_processes.py", "capture/test_capture_changes.py",
-    "faults/test_ranks_groups.py", "checkpointer/test_interrupts.py", "adapters/test_export_hf.py",
-    "ranks/test_reading.py", "faults/test_limits.py", "torture/test_formats.py",
-    "faults/test_full_disk.py", "adapters/test_megatron.py", "checkpointer/test_saving.py",
+    "test_docs.py", "torture/test_short_torture.py", "faults/test_kills.py",
+    "checkpointer/test_interrupts.py", "capture/test_capture_changes.py", "ranks/test_matrix.py",
+    "faults/test_ranks_failing.py", "adapters/test_export_hf.py", "faults/test_ranks_killed.py",
+    "cli/test_processes.py", "faults/test_limits.py", "checkpointer/test_saving.py",
+    "faults/test_full_disk.py", "faults/test_ranks_groups.py", "faults/test_ranks_places.py",
+    "crash/test_crash_model.py", "adapters/test_megatron.py", "ranks/test_reading.py",
 )  # fmt: skip
 """The files that take longest, in that order: at the end no worker sits alone with one of them."""
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
