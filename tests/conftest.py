@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
@@ -149,6 +150,22 @@ def run_folder() -> Iterator[Path]:
     """A folder for one run, not yet made, on a real disk; removed with all it holds afterwards."""
     with tempfile.TemporaryDirectory(prefix="laststep-test-", dir=disk_folder()) as folder:
         yield Path(folder) / "run"
+
+
+@pytest.fixture
+def flusher() -> Callable[[], int]:
+    """`flusher()`: the id of the process that is this one's flusher."""
+
+    def find() -> int:
+        mine = f"\nPPid:\t{os.getpid()}\n"
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                command = (folder / "cmdline").read_bytes()
+                if b"laststep.flush" in command and mine in (folder / "status").read_text():
+                    return int(folder.name)
+        raise ProcessLookupError("this process has no flusher")
+
+    return find
 
 
 @pytest.fixture

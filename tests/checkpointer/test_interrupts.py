@@ -182,7 +182,11 @@ def test_waiting_for_a_save_can_be_interrupted(run_folder: Path, waits: str) -> 
 
 @pytest.mark.parametrize("closes_again", [True, False])
 def test_a_close_that_was_interrupted_goes_on_where_it_was(
-    run_folder: Path, caplog: pytest.LogCaptureFixture, *, closes_again: bool
+    run_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+    flusher: Callable[[], int],
+    *,
+    closes_again: bool,
 ) -> None:
     state = {"t": torch.ones(3)}
     before = set(threading.enumerate())
@@ -193,16 +197,15 @@ def test_a_close_that_was_interrupted_goes_on_where_it_was(
         other.save(2)
     checkpointer.save(3)  # fails, since the other one has taken over
     checkpointer._work.wait()
-    flusher = checkpointer._client.helper_pid
-    assert flusher is not None
-    os.kill(flusher, signal.SIGSTOP)  # so that close() waits for it
+    pid = flusher()
+    os.kill(pid, signal.SIGSTOP)  # so that close() waits for it
     try:
         with pytest.raises(KeyboardInterrupt), interrupted_after(0.1):
             checkpointer.close()
         with pytest.raises(laststep.Usage, match="closed"):
             checkpointer.save(4)
     finally:
-        os.kill(flusher, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     if closes_again:
         with pytest.raises(laststep.LaststepError, match="step 3"):
             checkpointer.close()
@@ -211,21 +214,22 @@ def test_a_close_that_was_interrupted_goes_on_where_it_was(
         checkpointer._work.finish_at_exit()
         assert "a save failed and nobody was there to see it" in caplog.text
     assert set(threading.enumerate()) <= before
-    assert not Path(f"/proc/{flusher}").exists()
+    assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_handler_that_closes_in_the_midst_of_a_close_does_nothing(run_folder: Path) -> None:
+def test_a_handler_that_closes_in_the_midst_of_a_close_does_nothing(
+    run_folder: Path, flusher: Callable[[], int]
+) -> None:
     checkpointer = laststep.Checkpointer(run_folder, x={"x": torch.ones(3)})
     checkpointer.save(1).wait(PATIENCE_S)
-    flusher = checkpointer._client.helper_pid
-    assert flusher is not None
+    pid = flusher()
 
     def handler(*_: object) -> None:
         checkpointer.close()
-        os.kill(flusher, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
 
     before = signal.signal(signal.SIGUSR1, handler)
-    os.kill(flusher, signal.SIGSTOP)
+    os.kill(pid, signal.SIGSTOP)
     try:
         with interrupts.held():
             signal.raise_signal(signal.SIGUSR1)  # let in where close() waits for the flusher

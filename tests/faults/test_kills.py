@@ -125,12 +125,11 @@ def test_what_an_orphan_commits_before_its_successor_saves_is_not_abandoned(
 
 
 def test_a_job_whose_flusher_died_before_a_commit_does_not_take_the_run_back(
-    run_folder: Path,
+    run_folder: Path, flusher: Callable[[], int]
 ) -> None:
     first = laststep.Checkpointer(run_folder, state=state_of(0), host_memory_bytes=64 << 20)
     first.restore()
-    first._client.start()
-    pid = first._client.helper_pid
+    pid = flusher()
     os.kill(pid, signal.SIGSTOP)
     first.save(0)
     os.kill(pid, signal.SIGKILL)
@@ -189,7 +188,7 @@ def test_a_flusher_that_is_not_understood_is_dead_before_anybody_hears_of_it(
 
 
 def test_the_death_of_a_flusher_is_noticed_though_a_forked_child_holds_its_end(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, flusher: Callable[[], int]
 ) -> None:
     popen, children = subprocess.Popen, []
     ended, end = os.pipe()
@@ -207,9 +206,9 @@ def test_the_death_of_a_flusher_is_noticed_though_a_forked_child_holds_its_end(
     checkpointer = laststep.Checkpointer(run_folder, state=state_of(0), host_memory_bytes=64 << 20)
     try:
         checkpointer.save(0).wait(PATIENCE_S)
-        os.kill(checkpointer._client.helper_pid, signal.SIGSTOP)
+        os.kill(flusher(), signal.SIGSTOP)
         checkpointer.save(1)
-        os.kill(checkpointer._client.helper_pid, signal.SIGKILL)
+        os.kill(flusher(), signal.SIGKILL)
         with pytest.raises(laststep.StorageFailed, match="signal 9"):
             checkpointer.wait(PATIENCE_S)
         monkeypatch.undo()
@@ -257,6 +256,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def nobody_listens() -> bool:
+    """Whether the death of the flusher was noticed, and told."""
+    return all(thread.name != "laststep-receive" for thread in threading.enumerate())
+
+
 def state_of(n: int) -> dict[str, object]:
     return {"t": torch.full((1000,), float(n)), "n": n}
 
@@ -278,15 +282,15 @@ def test_who_is_taken_over_hears_by_which_trainer(flush: str, start: Callable[..
 
 @pytest.mark.parametrize("moment", ["idle", "saving", "with two saves"])
 def test_a_killed_flusher_is_an_error_at_the_next_call_and_the_next_save_works(
-    moment: str, run_folder: Path
+    moment: str, run_folder: Path, flusher: Callable[[], int]
 ) -> None:
     state = state_of(0)
     checkpointer = laststep.Checkpointer(run_folder, state=state, host_memory_bytes=64 << 20)
     checkpointer.save(0).wait(PATIENCE_S)
-    pid = checkpointer._client.helper_pid
+    pid = flusher()
     if moment == "idle":
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: checkpointer._client.dead is not None)
+        wait_until(nobody_listens)
     else:
         os.kill(pid, signal.SIGSTOP)
         checkpointer.save(1)
@@ -298,7 +302,7 @@ def test_a_killed_flusher_is_an_error_at_the_next_call_and_the_next_save_works(
     state["t"].fill_(5)
     state["n"] = 5
     checkpointer.save(5).wait(PATIENCE_S)
-    assert checkpointer._client.helper_pid != pid
+    assert flusher() != pid
     checkpointer.close()
     # The one from before the flusher's death is still an ancestor.
     assert laststep.open(run_folder).steps() == [0, 5]
@@ -306,7 +310,7 @@ def test_a_killed_flusher_is_an_error_at_the_next_call_and_the_next_save_works(
 
 
 def test_a_flusher_killed_again_and_again_loses_nothing_that_was_committed(
-    run_folder: Path,
+    run_folder: Path, flusher: Callable[[], int]
 ) -> None:
     state = state_of(0)
     checkpointer = laststep.Checkpointer(run_folder, state=state, host_memory_bytes=64 << 20)
@@ -318,13 +322,13 @@ def test_a_flusher_killed_again_and_again_loses_nothing_that_was_committed(
         handle = checkpointer.save(step)
         if moment != "at once":
             assert getattr(handle, moment).wait(PATIENCE_S)
-        os.kill(checkpointer._client.helper_pid, signal.SIGKILL)
+        os.kill(flusher(), signal.SIGKILL)
         try:
             handle.wait(PATIENCE_S)
             committed.append(step)
         except laststep.StorageFailed:
             pass
-        wait_until(lambda: checkpointer._client.dead is not None)
+        wait_until(nobody_listens)
         assert set(committed) <= set(laststep.open(run_folder).steps() if committed else [])
     checkpointer.close()
     assert 3 in committed
@@ -332,7 +336,7 @@ def test_a_flusher_killed_again_and_again_loses_nothing_that_was_committed(
 
 
 def test_a_save_in_the_moment_between_death_and_its_notice_does_not_hang(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, flusher: Callable[[], int]
 ) -> None:
     from laststep.flush.launch import HelperProcess
 
@@ -348,13 +352,13 @@ def test_a_save_in_the_moment_between_death_and_its_notice_does_not_hang(
     monkeypatch.setattr(HelperProcess, "join", slowly)
     checkpointer = laststep.Checkpointer(run_folder, state=state_of(0), host_memory_bytes=64 << 20)
     checkpointer.save(0).wait(PATIENCE_S)
-    os.kill(checkpointer._client.helper_pid, signal.SIGKILL)
+    os.kill(flusher(), signal.SIGKILL)
     assert finds_out.wait(PATIENCE_S)
     handle = checkpointer.save(1)
     saved.set()
     with pytest.raises(laststep.StorageFailed):
         handle.wait(PATIENCE_S)
-    wait_until(lambda: checkpointer._client.dead is not None)
+    wait_until(nobody_listens)
     checkpointer.save(2).wait(PATIENCE_S)
     checkpointer.close()
 

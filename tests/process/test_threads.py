@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from laststep.capture.job import Job
 from laststep.capture.mover import Mover
 from laststep.flush.client import Client
 from laststep.process import threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PATIENCE_S = 60.0
 
@@ -72,14 +76,14 @@ def test_a_save_without_a_thread_fails_and_the_next_one_works(
 
 
 def test_a_flusher_that_cannot_be_started_again_is_started_by_a_later_save(
-    run_folder: object, monkeypatch: pytest.MonkeyPatch
+    run_folder: object, monkeypatch: pytest.MonkeyPatch, flusher: Callable[[], int]
 ) -> None:
     with laststep.Checkpointer(str(run_folder), state={"n": 1}) as ckpt:
         ckpt.save(1).wait()
-        pid = ckpt._client.helper_pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        ckpt._client._receiver.join()
+        os.kill(flusher(), signal.SIGKILL)
+        for thread in threading.enumerate():
+            if thread.name == "laststep-receive":
+                thread.join()  # which tells everybody
         with monkeypatch.context() as patch:
             refuse(patch, "laststep-receive")
             for step in (2, 3):
