@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,19 +23,23 @@ if TYPE_CHECKING:
     import socket
     from pathlib import Path
 
+THREADS = 8
+
 
 class SlowClient:
-    """Takes its time to send an announcement, as one of 100,000 tensors does."""
+    """Sends an announcement only when all threads are there that could overtake it: one of 100,000
+    tensors takes that long."""
 
     def __init__(self) -> None:
         self.sent: list[object] = []
+        self.there = threading.Semaphore(0)
 
     def announce(self, number: int) -> None:
         self.sent.append(number)
 
     def send(self, message: object) -> None:
         if isinstance(message, Begin):
-            time.sleep(0.05)
+            assert all(self.there.acquire(timeout=60) for _ in range(THREADS))
         self.sent.append(message)
 
 
@@ -44,7 +47,12 @@ def test_no_chunk_overtakes_the_announcement_of_its_save() -> None:
     client = SlowClient()
     save = SaveUnderWay(client, 7)
     save.planned(plan_save(()), lambda: None)
-    threads = [threading.Thread(target=save.chunks, args=([Filled(0, n, 1, n)],)) for n in range(8)]
+
+    def hand_over(number: int) -> None:
+        client.there.release()
+        save.chunks([Filled(0, number, 1, number)])
+
+    threads = [threading.Thread(target=hand_over, args=(number,)) for number in range(THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -54,7 +62,9 @@ def test_no_chunk_overtakes_the_announcement_of_its_save() -> None:
     assert isinstance(first, Begin)
     assert first.step == 7
     assert all(isinstance(message, Chunks) for message in rest)
-    assert sorted(chunk.slot for message in rest for chunk in message.filled) == list(range(8))
+    assert sorted(chunk.slot for message in rest for chunk in message.filled) == list(
+        range(THREADS)
+    )
 
 
 class Flusher:
