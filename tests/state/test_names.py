@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from laststep.errors import Corrupt, Usage
-from laststep.state.names import name_of, path_of
+from laststep.state.names import name_of, names_in, path_of
 
 texts = st.text(st.characters() | st.sampled_from("~/#012345"), max_size=6)
 scalars = (
@@ -45,6 +45,14 @@ def test_the_path_of_a_name_is_the_path(path: tuple[object, ...]) -> None:
 @given(paths, paths)
 def test_different_paths_have_different_names(a: tuple[object, ...], b: tuple[object, ...]) -> None:
     assert (name_of(a) == name_of(b)) == (typed(a) == typed(b))
+
+
+@settings(deadline=None)
+@given(paths, st.lists(keys, max_size=4))
+def test_names_in_a_container_are_those_of_the_paths_in_it(
+    path: tuple[object, ...], inside: list[object]
+) -> None:
+    assert names_in(path, inside) == [name_of((*path, key)) for key in inside]
 
 
 @settings(max_examples=500, deadline=None)

@@ -7,9 +7,14 @@ safetensors keeps for itself.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from laststep.codecs import objects
 from laststep.codecs.typed_values import INT_MAX, INT_MIN, is_utf8
 from laststep.errors import Corrupt, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _RESERVED = "__metadata__"
 
@@ -17,6 +22,12 @@ _RESERVED = "__metadata__"
 def name_of(path: tuple[object, ...]) -> str:
     """The name of the leaf at `path`; `Usage` if a key is of a kind that has no name."""
     return "/".join([_escaped(key) for key in path])
+
+
+def names_in(path: tuple[object, ...], keys: Iterable[object]) -> list[str]:
+    """The names of the leaves that lie under these keys in the container at `path`."""
+    above = "".join([f"{_escaped(key)}/" for key in path])
+    return [above + _escaped(key) for key in keys]
 
 
 def path_of(name: str) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""Walk a state that is probably built like the one of the last save, and notice if it is not.
+"""Walk a state: one that is new, or probably built like that of the last save, unless it is not.
 
 Between two saves a training run keeps its tensors and changes its numbers. A walk copies the plain
 values and notes, for all else, what it meets and where: its trace. A state that leaves the same
@@ -10,18 +10,16 @@ whole, as this runs while training waits. Holds no leaf between saves; imports n
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import chain, islice
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Final
 
-from laststep.codecs.objects import Tagged
+from laststep.codecs.objects import Tagged, TensorRef
 from laststep.errors import Usage
-from laststep.state.names import name_of
-from laststep.state.tree import OWNED, PLAIN, Owned, Path
+from laststep.state.names import name_of, names_in
+from laststep.state.tree import MAX_DEPTH, OWNED, PLAIN, Owned, Path
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
-
-    from laststep.codecs.objects import TensorRef
+    from collections.abc import Callable, Collection, Iterator
 
 _Part = dict[object, object]
 """The tree of a container of leaves, or of one of such containers. Trees are never changed, so they
@@ -51,6 +49,8 @@ class _Walk:
         """How many each of those are."""
 
     def container(self, node: object, path: Path) -> object:
+        if len(path) >= MAX_DEPTH:  # `copy_tree` says where
+            raise _Different
         kind = type(node)
         if kind is Owned:
             if type(node.state) not in _CONTAINERS:  # type: ignore[attr-defined]
@@ -94,9 +94,11 @@ class _Walk:
         self.keys += chain.from_iterable(rows)
         self.sizes += (len(path), len(names), len(rows))
         self.sizes += map(len, rows)
-        return self._part(names, rows)
+        return self._part(path, names, rows)
 
-    def _part(self, names: Collection[object], rows: Collection[dict[object, object]]) -> _Part:
+    def _part(
+        self, path: Path, names: Collection[object], rows: Collection[dict[object, object]]
+    ) -> _Part:
         """The known tree; if it is of another stretch than this, the traces differ as well."""
         part = next(self._parts, None)
         if part is None:
@@ -104,26 +106,48 @@ class _Walk:
         return part
 
 
-class _FirstWalk(_Walk):
-    """The walk through a new state: it makes the parts that later walks take over."""
+class FirstWalk(_Walk):
+    """The walk through a new state: it names the leaves, and makes the parts that later walks take
+    over."""
 
-    def __init__(self, refs: Iterable[TensorRef]) -> None:
+    tree: object
+
+    def __init__(self, takes: Callable[[type], bool], volatile: frozenset[Path]) -> None:
         super().__init__(iter(()))
-        self._refs = iter(refs)
+        self._takes = takes
+        self._taken: set[type] = set()
+        self._volatile = volatile
+        self.names: list[str] = []
+        """One for each leaf."""
+        self.volatile_names: set[str] = set()
         self.parts: list[_Part] = []
 
-    def _part(self, names: Collection[object], rows: Collection[dict[object, object]]) -> _Part:
-        made: list[_Part] = [
-            dict(zip(row, islice(self._refs, len(row)), strict=True)) for row in rows
-        ]
+    def _part(
+        self, path: Path, names: Collection[object], rows: Collection[dict[object, object]]
+    ) -> _Part:
+        paths = [(*path, name) for name in names] if names else [path]
+        made: list[_Part] = [self._row(*row) for row in zip(paths, rows, strict=True)]
         self.parts.append(dict(zip(names, made, strict=True)) if names else made[0])
         return self.parts[-1]
+
+    def _row(self, path: Path, row: dict[object, object]) -> _Part:
+        kinds = set(map(type, row.values()))
+        if not kinds <= self._taken:
+            if not all(map(self._takes, kinds)):
+                raise _Different
+            self._taken |= kinds
+        names = names_in(path, row)
+        self.names += names
+        if self._volatile:
+            own = [(*path, key) in self._volatile for key in row]
+            self.volatile_names.update(compress(names, own))
+        return dict(zip(row, map(TensorRef, names), strict=True))
 
 
 class KnownState:
     """Remembers how a state is built, to recognise one that is built the same."""
 
-    def __init__(self, walk: _FirstWalk) -> None:
+    def __init__(self, walk: FirstWalk) -> None:
         self._parts = walk.parts
         self._keys = walk.keys
         self._kinds = list(map(type, walk.keys))  # 1, True and 1.0 are equal keys of different name
@@ -153,18 +177,17 @@ class KnownState:
             return None
 
 
-def know(value: object, leaves: Sequence[object], refs: Sequence[TensorRef]) -> KnownState | None:
-    """Remember a state. `leaves` are its tensors in order, and `refs` stand for them in its tree.
-    Returns None if a walk would meet other leaves, such as arrays, which are taken apart anew each
-    time."""
-    walk = _FirstWalk(refs)
+def first_walk(
+    value: object, takes: Callable[[type], bool], volatile: frozenset[Path]
+) -> FirstWalk | None:
+    """Walk through a new state. None where `takes` refuses the type of a leaf, or a key has no
+    name."""
+    walk = FirstWalk(takes, volatile)
     try:
-        tree = _walked(walk, value)
-    except ValueError:  # more leaves than refs
+        walk.tree = _walked(walk, value)
+    except Usage:
         return None
-    if tree is None or list(map(id, walk.leaves)) != list(map(id, leaves)):
-        return None
-    return KnownState(walk)
+    return None if walk.tree is None else walk
 
 
 def _walked(walk: _Walk, value: object) -> object | None:

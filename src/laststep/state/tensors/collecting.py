@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import compress
+from itertools import compress, repeat
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -18,15 +18,15 @@ from laststep.errors import Usage
 from laststep.state.names import name_of
 from laststep.state.overlaps import MemoryRange, find_overlaps, find_ties
 from laststep.state.pieces import Collected, Piece, View
-from laststep.state.structure import KnownState, know
+from laststep.state.structure import KnownState, first_walk
 from laststep.state.tensors.freed_storage import is_backed, needed_bytes, not_backed
 from laststep.state.tensors.kinds import DTYPE_NAMES, PLAIN_TENSORS, handler_for
-from laststep.state.tensors.local_parts import Laid, is_dtensor, laid_of
-from laststep.state.tensors.tensor_places import TensorPlaces
+from laststep.state.tensors.local_parts import Laid, is_dtensor, is_dtensor_class, laid_of
+from laststep.state.tensors.tensor_places import TensorDescriptions, TensorPlaces
 from laststep.state.tree import NOT_MINE, OWNED, Owned, Path, copy_tree, show_path
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from laststep.state.layouts import Layout
 
@@ -52,8 +52,6 @@ class Collector:
     def __init__(self, volatile: frozenset[Path], *, allow_pickle: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.volatile_names: set[str] = set()
-        self.plain: list[tuple[TensorRef, torch.Tensor]] = []
-        """The tensors that are stored just as they were met."""
         self.layouts: dict[str, Layout] = {}
         self.owners: dict[str, object] = {}
         self._volatile = volatile
@@ -133,9 +131,7 @@ class Collector:
         detached = tensor.detach() if tensor.requires_grad else tensor
         if tensor.is_conj() or tensor.is_neg():
             return self._keep(path, detached.resolve_conj().resolve_neg())
-        ref = self._keep(path, detached)
-        self.plain.append((ref, tensor))
-        return ref
+        return self._keep(path, detached)
 
     def _take_laid(self, path: Path, laid: Laid, owner: object) -> object:
         ref = self._take_tensor(path, laid.local.detach())
@@ -143,10 +139,6 @@ class Collector:
             raise Usage("cannot save a part of a tensor that is not plain", where=show_path(path))
         self.layouts[ref.name] = laid.layout
         self.owners[ref.name] = owner
-        if self.plain and self.plain[-1][0] is ref:
-            self.plain.pop()  # that was of a tensor made here
-            if isinstance(owner, torch.Tensor):
-                self.plain.append((ref, owner))
         return ref
 
     def _take_subclass(self, path: Path, tensor: torch.Tensor) -> object:
@@ -209,24 +201,79 @@ def collect(
 ) -> Collected:
     """Take a state apart: its tree of plain values, its tensors as pieces, what shares memory.
 
-    With a `cache`, a state whose tensors are all still the same memory as last time is only walked.
+    With a `cache`, a state that is built as most are is looked at all at once, and only walked
+    while its tensors are still the same memory as last time.
     """
-    if cache is not None and cache.last is not None:
-        again = cache.last.again(value, volatile)
+    if cache is not None:
+        again = None if cache.last is None else cache.last.again(value, volatile)
         if again is not None:
             return again
+        cache.last = None
+        common = _collect_common(value, volatile)
+        if common is not None:
+            collected, cache.last = common
+            return collected
     collector = Collector(volatile, allow_pickle=allow_pickle)
     tree = copy_tree(value, collector, (), allow_pickle=allow_pickle)
-    collected = _collected(tree, collector)
-    if cache is None:
-        return collected
-    cache.last = _remember(value, volatile, collector, collected)
-    if cache.last is None:
-        return collected
-    # The tensors themselves, as the next look gives them: they outlive this save, and whoever
-    # looks for them at the next one finds them.
-    sources = cache.last.sources([leaf for _, leaf in collector.plain])
-    return collected if sources is None else replace(collected, sources=sources)
+    forms = TensorDescriptions(list(collector.tensors.values()))
+    return replace(
+        _collected(tree, collector.tensors, forms, collector.volatile_names),
+        layouts=collector.layouts, owners=collector.owners,
+    )  # fmt: skip
+
+
+def _collect_common(
+    value: object, volatile: frozenset[Path]
+) -> tuple[Collected, _Last | None] | None:
+    """A state of which every leaf is a plain tensor, or a DTensor, with memory that is its values.
+    None for any other, which is taken leaf by leaf, so that an error says where."""
+    walk = first_walk(value, _is_common, volatile)
+    if walk is None or not walk.leaves:
+        return None
+    leaves: list[torch.Tensor] = walk.leaves  # type: ignore[assignment]
+    try:
+        places = TensorPlaces(leaves)
+        layouts = {walk.names[n]: laid_of(leaves[n], "").layout for n in places.spread}  # type: ignore[arg-type]
+    except (RuntimeError, Usage):  # sparse, nested, or placed as no shard and no replica
+        return None
+    # As they are, not detached: they outlive this save, and the next one finds them again.
+    memories = places.memories(leaves)
+    tensors = dict(zip(walk.names, memories, strict=True))
+    if len(tensors) != len(memories) or not _are_common(memories, places):
+        return None
+    collected = _collected(walk.tree, tensors, places.forms, walk.volatile_names)
+    collected = replace(collected, layouts=layouts)
+    if collected.views:
+        return collected, None
+    own = [name not in collected.ties for name in walk.names]
+    return collected, _Last(KnownState(walk), places, own, volatile, collected)
+
+
+def _is_common(kind: type) -> bool:
+    return kind in PLAIN_TENSORS or is_dtensor_class(kind)
+
+
+def _are_common(memories: Sequence[torch.Tensor], places: TensorPlaces) -> bool:
+    """Whether all these are plain tensors of known dtypes, whose memory is there and is their
+    values."""
+    forms = places.forms
+    looks = zip(
+        forms.sizes, forms.storages, map(torch.Tensor.storage_offset, memories),
+        forms.addresses, forms.contiguous, strict=True,
+    )  # fmt: skip
+    # Most begin where their storage does, and are contiguous. Only the others need a closer look.
+    odd = [
+        number
+        for number, (size, storage, offset, address, contiguous) in enumerate(looks)
+        if size > storage or offset or not address or not contiguous
+    ]
+    return (
+        PLAIN_TENSORS.issuperset(places.memory_kinds)
+        and DTYPE_NAMES.keys() >= set(forms.dtypes)
+        and all(device.type != "meta" for device in set(forms.devices))
+        and all(is_backed(memories[number]) for number in odd)
+        and places.are_values(memories)
+    )
 
 
 class _Last:
@@ -235,102 +282,82 @@ class _Last:
     def __init__(
         self,
         known: KnownState,
-        leaves: Sequence[torch.Tensor],
+        places: TensorPlaces,
         own: list[bool],
         volatile: frozenset[Path],
         collected: Collected,
     ) -> None:
         self._known = known
-        self._lying = TensorPlaces(leaves)
+        self._places = places
         self._own = own
         """Which leaves are pieces: not those that are tied to an earlier one."""
         self._volatile = volatile
         self._pieces, self._ties = collected.pieces, collected.ties
         self._layouts = collected.layouts
 
-    def sources(self, leaves: Sequence[object]) -> tuple[torch.Tensor, ...] | None:
-        """The live tensors of the pieces, if these leaves are the same memory as they were."""
-        memories = self._lying.again(leaves)
-        return None if memories is None else tuple(compress(memories, self._own))
-
     def again(self, value: object, volatile: frozenset[Path]) -> Collected | None:
         """A state taken apart that is this one but for its plain values; None where it is not."""
         met = self._known.walk(value) if volatile == self._volatile else None
-        sources = None if met is None else self.sources(met[1])
-        if met is None or sources is None:
+        memories = None if met is None else self._places.again(met[1])
+        if met is None or memories is None:
             return None
         return Collected(
-            tree=met[0], pieces=self._pieces, sources=sources, ties=self._ties,
-            layouts=self._layouts,
+            tree=met[0], pieces=self._pieces, sources=tuple(compress(memories, self._own)),
+            ties=self._ties, layouts=self._layouts,
         )  # fmt: skip
 
 
-def _remember(
-    value: object, volatile: frozenset[Path], collector: Collector, collected: Collected
-) -> _Last | None:
-    """Only what is as simple as it is common: every leaf a plain tensor, no overlapping views."""
-    if collected.views or not collector.plain or len(collector.plain) != len(collector.tensors):
-        return None
-    refs, leaves = zip(*collector.plain, strict=True)
-    known = know(value, leaves, refs)
-    if known is None:
-        return None
-    own = [ref.name not in collected.ties for ref in refs]
-    return _Last(known, leaves, own, volatile, collected)
-
-
-def _collected(tree: object, collector: Collector) -> Collected:
-    tensors = collector.tensors
-    ties, views, bases = _sharing(tensors)
+def _collected(
+    tree: object, tensors: dict[str, torch.Tensor], forms: TensorDescriptions, volatile: set[str]
+) -> Collected:
+    ties, views, bases = _sharing(tensors, forms)
     own = tensors
     if ties or views:
         own = {n: t for n, t in tensors.items() if n not in ties and n not in views} | bases
-    loose = {view.base for name, view in views.items() if name in collector.volatile_names}
-    loose |= collector.volatile_names
+        forms = TensorDescriptions(list(own.values()))
+    loose = volatile | {view.base for name, view in views.items() if name in volatile}
     return Collected(
         tree=tree,
-        pieces=tuple(_pieces(own, loose)),
+        pieces=tuple(_pieces(own, forms, loose)),
         sources=tuple(own.values()),
         ties=ties,
         views=views,
-        tensors=dict(tensors),
-        layouts=collector.layouts,
-        owners=collector.owners,
+        tensors=tensors,
     )
 
 
-def _pieces(tensors: dict[str, torch.Tensor], volatile: set[str]) -> list[Piece]:
-    devices: dict[torch.device, str] = {}
-    pieces = []
-    for name, tensor in tensors.items():
-        device = devices.get(tensor.device)
-        if device is None:
-            device = "cpu" if tensor.device.type == "cpu" else str(tensor.device)
-            devices[tensor.device] = device
-        dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
-        contiguous = tensor.is_contiguous()
-        pieces.append(
-            Piece(name, dtype, shape, tensor.nbytes, device, contiguous, name in volatile)
-        )
-    return pieces
+def _pieces(names: Iterable[str], forms: TensorDescriptions, volatile: set[str]) -> Iterator[Piece]:
+    devices = {device: _device_name(device) for device in set(forms.devices)}
+    return map(
+        Piece._make,
+        zip(
+            names, map(DTYPE_NAMES.__getitem__, forms.dtypes), map(tuple, forms.shapes),
+            forms.sizes, map(devices.__getitem__, forms.devices), forms.contiguous,
+            map(volatile.__contains__, names), repeat(None),
+        ),
+    )  # fmt: skip
 
 
-def _lie_apart(tensors: Collection[torch.Tensor]) -> bool:
+def _device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else str(device)
+
+
+def _lie_apart(forms: TensorDescriptions) -> bool:
     """Whether all are contiguous and no two touch the same bytes: the quick way to know."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
+    if not all(forms.contiguous):
         return False
-    starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
-    sizes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
+    starts = np.array(forms.addresses, dtype=np.int64)
+    sizes = np.array(forms.sizes, dtype=np.int64)
     order = np.argsort(starts)
     ends = (starts + sizes)[order]
     return not bool((starts[order][1:] < ends[:-1]).any())
 
 
 def _sharing(
-    tensors: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor], forms: TensorDescriptions
 ) -> tuple[dict[str, str], dict[str, View], dict[str, torch.Tensor]]:
     """Ties, views and base tensors among these; the common case (nothing shared) is one pass."""
-    if _lie_apart(tensors.values()):
+    if _lie_apart(forms):
         return {}, {}, {}
     storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
     if len(set(storages.values())) == len(storages):

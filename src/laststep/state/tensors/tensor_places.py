@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SHAPE: Final = operator.attrgetter("shape")
 _DTYPE: Final = operator.attrgetter("dtype")
+_NBYTES: Final = operator.attrgetter("nbytes")
+_DEVICE: Final = operator.attrgetter("device")
 _DATA_PTR: Final = torch.Tensor.data_ptr
 _IS_CONTIGUOUS: Final = torch.Tensor.is_contiguous
 _IS_NEGATIVE: Final = torch.Tensor.is_neg
@@ -29,29 +31,38 @@ _LAYOUT: Final = operator.attrgetter("_spec.mesh", "_spec.placements", "shape")
 """What `laid_of` makes the layout of a DTensor from."""
 
 
-class _TensorForms:
+class TensorForms:
     """Shapes, dtypes and places of strided tensors. Of what has become something else no question
     need be asked: a nested tensor has no shape, a sparse or MKL-DNN one no address, and says so."""
 
     def __init__(self, memories: Sequence[torch.Tensor]) -> None:
-        self._shapes = list(map(_SHAPE, memories))
+        self.shapes = list(map(_SHAPE, memories))
         self.dtypes = list(map(_DTYPE, memories))
         self.addresses = list(map(_DATA_PTR, memories))
-        self._storages = _storages(memories)
+        self.storages = _storages(memories)
         self.contiguous = list(map(_IS_CONTIGUOUS, memories))
 
     def are_those_of(self, memories: Sequence[torch.Tensor]) -> bool:
         """Whether these are of the same forms at the same places."""
         try:
             return (
-                list(map(_SHAPE, memories)) == self._shapes
+                list(map(_SHAPE, memories)) == self.shapes
                 and list(map(_DTYPE, memories)) == self.dtypes
                 and list(map(_DATA_PTR, memories)) == self.addresses
-                and _storages(memories) == self._storages
+                and _storages(memories) == self.storages
                 and list(map(_IS_CONTIGUOUS, memories)) == self.contiguous
             )
         except RuntimeError:
             return False
+
+
+class TensorDescriptions(TensorForms):
+    """With what follows from these, and is not compared: their sizes and devices."""
+
+    def __init__(self, memories: Sequence[torch.Tensor]) -> None:
+        super().__init__(memories)
+        self.sizes = list(map(_NBYTES, memories))
+        self.devices = list(map(_DEVICE, memories))
 
 
 class TensorPlaces:
@@ -61,19 +72,19 @@ class TensorPlaces:
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         self._kinds = list(map(type, leaves))
         kinds = {kind: is_dtensor_class(kind) for kind in set(self._kinds)}
-        self._spread: list[int] = []
+        self.spread: list[int] = []
         if any(kinds.values()):
-            self._spread = [number for number, kind in enumerate(self._kinds) if kinds[kind]]
-        self._layouts = [_LAYOUT(leaves[number]) for number in self._spread]
-        memories = self._memories(leaves)
-        self._memory_kinds = list(map(type, memories)) if self._spread else self._kinds
-        self._forms = _TensorForms(memories)
-        self._complex = [n for n, dtype in enumerate(self._forms.dtypes) if dtype.is_complex]
+            self.spread = [number for number, kind in enumerate(self._kinds) if kinds[kind]]
+        self._layouts = [_LAYOUT(leaves[number]) for number in self.spread]
+        memories = self.memories(leaves)
+        self.memory_kinds = list(map(type, memories)) if self.spread else self._kinds
+        self.forms = TensorDescriptions(memories)
+        self._complex = [n for n, dtype in enumerate(self.forms.dtypes) if dtype.is_complex]
         # Of these more than address, shape, dtype and being contiguous tells what they are.
         self._odd = [
             number
             for number, (address, contiguous) in enumerate(
-                zip(self._forms.addresses, self._forms.contiguous, strict=True)
+                zip(self.forms.addresses, self.forms.contiguous, strict=True)
             )
             if not contiguous or not address
         ]
@@ -85,23 +96,29 @@ class TensorPlaces:
         if list(map(type, leaves)) != self._kinds:
             return None
         tensors: Sequence[torch.Tensor] = leaves  # type: ignore[assignment]
-        if [_LAYOUT(tensors[number]) for number in self._spread] != self._layouts:
+        if [_LAYOUT(tensors[number]) for number in self.spread] != self._layouts:
             return None
-        memories = self._memories(tensors)
+        memories = self.memories(tensors)
         same = (
-            (memories is leaves or list(map(type, memories)) == self._memory_kinds)
-            and self._forms.are_those_of(memories)
+            (memories is leaves or list(map(type, memories)) == self.memory_kinds)
+            and self.forms.are_those_of(memories)
             and [_details(memories[number]) for number in self._odd] == self._details
-            and not any(map(_IS_NEGATIVE, memories))
-            and not any(_IS_CONJUGATE(memories[number]) for number in self._complex)
+            and self.are_values(memories)
         )
         return memories if same else None
 
-    def _memories(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if not self._spread:
+    def are_values(self, memories: Sequence[torch.Tensor]) -> bool:
+        """Whether none of these is only marked as negated or conjugated."""
+        return not any(map(_IS_NEGATIVE, memories)) and not any(
+            _IS_CONJUGATE(memories[number]) for number in self._complex
+        )
+
+    def memories(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The memory of each on this rank."""
+        if not self.spread:
             return leaves
         memories = list(leaves)
-        for number in self._spread:
+        for number in self.spread:
             memories[number] = _LOCAL(memories[number])
         return memories
 
@@ -120,7 +137,7 @@ class KnownTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._refs = list(map(weakref.ref, tensors))
-        self._forms = _TensorForms(tensors)
+        self._forms = TensorForms(tensors)
 
     def in_place(self) -> list[torch.Tensor] | None:
         """All of them, held, if each is alive and has the form and the memory that it had."""
