@@ -88,8 +88,9 @@ def _stored(agreement: Agreement, writer: int, ranks: int) -> tuple[list[FileBox
     spec = ItemSpec(name="state", kind="value", standalone=True, pieces=tuple(pieces))
     plan = plan_save((spec,), rank=(writer, ranks), objects=())
     stored = []
-    for placed in (one for file in plan.files for one in file.placed):
-        share = shares[placed.piece][1]
-        itemsize = agreement.spreads[share.tensor].itemsize
-        stored.append(FileBox(share.tensor, itemsize, 0, placed.start, placed.stop, share.box))
+    for file in plan.files:
+        for piece, entry in zip(file.pieces, file.entries, strict=True):
+            share = shares[piece][1]
+            itemsize = agreement.spreads[share.tensor].itemsize
+            stored.append(FileBox(share.tensor, itemsize, 0, entry.start, entry.stop, share.box))
     return stored, sum(file.region_bytes for file in plan.files), plan.tensor_bytes

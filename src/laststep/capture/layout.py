@@ -7,15 +7,24 @@ reused while the state keeps its shape.
 
 from __future__ import annotations
 
+import operator
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import compress, groupby, repeat
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from laststep.terms import CHUNK_BYTES, DTYPES, align_up
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from laststep.plan.files import FilePlan, SavePlan
+
+_DTYPE: Final = operator.attrgetter("dtype")
+_START: Final = operator.attrgetter("start")
+_PIECE: Final = operator.attrgetter("piece")
 
 
 class Way(Enum):
@@ -80,176 +89,128 @@ class Layout:
     """Per device: the pieces that are copied straight from it, each once."""
 
 
-class _FileRange(NamedTuple):
-    """A piece's bytes [start, stop) of a file."""
+class _Stretch(NamedTuple):
+    """Staged pieces that fill bytes [start, stop) of a file and are neighbours in their staging
+    buffer too."""
 
-    piece: int
+    device: str
+    start: int
+    stop: int
+    staged_at: int
+
+
+class _Run(NamedTuple):
+    """Neighbouring pieces of a file that are copied alike."""
+
+    way: Way
+    device: str
     dtype: str
-    device: str
-    start: int
-    stop: int
-    staged_at: int
+    bounds: list[int]
+    """The byte of the file at which each piece starts, and the one at which the last stops."""
+    spans: list[ElementRange]
+    """All of each piece."""
 
+    @property
+    def start(self) -> int:
+        return self.bounds[0]
 
-class _StagedRun(NamedTuple):
-    """Staged pieces that are neighbours both in the file and in their staging buffer."""
+    @property
+    def stop(self) -> int:
+        return self.bounds[-1]
 
-    device: str
-    start: int
-    stop: int
-    staged_at: int
+    def within(self, low: int, high: int) -> tuple[ElementRange, ...]:
+        """What lies in bytes [low, high) of the file: only the first and the last can be cut."""
+        first, last = bisect_right(self.bounds, low) - 1, bisect_left(self.bounds, high)
+        spans = self.spans[first:last]
+        size = DTYPES[self.dtype].size_bytes
+        if self.bounds[last] > high:
+            stop = (high - self.bounds[last - 1]) // size
+            spans[-1] = ElementRange(spans[-1].piece, 0, stop, whole=False)
+        if self.bounds[first] < low:
+            start = (low - self.bounds[first]) // size
+            spans[0] = ElementRange(spans[0].piece, start, spans[0].last, whole=False)
+        return tuple(spans)
 
 
 def lower(plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
     """The copies that carry out `plan` when every piece goes its way."""
-    numbers: list[int] = []
-    total = 0
-    for item in plan.items:
-        numbers.append(total)
-        total += len(item.pieces)
-    staging: dict[str, int] = defaultdict(int)
-    gathers: dict[str, list[_FileRange]] = defaultdict(list)
+    gathers: dict[str, list[StagingGroup]] = defaultdict(list)
+    direct: dict[str, list[int]] = defaultdict(list)
     chunks: list[ChunkLayout] = []
     for index, file in enumerate(plan.files):
-        parts = _stage(plan, file, numbers, ways, staging, gathers)
-        chunks.extend(_chunks(index, file, parts))
+        parts: list[_Stretch | _Run] = []
+        for run in _runs(plan, file, ways):
+            if run.way is Way.STAGED:
+                _stage(run, parts, gathers[run.device])
+            else:
+                parts.append(run)
+                direct[run.device] += map(_PIECE, run.spans)
+        chunks += _chunks(index, file, parts)
     return Layout(
         ways=ways,
-        staging_bytes=dict(staging),
-        gathers={device: _gather_groups(ones) for device, ones in gathers.items()},
+        staging_bytes={device: groups[-1].stop for device, groups in gathers.items()},
+        gathers={device: tuple(groups) for device, groups in gathers.items()},
         chunks=tuple(chunks),
-        direct=_direct_pieces(chunks),
+        direct={device: tuple(pieces) for device, pieces in direct.items()},
     )
 
 
-def _direct_pieces(chunks: list[ChunkLayout]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, dict[int, None]] = defaultdict(dict)
-    for chunk in chunks:
-        for group in chunk.direct:
-            found[group.device].update((span.piece, None) for span in group.spans)
-    return {device: tuple(pieces) for device, pieces in found.items()}
+def _runs(plan: SavePlan, file: FilePlan, ways: tuple[Way, ...]) -> Iterator[_Run]:
+    """The pieces of a file in order, as runs, which are long: a file is sorted by device and dtype.
+    There are perhaps 100,000 pieces, so none gets a Python call of its own."""
+    full = [start != stop for _, _, _, start, stop in file.entries]
+    numbers, placed = list(compress(file.pieces, full)), list(compress(file.entries, full))
+    chosen = [ways[number] for number in numbers]
+    devices = [plan.pieces[number].device for number in numbers]
+    alike = list(zip(chosen, devices, map(_DTYPE, placed), strict=True))
+    for (way, device, dtype), members in groupby(range(len(placed)), alike.__getitem__):
+        at = list(members)
+        run, size = placed[at[0] : at[-1] + 1], DTYPES[dtype].size_bytes
+        elements = [(stop - start) // size for _, _, _, start, stop in run]
+        spans = zip(numbers[at[0] :], repeat(0), elements, repeat(True), strict=False)  # noqa: FBT003
+        bounds = [*map(_START, run), run[-1].stop]
+        yield _Run(way, device, dtype, bounds, list(map(ElementRange._make, spans)))
 
 
-def _stage(
-    plan: SavePlan,
-    file: FilePlan,
-    numbers: list[int],
-    ways: tuple[Way, ...],
-    staging: dict[str, int],
-    gathers: dict[str, list[_FileRange]],
-) -> list[_FileRange | _StagedRun]:
-    """The bytes of a file in order: pieces that are copied straight, and stretches of staged ones.
-    Gives each staged piece its place in the device's buffer and enters it into `gathers`."""
-    parts: list[_FileRange | _StagedRun] = []
-    stretch: _StagedRun | None = None  # the last part, which the next piece may lengthen
-    for item, piece, start, stop in file.placed:
-        if start == stop:
-            continue
-        spec = plan.items[item].pieces[piece]
-        number, device = numbers[item] + piece, spec.device
-        if ways[number] is not Way.STAGED:
-            parts.append(_FileRange(number, spec.dtype, device, start, stop, -1))
-            stretch = None
-            continue
-        if stretch is None or stretch.device != device or stretch.stop != start:
-            # A new stretch: aligned, so that copies are wide whatever the file's offsets.
-            at = align_up(staging[device], 16)
-            stretch = _StagedRun(device, start, stop, at)
-            parts.append(stretch)
-        else:
-            at = staging[device]
-            stretch = parts[-1] = _StagedRun(device, stretch.start, stop, stretch.staged_at)
-        staging[device] = at + stop - start
-        gathers[device].append(_FileRange(number, spec.dtype, device, start, stop, at))
-    return parts
+def _stage(run: _Run, parts: list[_Stretch | _Run], groups: list[StagingGroup]) -> None:
+    """Give a run its place in the staging buffer of its device, of which `groups` is what is there
+    already, and enter it into the parts of its file."""
+    end = groups[-1].stop if groups else 0
+    before = parts[-1] if parts else None
+    if isinstance(before, _Stretch) and before.device == run.device:
+        at = end
+        parts[-1] = before._replace(stop=run.stop)
+    else:
+        # A new stretch: aligned, so that copies are wide whatever the file's offsets.
+        at = align_up(end, 16)
+        parts.append(_Stretch(run.device, run.start, run.stop, at))
+    stop, spans = at + run.stop - run.start, tuple(run.spans)
+    if groups and groups[-1].dtype == run.dtype and end == at:
+        groups[-1] = replace(groups[-1], stop=stop, spans=groups[-1].spans + spans)
+    else:
+        groups.append(
+            StagingGroup(dtype=run.dtype, device=run.device, start=at, stop=stop, spans=spans)
+        )
 
 
-def _gather_groups(ones: list[_FileRange]) -> tuple[StagingGroup, ...]:
-    groups: list[StagingGroup] = []
-    run: list[_FileRange] = []
-
-    def flush() -> None:
-        if run:
-            dtype, device, at = run[0].dtype, run[0].device, run[0].staged_at
-            size = DTYPES[dtype].size_bytes
-            # Positional: one for each of perhaps 100,000 tensors.
-            spans = tuple(
-                [ElementRange(one.piece, 0, (one.stop - one.start) // size, True) for one in run]  # noqa: FBT003
-            )
-            groups.append(StagingGroup(dtype=dtype, device=device, start=at, stop=end, spans=spans))
-            run.clear()
-
-    end = 0
-    for one in ones:
-        if run and (one.dtype != run[-1].dtype or one.staged_at != end):
-            flush()
-        run.append(one)
-        end = one.staged_at + one.stop - one.start
-    flush()
-    return tuple(groups)
-
-
-def _chunks(index: int, file: FilePlan, parts: list[_FileRange | _StagedRun]) -> list[ChunkLayout]:
+def _chunks(index: int, file: FilePlan, parts: list[_Stretch | _Run]) -> Iterator[ChunkLayout]:
     """Cut a file at chunk boundaries; elements never straddle one, since sizes divide it."""
-    chunks: list[ChunkLayout] = []
-    builder: _Builder | None = None
-    for one in parts:
-        low = one.start
-        while low < one.stop:
-            number = low // CHUNK_BYTES
-            if builder is None or builder.number != number:
-                if builder is not None:
-                    chunks.append(builder.chunk(index, file))
-                builder = _Builder(number)
-            high = min(one.stop, (number + 1) * CHUNK_BYTES)
-            builder.add(one, low, high)
-            low = high
-    if builder is not None:
-        chunks.append(builder.chunk(index, file))
-    return chunks
-
-
-class _Builder:
-    """One chunk in the making; parts come in the order of the file."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._base = number * CHUNK_BYTES
-        self._staged: list[Staged] = []
-        self._direct: list[StagingGroup] = []
-        self._spans: list[ElementRange] = []
-        self._run: tuple[str, str, int, int] | None = None
-        """Of the spans in hand: dtype, device, first and last byte in the file."""
-
-    def add(self, one: _FileRange | _StagedRun, low: int, high: int) -> None:
-        """Bytes [low, high) of the file are those of this piece or stretch."""
-        if isinstance(one, _StagedRun):
-            start = one.staged_at + low - one.start
-            self._staged.append(Staged(one.device, start, low - self._base, high - low))
-            return
-        run = self._run
-        if run is None or run[0] != one.dtype or run[1] != one.device or run[3] != low:
-            self._close_run()
-            run = (one.dtype, one.device, low, low)
-        self._run = (run[0], run[1], run[2], high)
-        size = DTYPES[one.dtype].size_bytes
-        whole = low == one.start and high == one.stop
-        first, last = (low - one.start) // size, (high - one.start) // size
-        self._spans.append(ElementRange(one.piece, first, last, whole))
-
-    def chunk(self, index: int, file: FilePlan) -> ChunkLayout:
-        self._close_run()
-        size = min(CHUNK_BYTES, file.tensor_bytes - self._base)
-        return ChunkLayout(file=index, start=self._base, size_bytes=size,
-                           staged=tuple(self._staged), direct=tuple(self._direct))  # fmt: skip
-
-    def _close_run(self) -> None:
-        if self._run is not None:
-            dtype, device, low, high = self._run
-            self._direct.append(
-                StagingGroup(
-                    dtype=dtype, device=device, start=low - self._base, stop=high - self._base,
-                    spans=tuple(self._spans),
-                )
-            )  # fmt: skip
-            self._spans, self._run = [], None
+    chunks: dict[int, tuple[list[Staged], list[StagingGroup]]] = {}
+    for part in parts:
+        for base in range(part.start // CHUNK_BYTES * CHUNK_BYTES, part.stop, CHUNK_BYTES):
+            staged, direct = chunks.setdefault(base, ([], []))
+            low, high = max(part.start, base), min(part.stop, base + CHUNK_BYTES)
+            if isinstance(part, _Stretch):
+                start = part.staged_at + low - part.start
+                staged.append(Staged(part.device, start, low - base, high - low))
+            else:
+                direct.append(
+                    StagingGroup(
+                        dtype=part.dtype, device=part.device, start=low - base, stop=high - base,
+                        spans=part.within(low, high),
+                    )
+                )  # fmt: skip
+    for base, (staged, direct) in chunks.items():
+        size = min(CHUNK_BYTES, file.tensor_bytes - base)
+        yield ChunkLayout(file=index, start=base, size_bytes=size,
+                          staged=tuple(staged), direct=tuple(direct))  # fmt: skip

@@ -8,14 +8,24 @@ plan.
 
 from __future__ import annotations
 
+import operator
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Final
 
 from laststep.format.header import PartEntry, TensorEntry, reserve_bytes
 from laststep.terms import DTYPES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from laststep.state.pieces import Piece
+
+_KIND: Final = operator.attrgetter("device", "dtype")
+_DTYPE: Final = operator.attrgetter("dtype")
+_SHAPE: Final = operator.attrgetter("shape")
+_SIZE_BYTES: Final = operator.attrgetter("size_bytes")
 
 SHARED_FILE = "shared"
 FLAT_RANKS = 256
@@ -46,16 +56,7 @@ class ItemSpec:
 
     @property
     def size_bytes(self) -> int:
-        return sum(piece.size_bytes for piece in self.pieces)
-
-
-class PlacedPiece(NamedTuple):
-    """A piece (by item and index) and the byte at which it starts in its file's data."""
-
-    item: int
-    piece: int
-    start: int
-    stop: int
+        return sum(map(_SIZE_BYTES, self.pieces))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +65,10 @@ class FilePlan:
 
     name: str
     item: str | None
-    placed: tuple[PlacedPiece, ...]
+    pieces: tuple[int, ...]
+    """Which of the plan's pieces lie in it."""
     entries: tuple[TensorEntry, ...]
+    """Where each of them lies, and its name."""
     object_names: tuple[str, ...]
     tensor_bytes: int
     region_bytes: int
@@ -113,45 +116,48 @@ def plan_save(
     others'."""
     mine = "" if rank is None else f"-r{rank[0]:05d}"
     where = "" if rank is None else folder_of(*rank)
+    pieces = tuple(chain.from_iterable(item.pieces for item in items))
+    names: list[str] = []  # of all pieces, as their files have them
     files: list[FilePlan] = []
     file_of: dict[str, str] = {}
-    shared: list[tuple[int, int]] = []
-    for index, item in enumerate(items):
-        refs = [(index, piece) for piece in range(len(item.pieces))]
-        if not (item.standalone and refs) and item.size_bytes < OWN_FILE_BYTES:
-            shared += refs
+    shared: list[int] = []
+    for item in items:
+        numbers = range(len(names), len(names) + len(item.pieces))
+        if not (item.standalone and numbers) and item.size_bytes < OWN_FILE_BYTES:
+            shared += numbers
+            names += [f"{item.name}/{piece.name}" for piece in item.pieces]
             file_of[item.name] = f"{where}{SHARED_FILE}{mine}.safetensors"
             continue
-        groups = _split(refs, items)
+        names += [piece.name for piece in item.pieces]
+        groups = _split(numbers, pieces)
         for number, group in enumerate(groups):
             suffix = f"-{number + 1:05d}" if len(groups) > 1 else ""
             name = f"{where}{item.name}{mine}{suffix}.safetensors"
-            file = _place(name, item.name, group, items, ())
+            file = _place(name, item.name, group, pieces, names, ())
             files.append(file)
             file_of.setdefault(item.name, file.name)
-    names = tuple(tree_name(item.name) for item in items) if objects is None else objects
-    groups = _split(shared, items) or ([[]] if names else [])
+    trees = tuple(tree_name(item.name) for item in items) if objects is None else objects
+    groups = _split(shared, pieces) or ([[]] if trees else [])
     for number, group in enumerate(groups):
         suffix = f"-{number + 1:05d}" if number else ""
         name = f"{where}{SHARED_FILE}{mine}{suffix}.safetensors"
-        files.append(_place(name, None, group, items, names if number == 0 else ()))
-    pieces = tuple(piece for item in items for piece in item.pieces)
+        files.append(_place(name, None, group, pieces, names, trees if number == 0 else ()))
     return SavePlan(items=items, files=tuple(files), file_of=file_of, pieces=pieces)
 
 
-def _split(refs: list[tuple[int, int]], items: tuple[ItemSpec, ...]) -> list[list[tuple[int, int]]]:
+def _split(numbers: Sequence[int], pieces: tuple[Piece, ...]) -> list[list[int]]:
     """Cut a list of pieces so that no file's header grows past its bound."""
-    names = [items[item].pieces[piece].name for item, piece in refs]
-    if refs and 6 * sum(map(len, names)) + _ENTRY_BYTES * len(refs) <= MAX_HEADER_BYTES // 2:
-        return [refs]
-    groups: list[list[tuple[int, int]]] = []
+    lengths = [len(pieces[number].name) for number in numbers]
+    if numbers and 6 * sum(lengths) + _ENTRY_BYTES * len(lengths) <= MAX_HEADER_BYTES // 2:
+        return [list(numbers)]
+    groups: list[list[int]] = []
     room = 0
-    for ref, name in zip(refs, names, strict=True):
-        need = 6 * len(name) + _ENTRY_BYTES
+    for number, length in zip(numbers, lengths, strict=True):
+        need = 6 * length + _ENTRY_BYTES
         if need > room:
             groups.append([])
             room = MAX_HEADER_BYTES // 2
-        groups[-1].append(ref)
+        groups[-1].append(number)
         room -= need
     return groups
 
@@ -159,32 +165,32 @@ def _split(refs: list[tuple[int, int]], items: tuple[ItemSpec, ...]) -> list[lis
 def _place(
     name: str,
     item: str | None,
-    refs: list[tuple[int, int]],
-    items: tuple[ItemSpec, ...],
+    numbers: list[int],
+    pieces: tuple[Piece, ...],
+    names: list[str],
     object_names: tuple[str, ...],
 ) -> FilePlan:
-    alike: dict[tuple[str, str], list[tuple[int, int, Piece]]] = {}
-    for index, number in refs:
-        spec = items[index].pieces[number]
-        alike.setdefault((spec.device, spec.dtype), []).append((index, number, spec))
-    placed: list[PlacedPiece] = []
-    entries: list[TensorEntry] = []
-    parts: dict[str, PartEntry] = {}
-    offset = 0
-    for key in sorted(alike, key=lambda key: (-DTYPES[key[1]].size_bytes, *key)):
-        for index, number, spec in alike[key]:
-            stop = offset + spec.size_bytes
-            name_in_file = spec.name if item is not None else f"{items[index].name}/{spec.name}"
-            placed.append(PlacedPiece(index, number, offset, stop))
-            entries.append(TensorEntry(name_in_file, key[1], spec.shape, offset, stop))
-            if spec.part is not None:
-                parts[name_in_file] = PartEntry(*spec.part)
-            offset = stop
-    fixed = tuple(entries)
+    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for number in numbers:
+        alike[_KIND(pieces[number])].append(number)
+    kinds = sorted(alike, key=lambda kind: (-DTYPES[kind[1]].size_bytes, *kind))
+    order = [number for kind in kinds for number in alike[kind]]
+    # From here on column by column: there may be 100,000 pieces, and training waits.
+    specs = [pieces[number] for number in order]
+    own = [names[number] for number in order]
+    bounds = list(accumulate(map(_SIZE_BYTES, specs), initial=0))
+    dtypes, shapes = map(_DTYPE, specs), map(_SHAPE, specs)
+    columns = zip(own, dtypes, shapes, bounds[:-1], bounds[1:], strict=True)
+    entries = tuple(map(TensorEntry._make, columns))
+    parts = {
+        name: PartEntry(*spec.part)
+        for name, spec in zip(own, specs, strict=True)
+        if spec.part is not None
+    }
     region = reserve_bytes(
-        item=item, tensors=fixed, object_names=object_names, tensor_bytes=offset, parts=parts
+        item=item, tensors=entries, object_names=object_names, tensor_bytes=bounds[-1], parts=parts
     )
     return FilePlan(
-        name=name, item=item, placed=tuple(placed), entries=fixed, object_names=object_names,
-        tensor_bytes=offset, region_bytes=region, parts=parts,
+        name=name, item=item, pieces=tuple(order), entries=entries, object_names=object_names,
+        tensor_bytes=bounds[-1], region_bytes=region, parts=parts,
     )  # fmt: skip

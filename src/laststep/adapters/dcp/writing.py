@@ -175,6 +175,7 @@ def _add_tensor(item: WriteItem, location: Path, into: _WrittenItem) -> WrittenE
 def _write_files(
     plan: SavePlan, work: list[_WrittenItem], planner: SavePlanner, store: Store, folder: str
 ) -> tuple[FileRecord, ...]:
+    sources = [source for item in work for source in item.sources]
     with closing(SaveFlush(store, folder, tuple(map(FileBegin.of, plan.files)))) as flush:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="laststep-dcp-write") as threads:
             free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
@@ -182,9 +183,8 @@ def _write_files(
                 free.put(mmap.mmap(-1, CHUNK_BYTES))
             for number, file in enumerate(plan.files):
                 image = _Image(flush, number, threads, free)
-                for placed in file.placed:
-                    source = work[placed.item].sources[placed.piece]
-                    for data in _stretches(_resolved(source, planner)):
+                for piece in file.pieces:
+                    for data in _stretches(_resolved(sources[piece], planner)):
                         image.append(data)
                 image.end()
         return flush.finish(())
