@@ -14,6 +14,7 @@ import logging
 import queue
 import threading
 import time
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,12 +27,13 @@ from laststep.capture.job import Job, Sink
 from laststep.capture.kernels import prepare_kernels
 from laststep.capture.mover import Mover, host_digest, torn
 from laststep.capture.ring import RING_CHUNKS, Ring, Route, chunks_through, ring_chunks
-from laststep.capture.sources import Views, hold
+from laststep.capture.sources import Views, hold, hold_all
 from laststep.capture.staging import DeviceShort, DeviceStaging
 from laststep.capture.ways import choose
 from laststep.errors import LaststepError, StorageFailed, Torn, Usage
 from laststep.process import interrupts, shortage, threads
 from laststep.settings import Capture
+from laststep.state.tensors import in_batches
 from laststep.terms import CHUNK_BYTES, DTYPES
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from laststep.capture.copies import Copies
     from laststep.capture.layout import ChunkLayout
+    from laststep.capture.sources import LiveTensor
     from laststep.capture.ways import Choice
     from laststep.memory.pool import Pool
 
@@ -286,13 +289,19 @@ class Capturer:
 
     def _hold_direct(self, job: Job) -> None:
         """Hold what is copied after the planning as it is now."""
-        pieces = job.plan.pieces
-        for numbers in job.layout.direct.values():
-            for piece in numbers:
-                try:
-                    job.direct[piece] = hold(job.sources[piece], pieces[piece])
-                except Torn as error:
-                    raise torn(job, [piece], found=error.found) from error
+        sources, pieces = job.sources, job.plan.pieces
+        for some in chain.from_iterable(map(in_batches, job.layout.direct.values())):
+            held = hold_all([sources[n] for n in some], [pieces[n] for n in some])
+            if held is None:
+                held = [self._hold_one(job, piece) for piece in some]
+            job.direct.update(zip(some, held, strict=True))
+
+    def _hold_one(self, job: Job, piece: int) -> LiveTensor:
+        """The same of one, to say which of many has changed."""
+        try:
+            return hold(job.sources[piece], job.plan.pieces[piece])
+        except Torn as error:
+            raise torn(job, [piece], found=error.found) from error
 
     def _take_rings(self, job: Job, copies: Copies, devices: list[str]) -> bool:
         """The memory that lazy copies pass through, and the fingerprints of what is to pass. False

@@ -8,17 +8,23 @@ into it, which only the bytes tell.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+import operator
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+import torch
 
 from laststep.capture.exact import changed
 from laststep.state.tensors import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
+    from collections.abc import Mapping, Sequence
 
     from laststep.state.pieces import Piece
+
+_NBYTES: Final = operator.attrgetter("nbytes")
+_DTYPE: Final = operator.attrgetter("dtype")
+_SIZE_BYTES: Final = operator.attrgetter("size_bytes")
+_CONTIGUOUS: Final = operator.attrgetter("contiguous")
 
 
 class Tensors(Protocol):
@@ -44,14 +50,25 @@ class LiveTensor(NamedTuple):
 
 def hold(tensor: torch.Tensor, piece: Piece) -> LiveTensor:
     """Hold a live tensor, which MUST be what the piece was planned as."""
-    held = tensor.detach()
+    held = hold_all([tensor], [piece])
+    if held is None:
+        raise changed((piece.shape, piece.dtype), (tuple(tensor.shape), tensor.dtype))
+    return held[0]
+
+
+def hold_all(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[LiveTensor] | None:
+    """The same of many, each question asked of all; None if one is not what was planned. What is
+    asked is our view, which nobody changes afterwards."""
+    held = list(map(torch.Tensor.detach, tensors))
     if (
-        held.nbytes != piece.size_bytes
-        or DTYPE_NAMES.get(held.dtype) != piece.dtype
-        or held.is_contiguous() != piece.contiguous
+        list(map(_NBYTES, held)) != list(map(_SIZE_BYTES, pieces))
+        or list(map(DTYPE_NAMES.get, map(_DTYPE, held))) != list(map(_DTYPE, pieces))
+        or list(map(torch.Tensor.is_contiguous, held)) != list(map(_CONTIGUOUS, pieces))
     ):
-        raise changed((piece.shape, piece.dtype), (tuple(held.shape), held.dtype))
-    return LiveTensor(held, held.data_ptr(), held.untyped_storage().nbytes())
+        return None
+    addresses = map(torch.Tensor.data_ptr, held)
+    storages = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, held))
+    return list(map(LiveTensor._make, zip(held, addresses, storages, strict=True)))
 
 
 class Views:

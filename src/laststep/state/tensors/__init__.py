@@ -43,12 +43,12 @@ from laststep.state.tensors.local_parts import (
     unlaid,
 )
 from laststep.state.tensors.reviving import revive
-from laststep.state.tensors.tensor_places import KnownTensors
+from laststep.state.tensors.tensor_places import KnownTensors, in_batches
 
 __all__ = [
     "DTYPE_NAMES", "TORCH_DTYPES", "CollectCache", "KnownTensors", "Laid", "LocalBox",
     "allocate", "box_of", "check_held", "collect", "copy_tensors", "from_bytes", "held_by",
-    "hold_scalar", "is_dtensor", "is_module", "is_optimizer", "is_tensor",
+    "hold_scalar", "in_batches", "is_dtensor", "is_module", "is_optimizer", "is_tensor",
     "is_tensor_type", "laid_of", "like", "open_view",
     "plain_scalar", "put_box", "put_tensor", "register_tensor_type",
     "repeats_itself", "revive", "same_bytes", "same_memory", "seed_torch",

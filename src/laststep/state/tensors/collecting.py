@@ -258,9 +258,8 @@ def _are_common(memories: Sequence[torch.Tensor], places: TensorPlaces) -> bool:
     values."""
     forms = places.forms
     looks = zip(
-        forms.sizes, forms.storages, map(torch.Tensor.storage_offset, memories),
-        forms.addresses, forms.contiguous, strict=True,
-    )  # fmt: skip
+        forms.sizes, forms.storages, forms.offsets, forms.addresses, forms.contiguous, strict=True
+    )
     # Most begin where their storage does, and are contiguous. Only the others need a closer look.
     odd = [
         number
@@ -270,7 +269,7 @@ def _are_common(memories: Sequence[torch.Tensor], places: TensorPlaces) -> bool:
     return (
         PLAIN_TENSORS.issuperset(places.memory_kinds)
         and DTYPE_NAMES.keys() >= set(forms.dtypes)
-        and all(device.type != "meta" for device in set(forms.devices))
+        and "meta" not in forms.devices
         and all(is_backed(memories[number]) for number in odd)
         and places.are_values(memories)
     )
@@ -327,19 +326,14 @@ def _collected(
 
 
 def _pieces(names: Iterable[str], forms: TensorDescriptions, volatile: set[str]) -> Iterator[Piece]:
-    devices = {device: _device_name(device) for device in set(forms.devices)}
     return map(
         Piece._make,
         zip(
             names, map(DTYPE_NAMES.__getitem__, forms.dtypes), map(tuple, forms.shapes),
-            forms.sizes, map(devices.__getitem__, forms.devices), forms.contiguous,
+            forms.sizes, forms.devices, forms.contiguous,
             map(volatile.__contains__, names), repeat(None),
         ),
     )  # fmt: skip
-
-
-def _device_name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else str(device)
 
 
 def _lie_apart(forms: TensorDescriptions) -> bool:
