@@ -19,7 +19,7 @@ from laststep.codecs import strict
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import Corrupt, Usage
 from laststep.format.versions import refuse_later
-from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, DTYPES, MAX_HEADER_BYTES, DType, align_up
+from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, DTYPES, MAX_HEADER_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -165,12 +165,15 @@ def encode_header(header: Header, *, region_bytes: int) -> bytes:
 def _json_of(header: Header) -> bytes:
     entries: dict[str, object] = {_METADATA: None}
     dtypes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for tensor in header.tensors:
-        code, shape = _dtype_of(tensor.dtype, tensor.name).code, tensor.shape
-        if code is None:
-            dtypes[tensor.name] = (tensor.dtype, shape)
-            code, shape = "U8", (tensor.stop - tensor.start,)
-        entries[tensor.name] = _RawEntry(code, shape, (tensor.start, tensor.stop))
+    for name, dtype, shape, start, stop in header.tensors:
+        known = DTYPES.get(dtype)
+        if known is None:
+            raise Usage("cannot write a header", where=name, found=f"unknown dtype {dtype!r}")
+        if known.code is None:
+            dtypes[name] = (dtype, shape)
+            entries[name] = _RawEntry("U8", (stop - start,), (start, stop))
+        else:
+            entries[name] = _RawEntry(known.code, shape, (start, stop))
     for stored in header.objects:
         size = stored.stop - stored.start
         entries[stored.name] = _RawEntry("U8", (size,), (stored.start, stored.stop))
@@ -187,13 +190,6 @@ def _json_of(header: Header) -> bytes:
         return msgspec.json.encode(entries)
     except UnicodeEncodeError as error:
         raise Usage("cannot write a header", found=f"a name that is no Unicode: {error}") from None
-
-
-def _dtype_of(dtype: str, name: str) -> DType:
-    try:
-        return DTYPES[dtype]
-    except KeyError:
-        raise Usage("cannot write a header", where=name, found=f"unknown dtype {dtype!r}") from None
 
 
 # --- what makes a header sound ----------------------------------------------------------------
