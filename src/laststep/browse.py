@@ -104,13 +104,7 @@ class Catalog:
         # somebody who would not notice.
         lineage = self._lineage()
         if not lineage:
-            others = [entry.step for entry in self._all()]
-            if not others:
-                raise NotFound("the run has no checkpoint yet", where=self._run.store.url)
-            raise NotFound(
-                "the run goes on from no checkpoint: all are abandoned", where=self._run.store.url,
-                found=nearest_steps(others, max(others)), remedy="name the step that you want",
-            )  # fmt: skip
+            raise NotFound("the run has no checkpoint yet", where=self._run.store.url)
         newest = lineage[-1]
         good = [entry.step for entry in lineage[:-1] if entry.is_whole]
         older = f"; laststep.load(run, step={good[-1]}) loads an older one" if good else ""

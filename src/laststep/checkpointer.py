@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Never, Self, SupportsIndex
 
 from laststep import arguments
 from laststep.capture.capture import Capturer
+from laststep.catalog.lineage import Seen
 from laststep.checks import seconds
 from laststep.commit import meeting as teaming
 from laststep.errors import Aborted, Exists, LaststepError, Usage
@@ -109,7 +110,7 @@ class Checkpointer(single.OnlyOne):
         self._ahead: set[int] = set()
         """Steps of the lineage beyond the one that was restored: saving them replaces them."""
         self._mixed: str | None = None
-        self._seen = (0, 0)
+        self._seen = Seen()
         self._resumed = False
         self._knows_lineage = self._settings.new_lineage
         """Whether it is decided what the first save continues."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from laststep.capture.capture import Capturer
     from laststep.catalog.epochs import Trainer
+    from laststep.catalog.lineage import Seen
     from laststep.catalog.retention import Keep
     from laststep.commit.thread import CommitThread
     from laststep.events import Bus
@@ -70,9 +71,7 @@ def client_of(store: Store, pool: Pool, settings: Settings, keep: Keep | None, b
     return Client(launch, pool, bus, start)
 
 
-def continuing(
-    found: AttemptName | None, seen: tuple[int, int], *, resumed: bool = True
-) -> Continue:
+def continuing(found: AttemptName | None, seen: Seen, *, resumed: bool = True) -> Continue:
     """What saves continue from: what was found when that was the newest, or nothing."""
     if found is None:
         return Continue(seen=seen)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from laststep.catalog.lineage import Seen
 from laststep.catalog.names import AttemptName
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
@@ -132,7 +133,7 @@ def test_a_new_writer_reads_no_manifest_of_another_before_its_first_save(
     many.make_folder(left)
     run = Run.open(many)
     calls.clear()
-    run.claim_epoch((1, MANY), seen=(1, MANY))
+    run.claim_epoch((1, MANY), seen=Seen(epoch=1, commit=(1, MANY)))
     assert left not in many.folder_names("")
     assert calls["read"] < 10
     assert calls["list"] < 20

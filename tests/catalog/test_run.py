@@ -75,7 +75,7 @@ def test_folders_copied_by_hand_open_by_step_and_can_be_continued(
     copied = Run.open_or_create(DirectoryStore(copy))
     number = copied.claim_epoch((1, 2))
     assert number == 2
-    assert _steps(copied) == [10, 20]
+    assert _steps(copied) == [10, 20, 30]
     save(copied, 25, number, 1)
     assert _steps(copied) == [10, 20, 25]
 
@@ -139,8 +139,10 @@ def test_a_rollback_leaves_the_branch_behind_and_frees_its_steps(
 ) -> None:
     saved(10, 20, 30)
     second = run.claim_epoch((1, 1))
-    assert _steps(run) == [10]
-    run.check_step_free(20)
+    assert _steps(run) == [10, 20, 30]  # until it has a commit
+    run.check_step_free(20, epoch=second)
+    with pytest.raises(Exists, match="step 20"):
+        run.check_step_free(20)
     save(run, 20, second, 1)
     assert [(item.step, item.on_lineage) for item in run.checkpoints()] == [
         (10, True), (20, False), (30, False), (20, True),

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from laststep.catalog.epochs import Trainer, new_start
+from laststep.catalog.lineage import Seen
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, StorageFailed
@@ -18,6 +20,9 @@ from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+
+    from laststep.format.manifest import Commit
 
     Save = Callable[..., str]
 
@@ -31,7 +36,7 @@ def test_who_missed_a_commit_of_the_epoch_it_saw_cannot_take_over(run: Run, save
     stale = new_start()
     with pytest.raises(Aborted, match=r"step-00000002\.1-2 of epoch 1.*restore\(\)"):
         run.claim_epoch((epoch, 1), seen=seen, writer=stale)
-    assert run.newest_point() == (epoch, 2)
+    assert run.newest_point() == Seen(epoch=epoch, commit=(epoch, 2))
     assert run.claim_epoch((epoch, 2), seen=run.newest_point(), writer=stale) == 2
 
 
@@ -64,30 +69,101 @@ def test_who_continues_a_commit_that_came_while_it_looked_has_seen_it(run: Run, 
 
 def test_commits_of_the_same_start_are_not_in_its_way(run: Run, save: Save) -> None:
     start = new_start()
-    epoch = run.claim_epoch(None, seen=(0, 0), writer=start)
+    epoch = run.claim_epoch(None, seen=Seen(), writer=start)
     save(run, 1, epoch, 1)
-    assert run.claim_epoch((epoch, 1), seen=(0, 0), writer=start) == 2
+    assert run.claim_epoch((epoch, 1), seen=Seen(), writer=start) == 2
 
 
-def test_an_epoch_that_continues_nothing_and_has_nothing_hides_no_commit(
+@pytest.mark.parametrize("back_to", [None, 1])
+def test_a_start_that_goes_back_and_dies_before_its_first_commit_leaves_nothing_behind(
+    run: Run, save: Save, caplog: pytest.LogCaptureFixture, back_to: int | None
+) -> None:
+    epoch = run.claim_epoch(None)
+    folders = [save(run, step, epoch, step) for step in (1, 2, 3)]
+    seen = run.newest_point()
+    second = run.claim_epoch(None if back_to is None else (epoch, back_to), writer=new_start())
+    run.begin(step=2, epoch=second, attempt=1)
+    assert [one.folder for one in run.lineage()] == folders
+    newest = run.newest()
+    assert newest is not None
+    assert newest.folder == folders[-1]
+    assert f"{folders[-1]} is still the last checkpoint" in caplog.text
+    assert plan_prune(run, Keep(last=2)).deletions == (folders[0],)
+    # The next start decides anew.
+    assert run.newest_point() == Seen(epoch=second, commit=seen.commit)
+    third = run.claim_epoch((epoch, 2), writer=new_start())
+    own = save(run, 3, third, 1)
+    assert [one.folder for one in run.lineage()] == [*folders[:2], own]
+
+
+def test_an_epoch_that_continues_the_last_commit_and_has_none_is_no_news(
     run: Run, save: Save, caplog: pytest.LogCaptureFixture
 ) -> None:
     epoch = run.claim_epoch(None)
-    gone = save(run, 1, epoch, 1)
-    kept = save(run, 2, epoch, 2)
-    second = run.claim_epoch((epoch, 1))
-    assert [one.step for one in run.lineage()] == [1]
+    folder = save(run, 1, epoch, 1)
+    run.claim_epoch((epoch, 1))
+    assert [one.folder for one in run.lineage()] == [folder]
     assert not caplog.records
+
+
+def test_a_start_that_continues_what_is_gone_and_has_no_commit_hides_no_other(
+    run: Run, save: Save
+) -> None:
+    epoch = run.claim_epoch(None)
+    gone, kept = save(run, 1, epoch, 1), save(run, 2, epoch, 2)
+    second = run.claim_epoch((epoch, 1))
     run.store.delete_folder(gone)
-    newest = run.newest()
-    assert newest is not None
-    assert newest.folder == kept
     assert [one.folder for one in run.lineage()] == [kept]
-    assert "epoch 2" in caplog.text
-    assert "what it continues is gone" in caplog.text
-    run.check_step_free(2)
+    run.check_step_free(2, epoch=second)
     own = save(run, 2, second, 1)
     assert [one.folder for one in run.lineage()] == [own]
+
+
+def test_a_damaged_record_of_an_epoch_without_a_commit_harms_no_reader(
+    run: Run, save: Save, tmp_path: Path
+) -> None:
+    folder = save(run, 1, run.claim_epoch(None), 1)
+    second = run.claim_epoch((1, 1))
+    (tmp_path / "run" / "epochs" / f"{second:08d}.json").write_bytes(b"{}")
+    assert [one.folder for one in Run.open(run.store).lineage()] == [folder]
+
+
+class _Died(BaseException):
+    """The process ends there."""
+
+
+@pytest.mark.parametrize("fails", [_Died(), StorageFailed("cannot list", found="EIO")])
+@pytest.mark.parametrize("looks_early", [False, True])
+def test_a_commit_stays_though_the_successor_ends_before_its_second_look(
+    run: Run, save: Save, commit_of: Callable[..., Commit], monkeypatch: pytest.MonkeyPatch,
+    fails: BaseException, *, looks_early: bool,
+) -> None:  # fmt: skip
+    """The writer has looked for newer epochs before there was one."""
+    epoch = run.claim_epoch(None, writer=new_start())
+    lock = run.lock_epoch(epoch)
+    save(run, 1, epoch, 1)
+    under_way = run.begin(step=2, epoch=epoch, attempt=2)
+    seen, successor, third = run.newest_point(), new_start(), new_start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_end_older", Mock(side_effect=fails))
+        with pytest.raises(type(fails)):
+            run.claim_epoch((epoch, 1), seen=seen, writer=successor)
+    early = run.newest_point()
+    run.commit(under_way, commit_of(step=2, epoch=epoch, attempt=2))
+    assert [one.step for one in run.lineage()] == [1, 2]
+    for _ in range(2):
+        with pytest.raises(Aborted, match=r"step-00000002\.1-2"):
+            run.claim_epoch((epoch, 1), seen=seen, writer=successor)
+    newest = max(run._epochs.numbers())
+    if looks_early:
+        early = Seen(epoch=newest, commit=early.commit)
+        with pytest.raises(Aborted, match=r"step-00000002\.1-2"):
+            run.claim_epoch((epoch, 1), seen=early, writer=third)
+    else:
+        save(run, 3, run.claim_epoch((epoch, 2), writer=third), 1)
+        assert [one.step for one in run.lineage()] == [1, 2, 3]
+    assert [one.step for one in run.lineage()][:2] == [1, 2]
+    lock.close()
 
 
 def test_an_orphan_claims_nothing_while_the_newest_writer_lives(run: Run, save: Save) -> None:
@@ -111,15 +187,15 @@ def test_of_two_that_claim_at_once_only_one_that_lives_is_in_the_way(
 
     def late(store: DirectoryStore, name: str, data: bytes) -> None:
         monkeypatch.setattr(DirectoryStore, "create", create)
-        run.claim_epoch(None, seen=(0, 0), writer=faster, orphan=orphan)
+        run.claim_epoch(None, seen=Seen(), writer=faster, orphan=orphan)
         create(store, name, data)
 
     monkeypatch.setattr(DirectoryStore, "create", late)
     if orphan:
-        assert run.claim_epoch(None, seen=(0, 0), writer=new_start()) == 2
+        assert run.claim_epoch(None, seen=Seen(), writer=new_start()) == 2
     else:
         with pytest.raises(Aborted, match="epoch 1"):
-            run.claim_epoch(None, seen=(0, 0), writer=new_start())
+            run.claim_epoch(None, seen=Seen(), writer=new_start())
 
 
 @pytest.mark.parametrize("reaped", [True, False])
@@ -154,17 +230,23 @@ def test_a_number_of_another_container_says_nothing_about_its_process(run: Run) 
     started, _, _ = me.process_started.partition("@")
     inside = msgspec.structs.replace(me, pid=2**22 + 1, process_started=f"{started}@pid:[1]")
     gone = msgspec.structs.replace(me, pid=2**22 + 1)
-    run.claim_epoch(None, seen=(0, 0), writer=inside)
+    run.claim_epoch(None, seen=Seen(), writer=inside)
     with pytest.raises(Aborted, match="was first"):
-        run.claim_epoch(None, seen=(0, 0), writer=new_start())
-    run.claim_epoch(None, seen=(1, 0), writer=gone)
-    assert run.claim_epoch(None, seen=(1, 0), writer=new_start()) == 3
+        run.claim_epoch(None, seen=Seen(), writer=new_start())
+    run.claim_epoch(None, seen=Seen(epoch=1), writer=gone)
+    assert run.claim_epoch(None, seen=Seen(epoch=1), writer=new_start()) == 3
 
 
-def test_an_attempt_that_cannot_be_given_up_stops_no_successor(
-    run: Run, save: Save, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    stuck = run.begin(step=1, epoch=run.claim_epoch(None), attempt=1)
+@pytest.mark.parametrize("alive", [True, False])
+def test_an_attempt_that_cannot_be_given_up_stops_a_successor_if_its_writer_lives(
+    run: Run, save: Save, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    *, alive: bool,
+) -> None:  # fmt: skip
+    epoch = run.claim_epoch(None)
+    stuck = run.begin(step=1, epoch=epoch, attempt=1)
+    lock = run.lock_epoch(epoch)
+    if not alive:
+        lock.close()
     create = DirectoryStore.create
 
     def refused(store: DirectoryStore, name: str, data: bytes) -> None:
@@ -177,8 +259,12 @@ def test_an_attempt_that_cannot_be_given_up_stops_no_successor(
 
     monkeypatch.setattr(DirectoryStore, "create", refused)
     monkeypatch.setattr(DirectoryStore, "delete_folder", stays)
+    if alive:
+        with pytest.raises(StorageFailed, match=r"cannot be given up at .*Permission denied"):
+            run.claim_epoch(None)
+        lock.close()
     second = run.claim_epoch(None)
-    assert f"cannot give up {stuck}" in caplog.text
+    assert f"cannot remove {stuck}" in caplog.text
     assert [one.folder for one in run.attempts()] == [stuck]
     save(run, 1, second, 1)
 

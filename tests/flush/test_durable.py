@@ -13,6 +13,7 @@ import torch
 
 import laststep
 from laststep.catalog.epochs import new_start
+from laststep.catalog.lineage import Seen
 from laststep.flush import server as serving
 from laststep.flush.protocol import Begin, Bye, Connection, Continue, Decide, Decided, Failed, Seal
 from laststep.storage.disk import Disk
@@ -69,7 +70,7 @@ def test_the_first_of_several_ranks_does_not_tell_them_of_what_is_not_durable(
     flusher.start()
     thread = threading.Thread(target=flusher.serve)
     thread.start()
-    trainer.send(Continue(seen=(0, 0)))
+    trainer.send(Continue(seen=Seen()))
     trainer.send(Begin(save=1, step=1, overwrite=False, files=(), role="first"))
     trainer.send(Seal(save=1, objects=(), items=(), metrics=b"{}", metadata=b"null"))
     trainer.send(Decide(save=1, ranks=2))

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laststep.catalog.lineage import Seen
 from laststep.catalog.names import AttemptName
 from laststep.flush import protocol as wire
 from laststep.flush.protocol import (
@@ -69,8 +70,8 @@ TO_FLUSHER = [
         ClassRecord(table="0" * 32, spans=(Span(0, 2, 2), Span(1, 1))),
     )),
     Drop(save=1, reason="why"),
-    Continue(seen=(3, 2)),
-    Continue(after=AT, seen=(2, 3), resumed_from=AT.folder),
+    Continue(seen=Seen(epoch=3, commit=(2, 2))),
+    Continue(after=AT, seen=Seen(epoch=2, commit=(2, 3)), resumed_from=AT.folder),
     Located(save=1, at=AT),
     Witness(name="epochs/start.lock"),
     Bye(),

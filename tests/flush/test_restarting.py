@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from laststep.catalog.lineage import Seen
 from laststep.catalog.names import AttemptName
 from laststep.events import Bus
 from laststep.flush.client import Client
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PATIENCE_S = 60.0
-BEFORE = Continue(after=AttemptName(step=1, epoch=1, attempt=1), seen=(1, 1))
+BEFORE = Continue(after=AttemptName(step=1, epoch=1, attempt=1), seen=Seen(epoch=1, commit=(1, 1)))
 COMMITTED = AttemptName(step=2, epoch=1, attempt=2)
 
 

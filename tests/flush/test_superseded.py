@@ -14,6 +14,7 @@ import torch
 
 import laststep
 from laststep.catalog.epochs import new_start
+from laststep.catalog.lineage import Seen
 from laststep.catalog.run import Run
 from laststep.flush import epoch
 from laststep.flush import server as serving
@@ -31,7 +32,7 @@ def test_no_epoch_is_claimed_for_a_dead_trainer_of_several_ranks(run_folder: Pat
         pidfd = os.pidfd_open(trainer.pid)
     ours, theirs = socket.socketpair()
     dead = Connection(ours)
-    dead.send(Continue(seen=(0, 0)))
+    dead.send(Continue(seen=Seen()))
     dead.send(Begin(save=1, step=1, overwrite=False, files=(), role="first"))
     flusher = serving.Flusher(
         Connection(theirs, peer=pidfd), memoryview(b""), run=str(run_folder),
@@ -40,7 +41,7 @@ def test_no_epoch_is_claimed_for_a_dead_trainer_of_several_ranks(run_folder: Pat
     flusher.start()
     flusher.serve()
     os.close(pidfd)
-    assert Run.open_or_create(DirectoryStore(run_folder)).newest_point() == (0, 0)
+    assert Run.open_or_create(DirectoryStore(run_folder)).newest_point() == Seen()
     while not isinstance(said := dead.receive_in_trainer(), Failed):
         assert said is not None
     assert said.kind == "Aborted"
@@ -66,7 +67,7 @@ def test_retention_of_a_writer_that_was_taken_over_deletes_nothing(
     with laststep.Checkpointer(run_folder, state=state, keep=keep, flush="thread") as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
         checkpointer.save(2).wait(PATIENCE_S)
-    assert laststep.open(run_folder).steps() == [1]
+    assert laststep.open(run_folder).steps() == [1, 2]
     assert "retention failed: the run was taken over" in caplog.text
 
 

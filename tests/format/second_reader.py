@@ -83,16 +83,8 @@ def newest(run: Path) -> Path:
                     int(number) for number in match.groups()
                 ]
                 commits[content["epoch"], content["attempt"]] = folder
-    records = {}
-    for path in (run / "epochs").glob("*.json"):
-        record = unsealed(path, "epoch", "")
-        records[record["epoch"]] = record["continues"]
-    epoch, last = max(records), math.inf
-    while True:
-        found = [point for point in commits if point[0] == epoch and point[1] <= last]
-        if found:
-            return commits[max(found)]
-        epoch, last = records[epoch]
+    epochs = {unsealed(path, "epoch", "")["epoch"] for path in (run / "epochs").glob("*.json")}
+    return commits[max(point for point in commits if point[0] in epochs)]
 
 
 def files_of(folder: Path, manifest: Json) -> list[Json]:

@@ -67,10 +67,10 @@ class Ledger:
 
     def lineage(self) -> list[Entry]:
         """What the present state of the run descends from, oldest first, without what is gone and
-        without what a later commit of the same step has replaced."""
-        if not self.epochs:
-            return []
-        return _current(self._chain(self.newest_epoch, None))
+        without what a later commit of the same step has replaced. An epoch that has no commit
+        has decided nothing."""
+        decided = [entry.epoch for entry in self.there()]
+        return _current(self._chain(max(decided), None)) if decided else []
 
     def descent(self, folder: str | None) -> list[Entry]:
         """What a state descends from that is the one of that checkpoint."""

@@ -22,6 +22,7 @@ from tally import Tally, Violation
 from typer.testing import CliRunner
 
 import laststep
+from laststep.catalog.lineage import Seen
 from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
 from laststep.cli import app
@@ -65,7 +66,7 @@ class Writer:
     """What its next save continues: what it restored, or saved last."""
     epoch: int | None = None
     """None: its next save takes a new one."""
-    seen: tuple[int, int] | None = None
+    seen: Seen | None = None
     """The newest epoch and its last commit when it restored, or first saved without that: what its
     claim depends on."""
     own: set[int] = field(default_factory=set)
@@ -237,18 +238,17 @@ class Subject:
         continues."""
         if one.epoch is not None:
             return one.epoch != self.ledger.newest_epoch
-        seen = one.seen or (0, 0)
+        seen = one.seen or Seen()
         commits = [_point(entry.folder) for entry in self.ledger.there()]
-        if any(point > seen and point[0] not in one.own for point in commits):
+        if any(point > seen.commit and point[0] not in one.own for point in commits):
             return True
-        since = [n for n in self.ledger.epochs if n > seen[0] and n not in one.own]
+        since = [n for n in self.ledger.epochs if n > seen.epoch and n not in one.own]
         records = [self.run().epoch(number) for number in since]
         return any(record is not None and not record.orphan for record in records)
 
-    def _newest_point(self) -> tuple[int, int]:
-        newest = self.ledger.newest_epoch
+    def _newest_point(self) -> Seen:
         points = [_point(entry.folder) for entry in self.ledger.there()]
-        return max([(newest, 0), *(point for point in points if point[0] == newest)])
+        return Seen(epoch=self.ledger.newest_epoch, commit=max(points, default=(0, 0)))
 
     def _claimed(self, number: int, head: str | None, *, own: frozenset[int] = frozenset()) -> None:
         """A new epoch, which must continue from `head`, or from what one of the `own` epochs

@@ -35,8 +35,6 @@ from laststep.process import kernel
 from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from laststep.storage.store import Store
 
 _log = logging.getLogger(__name__)
@@ -176,18 +174,10 @@ class Epochs:
         self._known[epoch] = record
         return record
 
-    def chain(self, is_there: Callable[[Link], bool] | None = None) -> Chain:
-        """The epochs of the lineage. Records beside it are not read: their damage is harmless.
-
-        `is_there` says whether an epoch has a commit, or what it continues is still there. The
-        newest epochs that have neither are passed over: their writers died before their first
-        commit, and lost nothing but what was there before them.
-        """
-        numbers = self.numbers()
-        if is_there is not None:
-            numbers = self._without_lost(numbers, is_there)
+    def chain(self, epoch: int | None) -> Chain:
+        """The epochs that this one descends from, itself included. Records beside them are not
+        read: their damage is harmless."""
         links: list[Link] = []
-        epoch: int | None = numbers[-1] if numbers else None
         while epoch is not None:
             record = self.read(epoch)
             if record is None:
@@ -196,29 +186,12 @@ class Epochs:
             epoch = None if record.continues is None else record.continues[0]
         if epoch is None:
             return Chain(links=tuple(links))
-        unrecorded = not any(number < epoch for number in numbers)
+        unrecorded = not any(number < epoch for number in self.numbers())
         if not unrecorded:
             _log.warning(
                 "epoch %d of %s has no record: the lineage ends there", epoch, self._store.url
             )
         return Chain(links=tuple(links), unrecorded_below=unrecorded)
-
-    def _without_lost(
-        self, numbers: tuple[int, ...], is_there: Callable[[Link], bool]
-    ) -> tuple[int, ...]:
-        """The epochs up to the newest that is there, or continues nothing; all where none is."""
-        for count in range(len(numbers), 0, -1):
-            epoch = numbers[count - 1]
-            record = self.read(epoch)
-            continues = None if record is None else record.continues
-            if continues is None or is_there(Link(epoch=epoch, continues=continues)):
-                if count < len(numbers):
-                    _log.warning(
-                        "epoch %d of %s has committed nothing, and what it continues is gone: the "
-                        "newest is what was committed before it", numbers[count], self._store.url,
-                    )  # fmt: skip
-                return numbers[:count]
-        return numbers
 
     def claim(
         self, continues: Point | None, *, seen: int, writer: Trainer, orphan: bool = False

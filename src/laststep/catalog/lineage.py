@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 Point = tuple[int, int]
 
 
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What there was when it was decided to continue from somewhere; 0 for what there is not."""
+
+    epoch: int = 0
+    """The newest epoch, by its record or by what it saved."""
+    commit: Point = (0, 0)
+    """The last commit of all: the newest epoch need not have one."""
+
+
 class Link(msgspec.Struct, frozen=True, kw_only=True):
     """One epoch and the point from which it continues (None: it starts fresh)."""
 

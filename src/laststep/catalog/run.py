@@ -7,6 +7,7 @@ on disk, so any thread may call any method.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -24,6 +25,7 @@ from laststep.catalog.epochs import (
     this_writer,
     trainer_is_gone,
 )
+from laststep.catalog.lineage import Seen
 from laststep.catalog.listing import Listed, OpenAttempt, ScanDepth, Scanner
 from laststep.catalog.names import (
     PIN_NAME,
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
     from laststep.catalog.cleaning import Orphan
     from laststep.catalog.epochs import Trainer
-    from laststep.catalog.lineage import Chain, Link, Point
+    from laststep.catalog.lineage import Chain, Point
     from laststep.catalog.listing import ScannedAttempt
     from laststep.catalog.prune import PrunePlan
     from laststep.catalog.retention import Keep
@@ -136,24 +138,42 @@ class Run:
         """All committed checkpoints in the order of commits, on the lineage or not."""
         return self._listed(self._scanner.scan())
 
-    def _listed(self, scanned: tuple[ScannedAttempt, ...]) -> tuple[Listed, ...]:
+    def _listed(
+        self, scanned: tuple[ScannedAttempt, ...], epoch: int | None = None
+    ) -> tuple[Listed, ...]:
+        """The checkpoints among them, on the lineage of the run or on that of an `epoch`."""
+        if epoch is not None:
+            return listing.checkpoints(scanned, self._epochs.chain(epoch))
         committed = [item.name for item in scanned if item.is_committed]
         return listing.checkpoints(scanned, self._chain(committed, lambda _: True))
 
     def _chain(
         self, names: Iterable[AttemptName], is_committed: Callable[[AttemptName], bool]
     ) -> Chain:
-        """The epochs of the lineage, given the attempts that there are. Asks of as few of them as
-        possible whether they are committed, newest first."""
-        newest_first = sorted(names, key=lambda name: name.point, reverse=True)
+        """The epochs of the lineage, given the attempts that there are: what the newest epoch that
+        has a commit descends from. One that has none has decided nothing: its writer may have died
+        before it knew what it would leave behind. Asks of as few attempts as possible whether they
+        are committed, newest first."""
+        numbers = self._epochs.numbers()
+        recorded = frozenset(numbers)
+        own = [name for name in names if name.epoch in recorded]
+        newest_first = sorted(own, key=lambda name: name.point, reverse=True)
+        last = next((name for name in newest_first if is_committed(name)), None)
+        if last is None:
+            return self._epochs.chain(None)
+        if numbers[-1] > last.epoch:
+            self._tell_undecided(numbers[-1], last)
+        return self._epochs.chain(last.epoch)
 
-        def is_there(link: Link) -> bool:
-            return any(
-                (name.epoch == link.epoch or name.point == link.continues) and is_committed(name)
-                for name in newest_first
-            )
-
-        return self._epochs.chain(is_there if newest_first else None)
+    def _tell_undecided(self, epoch: int, last: AttemptName) -> None:
+        """Say so where the newest epoch, which has no commit, continues another than the last."""
+        with contextlib.suppress(Corrupt):
+            record = self._epochs.read(epoch)
+            if record is not None and record.continues != last.point:
+                _log.warning(
+                    "epoch %d of %s continues from %s and has committed nothing: %s is still the "
+                    "last checkpoint", epoch, self.store.url, record.continues, last.folder,
+                )  # fmt: skip
 
     def look(self) -> tuple[tuple[Listed, ...], tuple[OpenAttempt, ...]]:
         """The committed checkpoints and the undecided attempts, as they were at one look, which
@@ -209,7 +229,7 @@ class Run:
 
     # Writing
 
-    def newest_point(self) -> Point:
+    def newest_point(self) -> Seen:
         """See `newest_point`. A listing made after this call holds that commit, or a newer one."""
         return newest_point(self.store)
 
@@ -217,7 +237,7 @@ class Run:
         self,
         continues: Point | None,
         *,
-        seen: Point | None = None,
+        seen: Seen | None = None,
         writer: Trainer | None = None,
         orphan: bool = False,
     ) -> int:
@@ -225,29 +245,23 @@ class Run:
         of which can be committed after that. What the dead left is removed: it may be what fills
         the disk.
 
-        `Aborted` unless the newest epoch and its last commit are those that were `seen` when it was
+        `Aborted` unless the newest epoch and the last commit are those that were `seen` when it was
         decided to continue from there (None: that was just now); see `epochs`. `writer` is the
         trainer that this is done for; this process where none is named. The lock of the epoch MUST
         be taken (`lock_epoch`) before the first attempt begins.
         """
         seen, writer = seen or self.newest_point(), writer or this_writer()
-        # Who continues from a commit has seen it, though it may have come after the first look.
-        seen = max(seen, continues or seen)
-        late = self._committed_since(seen, writer)
-        if late is None:
-            number = self._claim(continues, seen=seen[0], writer=writer, orphan=orphan)
-            self._end_older(number)
-            late = self._committed_since(seen, writer)
-            if late is None:
-                _log.info("epoch %d of %s continues from %s", number, self.store.url, continues)
-                return number
-            # Somebody was told of that commit before he could know of this epoch, which leaves it
-            # out. Another one brings it back.
-            self._epochs.claim(late.point, seen=number, writer=writer, orphan=orphan)
-        raise self._epochs.superseded(
-            late.epoch, expected="nothing to be saved since this job looked at the run",
-            before=True, saved=late.folder,
-        )  # fmt: skip
+        if continues is not None:
+            # Who continues from a commit has seen it, though it may have come after the first look.
+            seen = Seen(epoch=max(seen.epoch, continues[0]), commit=max(seen.commit, continues))
+        self._check_missed_nothing(seen.commit, writer)
+        number = self._claim(continues, seen=seen.epoch, writer=writer, orphan=orphan)
+        self._end_older(number)
+        # Somebody may have been told of a commit before he could know of this epoch. Whoever fails
+        # or dies before this second look has committed nothing, so that commit is still the last.
+        self._check_missed_nothing(seen.commit, writer)
+        _log.info("epoch %d of %s continues from %s", number, self.store.url, continues)
+        return number
 
     def _claim(self, continues: Point | None, *, seen: int, writer: Trainer, orphan: bool) -> int:
         try:
@@ -265,9 +279,10 @@ class Run:
         for newer epochs before this one was there finds that when it commits."""
         scanned = self._scanner.scan_undecided(ScanDepth.ATTEMPTS)
         dead = cleaning.attempts_of_the_dead(self._epochs, scanned, now_s=time.time())
-        gone = {orphan.name for orphan in self._remove(dead)}
+        self._remove(dead)
+        of_the_dead = {orphan.name for orphan in dead}
         for item in listing.attempts(scanned, self._epochs):
-            if item.epoch < successor and item.folder not in gone:
+            if item.epoch < successor and item.folder not in of_the_dead:
                 self._give_up_for(successor, item.folder)
 
     def _give_up_for(self, successor: int, folder: str) -> None:
@@ -276,19 +291,27 @@ class Run:
         try:
             decided = decision.abort(self.store, folder, reason)
         except LaststepError as error:
-            _log.warning("cannot give up %s, which was under way: %s", folder, error)
-            return
+            if self.decision(folder) is not None:
+                return
+            raise StorageFailed(
+                "cannot take the run over: a save of another job, which may live, cannot be given "
+                "up", where=f"{self.store.url}/{folder}", found=error.without_remedy(),
+                remedy="end that job and delete this folder, or let this job write to it; the next "
+                "save tries again",
+            ) from error  # fmt: skip
         if isinstance(decided, Abort):
             _log.warning("gave up %s, which was under way in an older epoch", folder)
 
-    def _committed_since(self, seen: Point, writer: Trainer) -> AttemptName | None:
-        """The newest commit after `seen` of another start: who goes on from there would abandon it,
-        and what he continues may be pruned by now."""
+    def _check_missed_nothing(self, seen: Point, writer: Trainer) -> None:
+        """`Aborted` if another start has committed anything after `seen`: who goes on from there
+        would abandon it, and what he continues may be pruned by now."""
         later = sorted((n for n in self._scanner.names() if n.point > seen), key=lambda n: n.point)
         for name in reversed(later):
             if not self._epochs.is_of(name.epoch, writer) and _is_committed(self.store, name):
-                return name
-        return None
+                raise self._epochs.superseded(
+                    name.epoch, expected="nothing to be saved since this job looked at the run",
+                    before=True, saved=name.folder,
+                )  # fmt: skip
 
     def check_newest(self, epoch: int) -> None:
         """`Aborted` if another writer has taken a newer epoch."""
@@ -300,16 +323,16 @@ class Run:
         """Show that the writer of that epoch is alive, until this is closed or the process ends."""
         return self.store.lock(epoch_lock_name(number))
 
-    def check_step_free(self, step: int) -> None:
-        """`Exists` where that step is committed on the lineage and whole."""
+    def check_step_free(self, step: int, *, epoch: int | None = None) -> None:
+        """`Exists` where that step is committed on the lineage and whole; on that of a writer's
+        `epoch`, which may have no commit yet."""
         # One that is not committed may be that of the very save which asks. All are looked at only
         # where there is one: every save asks, and a run may have thousands.
         there = [name for name in self._scanner.names() if name.step == step]
         if not any(_is_committed(self.store, name) for name in there):
             return
-        # By the records alone: what a writer passes over that continues nothing, it does not own.
         scanned = self._scanner.scan(ScanDepth.ALL)
-        for item in listing.checkpoints(scanned, self._epochs.chain()):
+        for item in self._listed(scanned, epoch):
             if item.on_lineage and item.step == step and item.is_whole:
                 raise Exists(
                     f"step {step} has been saved already",
@@ -411,13 +434,12 @@ class Run:
         self.store.delete(f"{folder}/{PIN_NAME}")
 
 
-def newest_point(store: Store) -> Point:
-    """The newest epoch of the run in a store, by its record or by what it saved, and its last
-    attempt that is committed; 0 for what there is not."""
-    names = Scanner(store).names()
+def newest_point(store: Store) -> Seen:
+    """The newest epoch of the run in a store, and its last commit."""
+    names = sorted(Scanner(store).names(), key=lambda name: name.point, reverse=True)
     newest = max((*Epochs(store).numbers(), *(name.epoch for name in names)), default=0)
-    own = sorted((n for n in names if n.epoch == newest), key=lambda n: n.point, reverse=True)
-    return newest, next((name.attempt for name in own if _is_committed(store, name)), 0)
+    last = next((name.point for name in names if _is_committed(store, name)), (0, 0))
+    return Seen(epoch=newest, commit=last)
 
 
 def _is_committed(store: Store, name: AttemptName) -> bool:

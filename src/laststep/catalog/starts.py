@@ -25,7 +25,7 @@ from laststep.catalog.run import newest_point
 from laststep.errors import LaststepError
 
 if TYPE_CHECKING:
-    from laststep.catalog.lineage import Point
+    from laststep.catalog.lineage import Seen
     from laststep.storage.store import Lock, Store
 
 _log = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class Start:
         """The name of the witness within the run."""
         return names.witness_name(self.writer.start, self.writer.pid)
 
-    def newest_point(self) -> Point:
-        """The newest point of the run, for a start that has not restored."""
+    def newest_point(self) -> Seen:
+        """The newest epoch and the last commit of the run, for a start that has not restored."""
         return newest_point(self._store)
 
     def announce(self, save: int) -> int | None:

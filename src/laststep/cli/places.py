@@ -92,19 +92,15 @@ def find(run: Run, step: int | None) -> Listed:
             found=left if attempts else None,
             remedy="`laststep ls` says more" if attempts else None,
         )
-    there = [item.step for item in listed]
-    if step is None:
-        choice = [item for item in listed if item.on_lineage]
-        what = "the run goes on from no checkpoint: all are abandoned"
-        remedy = "name one with --step"
-    else:
-        choice = [item for item in listed if item.step == step]
-        choice = [item for item in choice if item.on_lineage] or choice
-        what = f"there is no checkpoint of step {step}"
-        remedy = "`laststep ls` lists them"
-    if not choice:
-        found = nearest_steps(there, max(there) if step is None else step)
-        raise NotFound(what, where=run.store.url, found=found, remedy=remedy)
+    choice = [item for item in listed if step in (None, item.step)]
+    choice = [item for item in choice if item.on_lineage] or choice
+    if step is not None and not choice:
+        raise NotFound(
+            f"there is no checkpoint of step {step}",
+            where=run.store.url,
+            found=nearest_steps((item.step for item in listed), step),
+            remedy="`laststep ls` lists them",
+        )
     return choice[-1]
 
 

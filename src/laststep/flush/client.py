@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from laststep.catalog.lineage import Seen
 from laststep.errors import LaststepError, StorageFailed, from_wire
 from laststep.events import (
     Bus,
@@ -142,8 +143,8 @@ class Client:
             self._helper = self.saves.refusal = None
             self._start()
 
-    def newest_point(self) -> tuple[int, int]:
-        """The newest epoch of the run now, and its last commit."""
+    def newest_point(self) -> Seen:
+        """The newest epoch of the run now, and the last commit."""
         return self._job.newest_point()
 
     def continue_from(self, continues: Continue) -> None:
@@ -329,7 +330,7 @@ class Client:
         # Should this flusher die, the next one goes on from here.
         before = self._continues
         self._continues = Continue(
-            after=message.at, seen=message.at.point,
+            after=message.at, seen=Seen(epoch=message.at.epoch, commit=message.at.point),
             resumed_from=None if before is None else before.resumed_from,
         )  # fmt: skip
         report = save.handle.report

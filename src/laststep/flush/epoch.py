@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from laststep.catalog.lineage import Seen
 from laststep.catalog.names import AttemptName
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
@@ -41,7 +42,7 @@ class WriterEpoch:
         self._keep = keep
         self._trainer_is_dead = trainer_is_dead
         self._run: Run | None = None
-        self._continues = Continue(seen=(0, 0))
+        self._continues = Continue(seen=Seen())
         self._epoch: int | None = None
         self._lock: Lock | None = None
         self._attempts = 0

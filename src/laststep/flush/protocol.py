@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from laststep.catalog.lineage import Seen
 from laststep.catalog.names import AttemptName
 from laststep.format.header import PartEntry, TensorEntry
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
@@ -124,8 +125,8 @@ class Continue(_Message, frozen=True, kw_only=True):
     """From here on, saves continue this checkpoint under a new epoch; or none."""
 
     after: AttemptName | None = None
-    seen: tuple[int, int]
-    """The newest epoch when that was decided, and its last commit: if another start takes one or
+    seen: Seen
+    """The newest epoch and the last commit when that was decided: if another start takes one or
     commits anything since, the run is its own."""
     resumed_from: str | None = None
     """The checkpoint that the trainer restored, which retention keeps."""

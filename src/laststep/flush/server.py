@@ -185,7 +185,7 @@ class Flusher:
             save.flush = SaveFlush(self._store, save.at.folder, begin.files)
             if not begin.overwrite:
                 # Only now: a writer that was taken over hears that, not that its step is taken.
-                self._epoch.run.check_step_free(begin.step)
+                self._epoch.run.check_step_free(begin.step, epoch=save.at.epoch)
             save.opened_s = time.monotonic() - save.began_s
         except LaststepError as error:
             save.error = error

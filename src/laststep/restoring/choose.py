@@ -29,7 +29,7 @@ from laststep.read.content import Content
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from laststep.catalog.lineage import Point
+    from laststep.catalog.lineage import Seen
     from laststep.catalog.listing import Listed
     from laststep.ranks.group import Ranks
     from laststep.storage.store import Store
@@ -117,7 +117,7 @@ class Choosing:
     """The checkpoints to try, one after the other, on all ranks."""
 
     def __init__(
-        self, run: Run, step: int | None, ranks: Ranks, saw: Callable[[Point], None]
+        self, run: Run, step: int | None, ranks: Ranks, saw: Callable[[Seen], None]
     ) -> None:
         """`NotFound` where the run has not that step. `saw` is told, on the first rank, which epoch
         was the newest, and its last commit, before the run was listed."""

@@ -27,6 +27,7 @@ from laststep.saving.describe import naming
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from laststep.catalog.lineage import Seen
     from laststep.catalog.listing import Listed
     from laststep.format.manifest import Commit
     from laststep.memory.pool import Pool
@@ -99,7 +100,7 @@ def restore_into(
     wanted: RestoreRequest,
     *,
     touched: Callable[[str], None],
-    saw: Callable[[tuple[int, int]], None],
+    saw: Callable[[Seen], None],
     ranks: Ranks,
 ) -> Outcome | None:
     """Restore; None where there is nothing yet and no step was asked for. `touched` is called with
@@ -118,7 +119,7 @@ def restore_into(
     return _Attempts(choosing, providers, pool, bus, wanted, ranks, touched).until_one_succeeds()
 
 
-def _look_at_writers(store: Store, saw: Callable[[tuple[int, int]], None]) -> None:
+def _look_at_writers(store: Store, saw: Callable[[Seen], None]) -> None:
     """See to it that nothing is coming, and what was committed last, before any look at what there
     is."""
     wait_for_writers(store)
