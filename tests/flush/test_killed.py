@@ -140,3 +140,27 @@ def test_an_idle_flusher_that_dies_during_a_restore_is_just_replaced(
         checkpointer.save(2).wait(PATIENCE_S)
         assert client.helper_pid != pid
     assert laststep.open(run_folder).steps() == [1, 2]
+
+
+def test_a_pool_without_memory_stays_an_error_after_the_flusher_died_until_there_is_some(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pages = Pool._make_pages
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(Pool, "_make_pages", full)
+    with laststep.Checkpointer(run_folder, state={"t": torch.ones(5)}) as checkpointer:
+        with pytest.raises(laststep.StorageFailed, match="no memory"):
+            checkpointer.save(1).wait(PATIENCE_S)
+        client = checkpointer._client
+        assert client.helper_pid is not None
+        os.kill(client.helper_pid, signal.SIGKILL)
+        client._receiver.join(PATIENCE_S)
+        lost = checkpointer.save(2)
+        with pytest.raises(laststep.StorageFailed, match="no memory"):
+            assert lost.wait(PATIENCE_S)
+        monkeypatch.setattr(Pool, "_make_pages", make_pages)
+        checkpointer.save(3).wait(PATIENCE_S)
+    assert laststep.open(run_folder).steps() == [3]

@@ -103,10 +103,48 @@ def test_a_pool_without_any_memory_is_an_error_for_who_asks(
     made = make(2)
     try:
         made.want(CHUNK_BYTES)
-        with pytest.raises(StorageFailed, match="no pages at all"):
+        with pytest.raises(StorageFailed, match=r"no pages at all.* free memory .* tries again"):
             made.lease(20)
     finally:
         made.close()
+
+
+@pytest.mark.parametrize("had", [0, 1])
+def test_a_pool_that_could_not_grow_tries_again_for_the_next_save_and_the_next_restore(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, had: int
+) -> None:
+    allocate, tries = Mapping.allocate, []
+
+    def short(self: Mapping, start: int, size_bytes: int) -> None:
+        if start >= had * CHUNK_BYTES:
+            tries.append(start)
+            raise MemoryError("no more pages")
+        allocate(self, start, size_bytes)
+
+    made = make(3)
+    try:
+        made.want(had * CHUNK_BYTES)
+        made.wait_ready()
+        monkeypatch.setattr(Mapping, "allocate", short)
+        for number in range(1, 4):
+            made.want(2 * CHUNK_BYTES)
+            made.wait_ready()
+            assert len(tries) == number
+        assert made.room_bytes == had * CHUNK_BYTES
+        made.slots.reset()
+        if not had:
+            for _ in range(2):
+                with pytest.raises(StorageFailed, match="no more pages"):
+                    made.lease(20)
+        monkeypatch.setattr(Mapping, "allocate", allocate)
+        with made.at_rest(2):
+            assert made.lease(20) is not None
+        made.want(3 * CHUNK_BYTES)
+        made.wait_ready()
+        assert made.ready_bytes == 3 * CHUNK_BYTES
+    finally:
+        made.close()
+    assert caplog.text.count("stays at") == 1
 
 
 def test_pages_are_touched_where_the_kernel_cannot_populate(

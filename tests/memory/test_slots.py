@@ -140,7 +140,7 @@ def test_a_failure_reaches_everybody_who_waits_or_comes_to_wait() -> None:
 
     def wait() -> None:
         with pytest.raises(StorageFailed) as caught:
-            slots.lease()
+            slots.lease(PATIENCE_S)
         errors.append(caught.value)
 
     threads = [threading.Thread(target=wait) for _ in range(3)]
@@ -152,7 +152,9 @@ def test_a_failure_reaches_everybody_who_waits_or_comes_to_wait() -> None:
         thread.join()
     assert len(errors) == 3
     wait()
-    slots.reset()
+    slots.reset()  # a new flusher brings no memory
+    wait()
+    slots.fail(None)
     assert slots.lease(0) is None
 
 

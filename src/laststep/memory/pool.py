@@ -5,7 +5,8 @@ ready, populated, and pinned where a GPU is used. Pinning holds a lock of the dr
 need too, and one call right after the other starves them: so it goes slot by slot, with pauses,
 unless training waits for the memory anyway. Slots are leased by whoever fills them and released
 when the flusher has written them; memory beyond what was asked for is made ready only when somebody
-waits, and never past the cap.
+waits, and never past the cap. Where there is no more, the pool goes on with what it has, and each
+save and each restore tries again.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class Pool:
         self._pinned_at_s = 0.0
         self._wanted = 0
         self._ready = 0
+        self._told_short: int | None = None
+        """How many slots were ready when the log last said that there is no more memory."""
         self._hurried = 0
         """How many slots are to be ready without pauses."""
         self._urgent = 0
@@ -109,6 +112,7 @@ class Pool:
         """Have at least this much memory made ready in the background, within the cap; without
         pauses where a save that finds it missing would cost training more."""
         with self._changed:
+            self._hope()
             self._wanted = min(max(self._wanted, -(-size_bytes // CHUNK_BYTES)), self.cap_slots)
             if without_pauses:
                 self._hurried = self._wanted
@@ -126,6 +130,7 @@ class Pool:
         """Make ready only what a restore needs, which would rather have the cores for itself; and
         make that ready without pauses, because nobody trains meanwhile."""
         with self._changed:
+            self._hope()
             self._resting_at = enough_slots
         try:
             yield
@@ -248,7 +253,6 @@ class Pool:
                     self._add(slot)
             except Exception as error:  # noqa: BLE001 (whatever it is, saves must hear of it)
                 self._give_up(error)
-                return
 
     def _late(self) -> bool:
         """Whether there are slots that became ready before they were to be pinned."""
@@ -307,11 +311,33 @@ class Pool:
 
     def _give_up(self, error: Exception) -> None:
         """Go on with the memory there is; only a pool without any memory is an error."""
-        log.warning("the pool stays at %d bytes: %s", self.ready_bytes, error)
+        if self._pinned:
+            self._pageable.clear()  # what cannot be pinned now stays as it is
         with self._changed:
-            self._wanted = self.cap_slots = self._ready
+            self._wanted = self.cap_slots = ready = self._ready
+            if ready == 0:
+                self.slots.fail(_no_memory(error))
             self._changed.notify_all()
-        if self._ready == 0:
-            if not isinstance(error, LaststepError):
-                error = StorageFailed("no host memory", found=str(error))
-            self.slots.fail(error)
+        if ready != self._told_short:
+            self._told_short = ready
+            log.warning("the pool stays at %d bytes: %s", ready * CHUNK_BYTES, error)
+
+    def _hope(self) -> None:
+        """Try again to grow where that failed: memory may be free by now. With the lock held."""
+        if self.cap_slots == 0:
+            # Some who wait may not have heard of the failure yet: they need another try, or another
+            # error.
+            self._wanted = 1
+            self.slots.fail(None)
+        self.cap_slots = self.cap_bytes // CHUNK_BYTES
+        self._changed.notify_all()
+
+
+def _no_memory(error: Exception) -> LaststepError:
+    if isinstance(error, LaststepError):
+        return error
+    return StorageFailed(
+        "there is no memory for saves and restores", expected=f"{CHUNK_BYTES} bytes or more",
+        found=str(error) or repr(error), remedy="free memory of this machine, or raise the limit "
+        "of its container or job; the next save or restore tries again",
+    )  # fmt: skip

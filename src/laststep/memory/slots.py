@@ -98,8 +98,8 @@ class Slots:
                 self._free.append(slot)
             self._changed.notify_all()
 
-    def fail(self, error: LaststepError) -> None:
-        """Raise `error` for all who wait, now or later: there is no memory."""
+    def fail(self, error: LaststepError | None) -> None:
+        """Raise `error` for all who wait, now or later: there is no memory. None: it may come."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -112,12 +112,13 @@ class Slots:
             self._changed.notify_all()
 
     def reset(self) -> None:
-        """Make all slots free again, for a new flusher; only when nobody holds or waits for any."""
+        """Make all slots free again, for a new flusher; only when nobody holds or waits for any.
+        It brings no memory where there is none."""
         with self._changed:
             self._free.extend(sorted(self._leased))
             self._leased.clear()
             self._reading.clear()
-            self._error = self._lost = None
+            self._lost = None
             self._changed.notify_all()
 
     def _check(self, *, for_save: bool) -> None:
