@@ -37,7 +37,7 @@ from laststep.saving import preflight as sizing
 from laststep.saving.describe import take_state
 from laststep.saving.pausing import without_collection
 from laststep.saving.prepare import Preparer
-from laststep.settings import DEFAULTS, FlushIn, OnBusy, Settings
+from laststep.settings import DEFAULTS, WAIT_FOR_OTHERS_S, FlushIn, OnBusy, Settings
 from laststep.state.items import providers_for
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES
@@ -432,7 +432,7 @@ class Checkpointer(single.OnlyOne):
         if dead is not None:
             log.warning("starting a new flusher: %s", dead)
             self._capturer.settle()
-            self._client.restart()
+            self._client.restart(self._settings.deadline_s + WAIT_FOR_OTHERS_S)
 
     def _check_lineage(self) -> None:
         """Before the first save without a restore(): it may leave nothing behind."""

@@ -9,6 +9,7 @@ import pytest
 
 from laststep.catalog.lineage import Seen
 from laststep.catalog.names import AttemptName
+from laststep.errors import StorageFailed
 from laststep.events import Bus
 from laststep.flush.client import Client
 from laststep.flush.handle import Stage
@@ -114,9 +115,9 @@ def test_a_flusher_whose_death_is_still_being_told_is_not_replaced_before(
     known, joined, receiver = threading.Event(), threading.Event(), rank.client._receiver
     join, fail = receiver.join, rank.pool.slots.lose_flusher
 
-    def note_and_join() -> None:
+    def note_and_join(timeout_s: float) -> None:
         joined.set()
-        join()
+        join(timeout_s)
 
     def fail_slowly(error: Exception) -> None:
         fail(error)  # type: ignore[arg-type]
@@ -133,7 +134,7 @@ def test_a_flusher_whose_death_is_still_being_told_is_not_replaced_before(
     committing.start()
     rank.flushers[0].kill()
     known.wait(PATIENCE_S)
-    rank.client.restart()
+    rank.client.restart(PATIENCE_S)
     waited_for.set()
     committing.join()
     assert rank.continues() == COMMITTED
@@ -153,7 +154,38 @@ def test_a_commit_that_is_just_being_told_is_waited_for(
     committing.start()
     rank.flushers[0].kill()
     ended.wait(PATIENCE_S)
-    rank.client.restart()
+    rank.client.restart(PATIENCE_S)
     waited_for.set()
     committing.join()
+    assert rank.continues() == COMMITTED
+
+
+def test_a_save_that_nobody_ends_is_waited_for_only_so_long(rank: FirstRank) -> None:
+    rank.flushers[0].kill()
+    rank.client._receiver.join(PATIENCE_S)
+    with pytest.raises(StorageFailed, match=r"found step 2 is under way.* the next save tries"):
+        rank.client.restart(0.01)
+    assert rank.client.dead is not None
+    rank.commit()
+    rank.client.restart(PATIENCE_S)  # it does
+    assert rank.continues() == COMMITTED
+
+
+def test_a_death_that_is_looked_into_for_ever_is_waited_for_only_so_long(
+    rank: FirstRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, known = threading.Event(), threading.Event()
+
+    def hang(_error: Exception) -> None:
+        looking.set()
+        known.wait(PATIENCE_S)
+
+    monkeypatch.setattr(rank.pool.slots, "lose_flusher", hang)
+    rank.client.decided(Decided(save=rank.save.number, at=COMMITTED, seconds=1.0))
+    rank.flushers[0].kill()
+    looking.wait(PATIENCE_S)
+    with pytest.raises(StorageFailed, match="its death is still being looked into"):
+        rank.client.restart(0.01)
+    known.set()
+    rank.client.restart(PATIENCE_S)
     assert rank.continues() == COMMITTED

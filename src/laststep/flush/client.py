@@ -13,6 +13,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -121,15 +122,11 @@ class Client:
             if self._helper is None and not self._closing:
                 self._start()
 
-    def restart(self) -> None:
+    def restart(self, within_s: float) -> None:
         """A new flusher in place of one that is over; nobody may hold slots. `StorageFailed` where
-        the old one cannot be ended, and may still touch them."""
+        the old one cannot be ended, and may still touch them, or its saves are not over in time."""
         assert self._helper is not None  # noqa: S101 (it has died)
-        self._receiver.join()
-        # Ended by now, or being ended by another thread: saves go on from what was committed last.
-        for save in self.saves.all():
-            if not save.is_member:
-                save.handle.committed.over_within(None)
+        self._await_end_of_saves(within_s)
         if not self._helper.end(_END_S):
             raise StorageFailed(
                 "cannot start a new flusher: the old one does not end",
@@ -142,6 +139,18 @@ class Client:
             # As if there had been none yet: where this start fails, a later save tries again.
             self._helper = self.saves.refusal = None
             self._start()
+
+    def _await_end_of_saves(self, within_s: float) -> None:
+        """Ended by now, or being ended by other threads: saves go on from what was committed
+        last."""
+        deadline = time.monotonic() + within_s
+        self._receiver.join(within_s)
+        for save in self.saves.all():
+            left_s = max(deadline - time.monotonic(), 0.0)
+            if not save.is_member and not save.handle.committed.over_within(left_s):
+                raise _not_over(f"step {save.handle.step} is under way", within_s)
+        if self._receiver.is_alive():
+            raise _not_over("its death is still being looked into", within_s)
 
     def newest_point(self) -> Seen:
         """The newest epoch of the run now, and the last commit."""
@@ -401,3 +410,12 @@ class Client:
                 remedy="`laststep ls` shows it if it is",
             )  # fmt: skip
         self._fail(save.number, error)
+
+
+def _not_over(found: str, within_s: float) -> StorageFailed:
+    return StorageFailed(
+        "cannot start a new flusher: it is not known what became of the old one's saves",
+        expected=f"their end within {within_s:g} s", found=found,
+        remedy="a disk or a rank that hangs keeps them: look at `dmesg` and at the log of the "
+        "other ranks; the next save tries again",
+    )  # fmt: skip
