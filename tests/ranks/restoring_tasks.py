@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from tasks import Heard, fill, filled_with, kinds, opened, sharded_model
+from torch import nn
 
+import laststep
 from laststep.errors import NotFound
 from laststep.restoring import choose as choosing
 from laststep.restoring import restore as restoring
@@ -191,3 +194,27 @@ def load_after_a_failure(run: str, who: int) -> dict[str, Any]:
             kinds(failed.wait)
         error = kinds(c.restore)
         return {"error": error, "step": c.restore().step, "n": state["n"]}
+
+
+def average_on_one(run: str, kind: str) -> object:
+    """Save and restore a dict that holds an average of the weights on the first rank alone;
+    returns what stands in its place."""
+    first = dist.get_rank() == 0
+
+    def state(number: float) -> dict[str, object]:
+        average = nn.Linear(2, 2) if kind == "module" else {"w": torch.full((3,), number), "k": 1}
+        made = {"average": average if first else None, "epoch": number}
+        return made | {"schedule": _schedule()} if kind == "module" else made
+
+    for number in (3.0, 0.0):
+        live = state(number)
+        with laststep.Checkpointer(run, x=live, flush="thread", progress=False) as ckpt:
+            step = ckpt.restore().next_step
+            ckpt.save(step).wait()
+    assert live["epoch"] == 3.0
+    return None if first else live["average"]
+
+
+def _schedule() -> object:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3)

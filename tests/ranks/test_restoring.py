@@ -114,3 +114,10 @@ def test_a_save_that_failed_unseen_by_one_rank_is_told_to_all(
         assert kind == "Aborted"
         assert rank == who or message.startswith(f"rank {who}: ")
         assert (one["step"], one["n"]) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["module", "plain"])
+def test_what_one_rank_alone_has_replaces_nothing_on_the_others(
+    crew: Crew, run_folder: Path, kind: str
+) -> None:
+    assert crew("restoring_tasks:average_on_one", 2, run=str(run_folder), kind=kind) == [None, None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +15,7 @@ from torch.optim import lr_scheduler
 import laststep
 from laststep.codecs import objects
 from laststep.codecs.objects import Tagged
+from laststep.state.provider import has_absent
 from laststep.state.tensors import CollectCache, collect
 from laststep.state.tree import Owned, owners
 
@@ -312,3 +315,71 @@ def test_dimensions_of_one_element_do_not_count_as_repeated(carry: Carry) -> Non
     target = {"t": torch.zeros(3).expand(1, 3), "none": torch.zeros(1).expand(0)}
     carry({"s": {"t": torch.ones(1, 3), "none": torch.zeros(0)}}, {"s": target})
     assert target["t"].tolist() == [[1, 1, 1]]
+
+
+def full(number: float) -> torch.Tensor:
+    return torch.full((3,), number)
+
+
+CHANGED = [
+    pytest.param({"n": 1}, 5, id="a dict, here a number"),
+    pytest.param((1, 2), (1, 2, 3), id="a tuple of another length"),
+    pytest.param([1, 2], {"k": [3]}, id="a list, here a dict"),
+    pytest.param({"w": full(2), "k": 1}, None, id="tensors, here nothing"),
+    pytest.param((), 0.9, id="an empty tuple, here a number"),
+    pytest.param([], [1, 2, 3], id="an empty list"),
+    pytest.param([[], [1]], [[5], [6], [7]], id="an empty list in a list"),
+    pytest.param(deque(maxlen=3), deque([1, 2], maxlen=3), id="an empty deque"),
+    pytest.param({}, {"k": 1}, id="an empty dict"),
+]
+"""What is stored, and what is live."""
+
+
+@pytest.mark.parametrize(("stored", "live"), CHANGED)
+@pytest.mark.parametrize("with_object", [False, True], ids=["plain", "group"])
+def test_a_partial_restore_changes_nothing_but_what_it_names(
+    carry: Carry, stored: object, live: object, *, with_object: bool
+) -> None:
+    def item(value: object, number: float) -> dict[str, object]:
+        made = {"a": full(number), "other": value}
+        return made | {"object": Stateful(3)} if with_object else made
+
+    target = item(copy.deepcopy(live), 0)
+    carry({"x": item(stored, 1)}, {"x": target}, only=["x/a"], allow_pickle=True)
+    assert torch.equal(target["a"], full(1))
+    assert target["other"] == live
+
+
+@pytest.mark.parametrize("live", [None, 5, [5], {"k": 4}, (1, 2)])
+def test_what_does_not_fit_never_makes_half_a_value_of_a_live_one(
+    carry: Carry, live: object, tmp_path: Path
+) -> None:
+    """Half of what is stored has nowhere to go, and nothing may come in the place of that."""
+    for stored in ({"w": full(2), "k": 1}, (full(2), 1)):
+        target = {"a": full(0), "other": copy.deepcopy(live)}
+        restored = carry({"x": {"a": full(1), "other": stored}}, {"x": target}, strict=False)
+        assert restored.problems.unexpected
+        assert torch.equal(target["a"], full(1))
+        assert not has_absent(target)
+        if type(live) is not type(stored):
+            assert target["other"] == live
+    laststep.save({"a": full(1), "x": {"w": full(2), "k": 1}}, tmp_path / "folder")
+    into = {"a": full(0), "x": None}
+    laststep.load(tmp_path / "folder", into=into, strict=False)
+    assert into["x"] is None
+
+
+def test_a_module_that_is_switched_off_in_this_start_stays_off(carry: Carry) -> None:
+    target = {"model": torch.nn.Linear(2, 2), "average": None}
+    source = {"model": torch.nn.Linear(2, 2), "average": torch.nn.Linear(2, 2)}
+    restored = carry({"x": source}, {"x": target}, strict=False)
+    assert set(restored.problems.unexpected) == {"x/average/weight", "x/average/bias"}
+    assert target["average"] is None
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_what_stands_for_nothing_is_never_saved(tmp_path: Path, *, allow_pickle: bool) -> None:
+    for state in ({"x": laststep.ABSENT}, {"x": [Stateful(laststep.ABSENT)]}):
+        with pytest.raises(laststep.Usage):
+            laststep.save(state, tmp_path / "folder", allow_pickle=allow_pickle)
+    assert copy.deepcopy([laststep.ABSENT])[0] is copy.copy(laststep.ABSENT) is laststep.ABSENT

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from laststep.errors import Usage
 from laststep.state.boxes import whole
 from laststep.state.layouts import Flat, Layout, Mesh, Replicate, Sharded
-from laststep.state.optimizers import OptimizerProvider
+from laststep.state.optimizers import OptimizerProvider, is_optimizer_state
 from laststep.state.provider import ABSENT, State, StateProvider
 from laststep.state.tensors import Laid
 from laststep.state.tree import Owned
@@ -189,7 +189,7 @@ class FlatOptimizer(StateProvider):
         return self._plain.devices(paths)
 
     def restore(self, value: object) -> None:
-        if not isinstance(value, dict):
+        if not is_optimizer_state(value):
             return
         self._plain.restore(value)
         restored = {

@@ -63,8 +63,8 @@ def without(node: object, gone: tuple[Path, ...], path: Path = ()) -> object:
 
 
 def without_plain(node: object, whole: tuple[Path, ...], path: Path = ()) -> object:
-    """The tree with every plain value ABSENT, so that a partial restore changes none; and what
-    can only be taken `whole` is ABSENT altogether."""
+    """The tree with every plain value ABSENT, so that a partial restore changes none: an empty
+    container is one too. What can only be taken `whole` is ABSENT altogether."""
     if path in whole:
         return ABSENT
 
@@ -78,12 +78,11 @@ def without_plain(node: object, whole: tuple[Path, ...], path: Path = ()) -> obj
         return Tagged(OWNED, [inner.owner, without_plain(inner.state, whole, path)])
     if isinstance(node, Tagged):
         return node if tensor_names(node.value) else ABSENT
+    if not _entries(node):
+        return ABSENT
     if type(node) in (dict, OrderedDict):
         return {key: down(key, inner) for key, inner in node.items()}  # type: ignore[attr-defined]
-    if type(node) in (list, tuple):
-        return type(node)(down(i, inner) for i, inner in enumerate(node))  # type: ignore[arg-type, call-arg, var-annotated]
-    if isinstance(node, tuple) and hasattr(node, "_make"):
-        return node._make(down(key, inner) for key, inner in zip(node._fields, node, strict=True))  # type: ignore[attr-defined]
     if isinstance(node, deque):
         return deque((down(i, inner) for i, inner in enumerate(node)), node.maxlen)
-    return ABSENT
+    parts = [down(key, inner) for key, inner in _entries(node).items()]
+    return node._make(parts) if hasattr(node, "_make") else type(node)(parts)  # type: ignore[call-arg]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from laststep.errors import Mismatch
-from laststep.state.provider import ABSENT, State, StateProvider, handing_over, has_absent
-from laststep.state.values import put
+from laststep.state.provider import ABSENT, State, StateProvider, handing_over
+from laststep.state.values import put_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ class EntryProvider(StateProvider):
 
     def restore(self, value: object) -> None:
         with handing_over("an entry of a dict"):
-            self._owner[self._key] = put(self._owner[self._key], value)
+            put_entry(self._owner, self._key, value)
 
 
 class GroupProvider(StateProvider):
@@ -191,8 +191,8 @@ class GroupProvider(StateProvider):
             elif value.get(key, ABSENT) is not ABSENT:
                 member.restore(value[key])
         for key, entry in value.items():
-            if key not in members and not has_absent(entry):
-                self._owner[key] = entry
+            if key not in members:
+                put_entry(self._owner, key, entry)
 
 
 def _is_plain(member: StateProvider) -> bool:

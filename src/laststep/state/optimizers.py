@@ -14,7 +14,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from laststep.errors import Usage
-from laststep.state.provider import ABSENT, State, StateProvider, handing_over, has_absent
+from laststep.state.provider import (
+    ABSENT,
+    Absent,
+    State,
+    StateProvider,
+    handing_over,
+    has_absent,
+)
 from laststep.state.stored_items import TensorSpec
 from laststep.state.tensors import is_tensor, put_tensor
 from laststep.state.tree import Owned
@@ -268,8 +275,8 @@ def is_optimizer_state(stored: object) -> TypeGuard[dict[str, Any]]:
 
 def _is_group(group: object) -> bool:
     match group:
-        case {"params": dict(params), "options": dict()}:
-            return all(
+        case {"params": dict() | Absent() as params, "options": dict() | Absent()}:
+            return isinstance(params, Absent) or all(
                 isinstance(name, str) and (isinstance(form, str) or form is ABSENT)
                 for name, form in params.items()
             )

@@ -29,6 +29,15 @@ class Absent:
     def __repr__(self) -> str:
         return "ABSENT"
 
+    def __copy__(self) -> Absent:
+        return self  # there is one, and it is known by its identity
+
+    def __deepcopy__(self, memo: object) -> Absent:
+        return self
+
+    def __reduce__(self) -> str:
+        raise TypeError("ABSENT stands for what was not restored, and is no value to save")
+
 
 ABSENT: Final = Absent()
 

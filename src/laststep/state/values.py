@@ -226,9 +226,9 @@ class ValueProvider(StateProvider):
 
 
 def put(live: Any, loaded: Any) -> Any:
-    """`loaded` written into `live` where that can be changed; returns what is to stand there."""
-    if loaded is ABSENT:
-        return live
+    """`loaded` written into `live` where that can be changed; returns what is to stand there. The
+    one place where the two are joined: what was not wholly loaded replaces nothing, so nothing is
+    ABSENT in what is returned, unless that is all of it, as there is nothing live."""
     if type(live) in (dict, OrderedDict) and isinstance(loaded, dict):
         return _put_entries(live, loaded)
     if isinstance(live, list | deque) and isinstance(loaded, list | deque):
@@ -243,29 +243,32 @@ def put(live: Any, loaded: Any) -> Any:
         return _put_array(live, loaded)
     if is_tensor(live) and is_tensor(loaded):
         return put_tensor(live, loaded)
-    return loaded
+    return live if has_absent(loaded) else loaded
+
+
+def put_entry(owner: dict[Any, Any], key: object, loaded: object) -> None:
+    """One entry of a dict as it was loaded, if it was, or as it is."""
+    entry = put(owner.get(key, ABSENT), loaded)
+    if entry is not ABSENT:
+        owner[key] = entry
 
 
 def _put_entries(live: dict[Any, Any], loaded: dict[Any, Any]) -> dict[Any, Any]:
     """A dict as it was stored. What came to be after the checkpoint goes, as in a list; what is to
     stay is ABSENT here."""
-    entries = {
-        key: put(live.get(key), inner)
-        for key, inner in loaded.items()
-        if key in live or not has_absent(inner)
-    }
+    entries = {key: put(live.get(key, ABSENT), inner) for key, inner in loaded.items()}
     if all(inner is not ABSENT for inner in loaded.values()):
         live.clear()  # assignment would keep a key that is equal and another, as 1 and True are
     for key in [key for key in live if key not in loaded]:
         del live[key]
-    live.update(entries)
+    live.update((key, entry) for key, entry in entries.items() if entry is not ABSENT)
     return live
 
 
 def _merged(live: list[Any], loaded: list[Any]) -> list[Any]:
     """A list as it was stored; of a partial restore only what is already there changes."""
     merged = [put(a, b) for a, b in zip(live, loaded, strict=False)]
-    if any(has_absent(inner) for inner in loaded):
+    if has_absent(loaded):
         return merged + live[len(loaded) :]
     return merged + loaded[len(live) :]
 
