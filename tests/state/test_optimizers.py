@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import laststep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -463,3 +464,96 @@ def test_state_that_goes_by_place_is_said_once_by_each_checkpointer(
     assert (
         caplog.text.count("2 of 2 parameters of an optimizer are in no item") == 2
     )  # one for each
+
+
+def momenta(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The first number of each momentum."""
+    return [entry["momentum_buffer"].flatten()[0].item() for entry in optimizer.state.values()]
+
+
+def with_momentum(parameters: Iterable[nn.Parameter], gradient: float = 0) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, gradient)
+    if gradient:
+        optimizer.step()
+    return optimizer
+
+
+class Tag:
+    """Something with a state of its own, so that the dict that holds it is a group."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+@pytest.mark.parametrize("more", [{}, {"tag": Tag()}], ids=["plain", "group"])
+@pytest.mark.parametrize("how", [{}, {"only": ["opt"]}, {"strict": False}], ids=str)
+def test_state_does_not_go_to_another_key_of_a_dict_that_ends_in_the_same(
+    carry: Callable[..., object], more: dict[str, object], how: dict[str, object]
+) -> None:
+    def weights() -> dict[str, object]:
+        return {f"l{n}.weight": nn.Parameter(torch.full((3,), float(n))) for n in (1, 2)} | more
+
+    source, target = weights(), weights()
+    live = with_momentum([target["l2.weight"]])
+    said = "has no stored state for its parameter l2.weight"
+    strict = how.get("strict", True)
+    with pytest.raises(laststep.Mismatch, match=said) if strict else contextlib.nullcontext():
+        carry(
+            {"x": source, "opt": with_momentum([source["l1.weight"]], 5.0)},
+            {"x": target, "opt": live}, **how,
+        )  # fmt: skip
+    assert not live.state
+
+
+def test_names_in_a_dict_are_the_same_when_an_object_comes_to_it(
+    carry: Callable[..., object],
+) -> None:
+    source, target = ({f"0.{n}": nn.Parameter(torch.ones(2)) for n in "ab"} for _ in range(2))
+    live = with_momentum(reversed(target.values()))
+    carry(
+        {"x": source, "opt": with_momentum(source.values(), 5.0)},
+        {"x": {**target, "tag": Tag()}, "opt": live}, only=["opt"],
+    )  # fmt: skip
+    assert momenta(live) == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_state_does_not_go_to_the_parameters_of_another_item(
+    carry: Callable[..., laststep.Restored], *, grouped: bool
+) -> None:
+    def items(which: str, gradient: float = 0) -> dict[str, object]:
+        made = {"gen": nn.Linear(3, 3), "critic": nn.Linear(3, 3)}
+        optimizer = with_momentum(made[which].parameters(), gradient)
+        return {"x": {**made, "opt": optimizer}} if grouped else {**made, "opt": optimizer}
+
+    def optimizer(of: dict[str, object]) -> torch.optim.Optimizer:
+        return of["x"]["opt"] if grouped else of["opt"]
+
+    target = items("critic")
+    x = "x." if grouped else ""
+    said = f"is of the parameters of {x}critic, the stored one of those of {x}gen"
+    with pytest.raises(laststep.Mismatch, match=said):
+        carry(items("gen", 5.0), target)
+    assert said in str(carry(items("gen", 5.0), target, strict=False).problems)
+    assert not optimizer(target).state
+    carry(items("critic", 5.0), target)
+    assert momenta(optimizer(target)) == [5.0, 5.0]
+
+
+def test_a_key_of_another_type_that_comes_to_a_group_changes_no_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(3, 1)
+    group: dict[object, object] = {"model": model}
+    with laststep.Checkpointer(
+        tmp_path, x=group, opt=with_momentum(model.parameters(), 5.0), flush="thread"
+    ) as ckpt:
+        group[3] = "three"
+        ckpt.save(0).wait()
+    assert set(laststep.load(tmp_path)["opt"]["state"]) == {"weight", "bias"}
+    assert "in no item" not in caplog.text

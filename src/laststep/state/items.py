@@ -64,17 +64,25 @@ def providers_for(items: Mapping[str, object]) -> dict[str, StateProvider]:
     return {name: _provider(name, item, names) for name, item in items.items()}
 
 
-def _things_in(items: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
-    """Every thing in the items, groups and providers looked into."""
-    for name, item in items.items():
+def _things_in(
+    items: Mapping[Any, object], outer: str = "", depth: int = 0
+) -> Iterator[tuple[str, str, Any]]:
+    """Every thing in the items, groups and providers looked into: what it lies in, the key that it
+    has there, and the thing. The two are not joined, as both may have dots in them."""
+    for key, item in items.items():
         if isinstance(item, PerRank):
-            yield from _things_in({name: item.item})
+            yield from _things_in({key: item.item}, outer, depth)
         elif isinstance(item, StateProvider):
-            yield from ((name, part) for part in item.parts())
-        elif type(item) is dict and _is_group(item):
-            yield from ((f"{name}.{inner}", thing) for inner, thing in _things_in(item))
+            yield from ((outer, key, part) for part in item.parts())
+        elif type(item) is dict and depth < MAX_DEPTH and _is_group(item, any_keys=True):
+            yield from _things_in(item, _item(outer, key), depth + 1)
         else:
-            yield name, item
+            yield outer, key, item
+
+
+def _item(outer: str, key: object) -> str:
+    """What an optimizer calls something that lies in an item, or is one."""
+    return f"{outer}.{key}" if outer else str(key)
 
 
 def _names_of_parameters(items: Mapping[str, object]) -> dict[int, tuple[str, str]]:
@@ -82,16 +90,15 @@ def _names_of_parameters(items: Mapping[str, object]) -> dict[int, tuple[str, st
     what stands in a dict."""
     names: dict[int, tuple[str, str]] = {}
     # Modules first: a parameter that lies in a dict too has the same name with and without that.
-    for item, thing in sorted(_things_in(items), key=lambda thing: not is_module(thing[1])):
-        if is_module(thing):
-            for key, name in parameter_names(thing).items():
-                names.setdefault(key, (item, name))
+    for outer, key, thing in sorted(_things_in(items), key=lambda thing: not is_module(thing[2])):
+        if is_tensor(thing):
+            names.setdefault(id(thing), (outer, str(key)))
+        elif is_module(thing):
+            for parameter, name in parameter_names(thing).items():
+                names.setdefault(parameter, (_item(outer, key), name))
         elif type(thing) is dict:
-            for key, name in _tensors_in(thing):
-                names.setdefault(key, (item, name))
-        elif is_tensor(thing):  # an entry of a group
-            group, _, name = item.rpartition(".")
-            names.setdefault(id(thing), (group, name))
+            for tensor, name in _tensors_in(thing):
+                names.setdefault(tensor, (_item(outer, key), name))
     return names
 
 
@@ -107,13 +114,14 @@ def _tensors_in(
             yield from _tensors_in(inner, f"{outer}{key}.", depth + 1)
 
 
-def _is_group(value: dict[Any, Any], depth: int = 0) -> bool:
-    """A dict that holds something with a state of its own, rather than plain state."""
+def _is_group(value: dict[Any, Any], depth: int = 0, *, any_keys: bool = False) -> bool:
+    """A dict that holds something with a state of its own, rather than plain state. Its keys are
+    strings when an item is made of it; later `any_keys` may have come to it."""
     # Their types tell that thousands of tensors are none: this is asked at each save.
     if all(kind in PLAIN or is_tensor_type(kind) for kind in set(map(type, value.values()))):
         return False
-    strings = all(isinstance(key, str) for key in value)
-    return strings and any(_has_own_state(inner, depth) for inner in value.values())
+    named = any_keys or all(isinstance(key, str) for key in value)
+    return named and any(_has_own_state(inner, depth) for inner in value.values())
 
 
 def _has_own_state(value: object, depth: int = 0) -> bool:

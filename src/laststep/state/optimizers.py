@@ -60,7 +60,7 @@ class OptimizerProvider(StateProvider):
         return (self._optimizer,)
 
     def describe(self) -> State:
-        names = self._named()
+        names, item = self._named_in()
         state = self._optimizer.state
         # By id: the hash of a tensor is a Python call, and there are thousands.
         held = dict(zip(map(id, state), state.values(), strict=True))
@@ -69,7 +69,10 @@ class OptimizerProvider(StateProvider):
             options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
             own = map(names.__getitem__, map(id, group["params"]))
             forms = _forms_of(tuple(map(_FORM, group["params"])))
-            groups.append({"params": dict(zip(own, forms, strict=True)), "options": options})
+            params = dict(zip(own, forms, strict=True))
+            groups.append({"params": params, "options": options})
+            if item:  # a dict: stages of a pipeline have theirs under different items
+                groups[-1]["items"] = {item: len(params)}
         if not held.keys() <= names.keys():
             others = [key for key in state if id(key) not in names]
             raise Usage(
@@ -126,17 +129,22 @@ class OptimizerProvider(StateProvider):
         ]
 
     def refuses(self, stored: object) -> dict[Path, str]:
-        """State of parameters of another form: moments are of the parameter's own, and a fused step
-        would write past their end."""
+        """The state of parameters of another item, though they have the same names; and that of
+        parameters of another form: moments are of the parameter's own, and a fused step would write
+        past their end."""
         if not is_optimizer_state(stored):
             return {}
+        item, theirs = self._named_in()[1], _items_of(stored)
+        if item and theirs and item not in theirs:
+            listed = ", ".join(sorted(theirs))
+            return {(): f"is of the parameters of {item}, the stored one of those of {listed}"}
         live = {name: _form(parameter) for parameter, name, _ in self._walk()}
         refused: dict[Path, str] = {}
         for group in stored["groups"]:
-            for name, theirs in group["params"].items():
-                ours = live.get(name, theirs)
-                if ours != theirs:
-                    refused["state", name] = f"state of {name}: stored for {theirs}, live is {ours}"
+            for name, form in group["params"].items():
+                ours = live.get(name, form)
+                if ours != form:
+                    refused["state", name] = f"state of {name}: stored for {form}, live is {ours}"
         if _keeps_to_forms(type(self._optimizer)):
             for parameter, name, _ in self._walk():
                 odd = _odd_entry(stored["state"].get(name, {}), tuple(parameter.shape))
@@ -202,9 +210,13 @@ class OptimizerProvider(StateProvider):
 
     def _named(self) -> dict[int, str]:
         """id of a parameter → its name."""
+        return self._named_in()[0]
+
+    def _named_in(self) -> tuple[dict[int, str], str]:
+        """The names, and the item that those are in which do not say it, if one is known."""
         known = self._names()
         ids = [tuple(map(id, group["params"])) for group in self._optimizer.param_groups]
-        named, by_place = _named(
+        named, item, by_place = _named(
             tuple(tuple(map(known.get, group)) for group in ids),
             tuple(tuple(group.get("param_names") or ()) for group in self._optimizer.param_groups),
         )
@@ -221,15 +233,16 @@ class OptimizerProvider(StateProvider):
                 "two parameters of the optimizer have the same name",
                 remedy="pass their modules as items too, under different names",
             )
-        return names
+        return names, item
 
 
 @functools.lru_cache(maxsize=16)
 def _named(
     known: tuple[tuple[tuple[str, str] | None, ...], ...], own: tuple[tuple[str, ...], ...]
-) -> tuple[tuple[str, ...], int]:
+) -> tuple[tuple[str, ...], str, int]:
     """The names of the parameters of all groups: by the items and names that modules and dicts know
-    them under, or by the optimizer's own names, or by place; and how many go by place."""
+    them under, or by the optimizer's own names, or by place; the one item that they are in, which
+    they do not say then; and how many go by place."""
     items = {in_module[0] for group in known for in_module in group if in_module is not None}
     names: list[str] = []
     by_place = 0
@@ -243,7 +256,7 @@ def _named(
             else:
                 names.append(f"group{g}.{i}")
                 by_place += 1
-    return tuple(names), by_place
+    return tuple(names), items.pop() if len(items) == 1 else "", by_place
 
 
 def _form(parameter: torch.Tensor) -> str:
@@ -275,12 +288,20 @@ def is_optimizer_state(stored: object) -> TypeGuard[dict[str, Any]]:
 
 def _is_group(group: object) -> bool:
     match group:
-        case {"params": dict() | Absent() as params, "options": dict() | Absent()}:
-            return isinstance(params, Absent) or all(
-                isinstance(name, str) and (isinstance(form, str) or form is ABSENT)
-                for name, form in params.items()
+        case {"params": dict() | Absent() as params, "options": dict() | Absent(), **more}:
+            items = more.get("items", {})
+            forms = {} if isinstance(params, Absent) else params
+            return (
+                isinstance(items, dict)
+                and all(isinstance(name, str) for name in (*items, *forms))
+                and all(isinstance(form, str) or form is ABSENT for form in forms.values())
             )
     return False
+
+
+def _items_of(stored: dict[str, Any]) -> set[str]:
+    """The items of the parameters whose names do not say it; none in older checkpoints."""
+    return {item for group in stored["groups"] for item in group.get("items", ())}
 
 
 def _is_of_torch(stored: object) -> TypeGuard[dict[str, Any]]:
