@@ -383,3 +383,68 @@ def test_what_stands_for_nothing_is_never_saved(tmp_path: Path, *, allow_pickle:
         with pytest.raises(laststep.Usage):
             laststep.save(state, tmp_path / "folder", allow_pickle=allow_pickle)
     assert copy.deepcopy([laststep.ABSENT])[0] is copy.copy(laststep.ABSENT) is laststep.ABSENT
+
+
+def schedule(steps: int = 0) -> lr_scheduler.StepLR:
+    made = lr_scheduler.StepLR(optimizer(), 3)
+    for _ in range(steps):
+        made.optimizer.step()
+        made.step()
+    return made
+
+
+PLAIN = "is a plain value, the stored one of class StepLR"
+OBJECT = "the stored one is a plain value"
+
+
+@pytest.mark.parametrize(
+    ("stored", "live", "said"),
+    [
+        (lambda: schedule(2), lambda: 1, PLAIN),
+        (lambda: schedule(2), lambda: {"last_epoch": 1}, PLAIN),
+        (lambda: schedule(2), lambda: None, "x/o is not in the live state"),
+        (lambda: 7, schedule, OBJECT),
+        (lambda: full(1), schedule, OBJECT),
+        (lambda: {"hello": 1}, schedule, OBJECT),
+        (lambda: {"last_epoch": 1}, schedule, OBJECT),
+        (lambda: None, schedule, OBJECT),
+        (lambda: 7, lambda: Stateful(3), OBJECT),
+        (lambda: [full(1)], lambda: Stateful(3), OBJECT),
+    ],
+)
+def test_the_state_of_an_object_is_no_plain_value_and_the_other_way_round(
+    carry: Carry,
+    stored: Callable[[], object],
+    live: Callable[[], object],
+    said: str,
+) -> None:
+    here, expected = live(), live()
+    source = {"s": schedule(3), "o": stored(), "t": full(1)}
+    target = {"s": schedule(), "o": here, "t": full(0)}
+    with pytest.raises(laststep.Mismatch, match=said) as caught:
+        carry({"x": source}, {"x": target})
+    assert len(caught.value.problems.mismatched) <= 1
+    assert target["s"].last_epoch == 0
+    assert torch.equal(target["t"], full(0))  # nothing was touched
+    problems = carry({"x": source}, {"x": target}, strict=False).problems
+    assert said in "; ".join(problems.lines())
+    assert target["s"].last_epoch == 3
+    assert target["o"] is here
+    if hasattr(here, "state_dict"):
+        here, expected = here.state_dict(), expected.state_dict()
+    assert here == expected
+
+
+def test_an_item_that_was_an_object_is_no_plain_dict_and_the_other_way_round(carry: Carry) -> None:
+    live: dict[str, object] = {}
+    with pytest.raises(laststep.Mismatch, match=PLAIN):
+        carry({"x": schedule()}, {"x": live})
+    with pytest.raises(laststep.Mismatch, match=OBJECT):
+        carry({"x": {"hello": 1}}, {"x": schedule()})
+    assert not live
+
+
+def test_a_state_that_was_loaded_and_saved_again_still_fits_its_object(carry: Carry) -> None:
+    target = schedule()
+    carry({"x": schedule(2).state_dict()}, {"x": target})
+    assert target.last_epoch == 2

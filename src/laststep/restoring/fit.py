@@ -15,7 +15,7 @@ import msgspec
 
 from laststep.errors import Mismatch, NotFound, Problems
 from laststep.ranks.group import together
-from laststep.restoring.match import Match, match_item
+from laststep.restoring.match import PLAIN_KINDS, Match, match_item
 from laststep.restoring.renaming import modules_in, rename
 from laststep.saving.describe import naming
 from laststep.state.modules import loads_in_its_own_way
@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 
 VALUE = "state"
 """The item that holds a one-off state."""
-_VALUES = frozenset({"value", "group"})
-"""Kinds of items that are restored into the live dicts themselves."""
 
 
 def selection(
@@ -100,7 +98,7 @@ class Fit:
         newer = match.newer_values() if match.whole else []
         if not self.strict:
             self.missing += [f"{name}/{value}" for value in newer]
-        elif newer and kind in _VALUES:
+        elif newer and kind in PLAIN_KINDS:
             self.removed[name] = newer
 
 

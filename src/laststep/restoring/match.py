@@ -7,10 +7,10 @@ read into which memory and what is copied from there afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from laststep.errors import Usage
-from laststep.restoring.trees import is_in, mark_absent, newer_entries, without, without_plain
+from laststep.restoring.trees import mark_absent, newer_entries, part_at, without, without_plain
 from laststep.state.names import name_of, path_of
 from laststep.state.provider import ABSENT, State, StateProvider, lies_above, lies_under
 from laststep.state.stored_items import StoredItem, TensorSpec
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from laststep.restoring.renaming import Renamed
     from laststep.state.layouts import Layout
     from laststep.state.pieces import Collected
+
+
+PLAIN_KINDS: Final = frozenset({"value", "group"})
+"""Kinds of items that are restored into the live dicts themselves."""
 
 
 @dataclass(slots=True)
@@ -70,6 +74,11 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+
+    def refuse(self, path: Path, why: str) -> None:
+        """Leave a part alone that does not fit."""
+        self.foreign += (path,)
+        self.mismatched.append(f"{show_path(path)} {why}" if path else why)
 
     def tree(self, *, allow_pickle: bool) -> object:
         """The loaded state; after the reads and copies."""
@@ -129,7 +138,7 @@ def match_item(
     match.values = dict.fromkeys(stored, ABSENT)
     outline = _outline(item)
     if selected is None:
-        _refuse_foreign(match, live)
+        _refuse_foreign(match, provider, state, live)
         if () in match.foreign:
             return match
         match.mismatched += [*provider.check(outline), *renamed.differing]
@@ -155,6 +164,8 @@ def _leave_alone(
 ) -> None:
     """Note what the provider refuses, or has no use for."""
     for path, why in provider.refuses(outline).items():
+        if path in match.foreign:
+            continue  # which has been said
         below = (name for name in match.values if lies_under(path_of(name), (path,)))
         if selected is None or any(map(selected, below)):
             match.foreign += (path,)
@@ -208,18 +219,32 @@ def _pair(match: Match, names: list[str], state: State, live: Collected) -> list
     return fresh
 
 
-def _refuse_foreign(match: Match, live: Collected) -> None:
-    """State of another class than the live object's may look alike and mean something else; where
-    there is no object, it is no plain value either."""
-    ours = owners(live.tree)
-    for path, theirs in owners(match.item.tree).items():
-        if ours.get(path, theirs) != theirs:
-            match.foreign += (path,)
-            text = f"is of class {ours[path]}, the stored one of class {theirs}"
-            match.mismatched.append(f"{show_path(path)} {text}" if path else text)
-        elif path not in ours and not is_in(live.tree, path):
+def _refuse_foreign(match: Match, provider: StateProvider, state: State, live: Collected) -> None:
+    """State of another class than the live object's may look alike and mean something else; and
+    that of an object is no plain value, nor is one the state of an object."""
+    ours, theirs = owners(live.tree), owners(match.item.tree)
+    for path, stored in theirs.items():
+        if path in ours:
+            if ours[path] != stored:
+                match.refuse(path, f"is of class {ours[path]}, the stored one of class {stored}")
+        elif part_at(live.tree, path) in (ABSENT, None):
             match.foreign += (path,)
             match.unexpected.append(_name(path))
+        elif provider.kind in PLAIN_KINDS and not lies_under(path, state.things):
+            match.refuse(path, f"is a plain value, the stored one of class {stored}")
+    for path in ours.keys() - theirs:
+        there, here = part_at(match.item.tree, path), part_at(live.tree, path)
+        if lies_under(path, state.fresh) and not _may_be_state(there, here):
+            match.refuse(path, f"is of class {ours[path]}, the stored one is a plain value")
+
+
+def _may_be_state(stored: object, live: object) -> bool:
+    """Whether a plain value has the keys of a live object's state: what was loaded, or imported,
+    and is saved again has no class any more."""
+    state = owned(live).state  # type: ignore[arg-type]
+    if stored is ABSENT or not isinstance(state, dict):
+        return True
+    return isinstance(stored, dict) and state.keys() <= stored.keys()
 
 
 def _differs(match: Match, name: str, target: torch.Tensor, live: Collected) -> bool:

@@ -32,14 +32,11 @@ def _entries(node: object) -> dict[object, object]:
     return dict(enumerate(node)) if isinstance(node, list | tuple | deque) else {}
 
 
-def is_in(tree: object, path: Path) -> bool:
-    """Whether anything stands there in a tree."""
+def part_at(tree: object, path: Path) -> object:
+    """What stands there in a tree, or ABSENT."""
     for key in path:
-        entries = _entries(tree)
-        if key not in entries:
-            return False
-        tree = entries[key]
-    return True
+        tree = _entries(tree).get(key, ABSENT)
+    return tree
 
 
 def mark_absent(tree: object, path: Path) -> None:

@@ -37,6 +37,7 @@ from laststep.terms import with_article
 
 if TYPE_CHECKING:
     from laststep.state.provider import WhenRanksChange
+    from laststep.state.tree import Path
 
 
 @runtime_checkable
@@ -55,6 +56,8 @@ class StateDictProvider(StateProvider):
 
     def __init__(self, owner: HasStateDict) -> None:
         self._owner = owner
+        self._gives_dict = False
+        """Whether its state was a dict when it was last asked."""
         # A loader may have to ask its workers; a scheduler only copies a few numbers.
         self.cheap = self.passive = type(owner).__module__.startswith("torch.optim")
         # Each rank reads data of its own; whatever else has a state has the same on all.
@@ -64,7 +67,14 @@ class StateDictProvider(StateProvider):
         return (self._owner,)
 
     def describe(self) -> State:
-        return State(value=_owned(self._owner, self._owner.state_dict()), fresh=((),))
+        state = self._owner.state_dict()
+        self._gives_dict = isinstance(state, dict)
+        return State(value=_owned(self._owner, state), fresh=((),))
+
+    def refuses(self, stored: object) -> dict[Path, str]:
+        if isinstance(stored, dict) or not self._gives_dict:
+            return {}
+        return {(): f"is {with_article(type(self._owner))}, the stored one is a plain value"}
 
     def restore(self, value: object) -> None:
         with handing_over(f"load_state_dict of {type(self._owner).__name__}"):
