@@ -380,7 +380,10 @@ def test_options_of_another_number_of_groups_are_left_alone(tmp_path: Path) -> N
     two = torch.optim.AdamW(groups, weight_decay=0.0)
     with laststep.Checkpointer(tmp_path, model=layer, opt=two) as ckpt:
         problems = ckpt.restore(strict=False).problems
-    assert problems.mismatched == ("opt has 2 parameter groups, stored are 1",)
+    assert problems.mismatched == (
+        "opt has 2 parameter groups, stored are 1",
+        "opt has no stored options for its groups 0, 1",
+    )
     assert [group["weight_decay"] for group in two.param_groups] == [0.1, 0.0]
 
 
@@ -557,3 +560,32 @@ def test_a_key_of_another_type_that_comes_to_a_group_changes_no_names(
         ckpt.save(0).wait()
     assert set(laststep.load(tmp_path)["opt"]["state"]) == {"weight", "bias"}
     assert "in no item" not in caplog.text
+
+
+def test_options_go_to_the_groups_that_have_the_same_parameters(
+    carry: Callable[..., laststep.Restored],
+) -> None:
+    def items(order: Iterable[str], more: Iterable[str] = ()) -> dict[str, object]:
+        model = nn.Linear(3, 3)
+        model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+        decay = {"weight": 0.1, "bias": 0.2, "scale": 0.3}
+        parts = dict(model.named_parameters())
+        groups = [{"params": [parts[name]], "weight_decay": decay[name]} for name in order]
+        groups += [{"params": [parts[name]], "weight_decay": 0.7} for name in more]
+        return {"model": model, "opt": torch.optim.SGD(groups, lr=0.1, momentum=0.9)}
+
+    def decays(items: dict[str, object]) -> list[float]:
+        return [group["weight_decay"] for group in items["opt"].param_groups]
+
+    target = items(["bias", "weight", "scale"])
+    for group in target["opt"].param_groups:
+        group["weight_decay"] = 0.0
+    source = items(["weight", "bias", "scale"])
+    with pytest.raises(laststep.Mismatch, match="in other groups than the stored one"):
+        carry(source, target)
+    carry(source, target, strict=False)
+    assert decays(target) == [0.2, 0.1, 0.3]
+    other = items(["scale", "bias"], more=["weight"])
+    restored = carry(items(["weight", "bias"]), other, strict=False)
+    assert decays(other) == [0.3, 0.2, 0.1]
+    assert "opt has no stored options for its groups 0" in restored.problems.mismatched

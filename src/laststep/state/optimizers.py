@@ -111,7 +111,23 @@ class OptimizerProvider(StateProvider):
         ]
         if not problems and any(theirs[name] != number for name, number in ours.items()):
             problems.append("has its parameters in other groups than the stored one")
+        alone = [str(n) for n, alike in enumerate(self._alike(stored)) if alike is None]
+        if alone:
+            problems.append(f"has no stored options for its groups {', '.join(alone)}")
         return problems
+
+    def _alike(self, stored: dict[str, Any]) -> list[int | None]:
+        """The stored group that each group is, by the names of its parameters. One without any, as
+        a stage of a pipeline may have it, goes by place; of two that were one, neither is it."""
+        theirs, names = group_of(stored), self._named()
+        groups = self._optimizer.param_groups
+        alike: list[int | None] = []
+        for place, group in enumerate(groups):
+            known = {theirs.get(names[id(p)]) for p in group["params"]} - {None}
+            if not group["params"] and len(groups) == len(stored["groups"]):
+                known = {place}
+            alike.append(known.pop() if len(known) == 1 else None)
+        return [number if alike.count(number) == 1 else None for number in alike]
 
     def lacks(self, stored: object) -> list[Path]:
         """The state of parameters that it does not have."""
@@ -183,11 +199,9 @@ class OptimizerProvider(StateProvider):
         mine = [entries for name, entries in value["state"].items() if name in parameters]
         if not has_absent([mine, value["groups"]]):
             self._forget_newer(parameters, value["state"])
-        groups = self._optimizer.param_groups
-        if len(groups) != len(value["groups"]):
-            return  # whose options would be whose cannot be known
-        for group, stored in zip(groups, value["groups"], strict=True):
-            for key, entry in stored["options"].items():
+        for group, alike in zip(self._optimizer.param_groups, self._alike(value), strict=True):
+            stored = {} if alike is None else _entries(value["groups"][alike]["options"])
+            for key, entry in stored.items():
                 if key not in _HOW and not has_absent(entry):
                     _set_option(group, key, entry)
 
@@ -290,7 +304,7 @@ def _is_group(group: object) -> bool:
     match group:
         case {"params": dict() | Absent() as params, "options": dict() | Absent(), **more}:
             items = more.get("items", {})
-            forms = {} if isinstance(params, Absent) else params
+            forms = _entries(params)
             return (
                 isinstance(items, dict)
                 and all(isinstance(name, str) for name in (*items, *forms))
@@ -330,7 +344,13 @@ def _odd_entry(entries: object, shape: tuple[int, ...]) -> str | None:
 
 def group_of(stored: dict[str, Any]) -> dict[str, int]:
     """The number of the group of each parameter whose state is stored."""
-    return {name: number for number, g in enumerate(stored["groups"]) for name in g["params"]}
+    groups = enumerate(stored["groups"])
+    return {name: number for number, group in groups for name in _entries(group["params"])}
+
+
+def _entries(node: dict[str, Any] | Absent) -> dict[str, Any]:
+    """What is loaded of a dict: an empty one is ABSENT in a partial restore."""
+    return {} if isinstance(node, Absent) else node
 
 
 def _set_option(group: dict[str, object], key: str, entry: object) -> None:
