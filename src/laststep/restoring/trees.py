@@ -14,6 +14,7 @@ from laststep.state.tree import OWNED, Path, owned, tensor_names
 
 def newer_entries(stored: object, live: object, path: Path) -> list[Path]:
     """The entries of dicts in the live tree that the stored one does not have."""
+    stored, live = _state(stored), _state(live)
     theirs, newer = _entries(stored), []
     for key, inner in _entries(live).items():
         if key in theirs:
@@ -25,11 +26,17 @@ def newer_entries(stored: object, live: object, path: Path) -> list[Path]:
 
 def _entries(node: object) -> dict[object, object]:
     """The parts of a container by their keys, as paths have them; of anything else, none."""
+    node = _state(node)
     if isinstance(node, dict):
         return node
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return dict(zip(node._fields, node, strict=True))
     return dict(enumerate(node)) if isinstance(node, list | tuple | deque) else {}
+
+
+def _state(node: object) -> object:
+    """A part without the class of the object that gave it, which is in no path."""
+    return owned(node).state if isinstance(node, Tagged) and node.tag == OWNED else node
 
 
 def part_at(tree: object, path: Path) -> object:

@@ -18,7 +18,7 @@ from laststep.errors import LaststepError, Mismatch
 from laststep.process import shortage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from laststep.state.tree import Path
 
@@ -73,13 +73,19 @@ def lies_above(path: Path, others: Iterable[Path]) -> bool:
 
 def has_absent(entry: object) -> bool:
     """Whether anything in a restored tree was not restored."""
-    if entry is ABSENT:
-        return True
+    return entry is ABSENT or any(map(has_absent, _parts(entry)))
+
+
+def has_loaded(entry: object) -> bool:
+    """Whether anything in a restored tree was restored: an empty container is something."""
+    parts = _parts(entry)
+    return any(map(has_loaded, parts)) if parts else entry is not ABSENT
+
+
+def _parts(entry: object) -> Collection[object]:
     if isinstance(entry, dict):
-        return any(has_absent(inner) for inner in entry.values())
-    if isinstance(entry, list | tuple | deque):
-        return any(has_absent(inner) for inner in entry)
-    return False
+        return entry.values()
+    return entry if isinstance(entry, list | tuple | deque) else ()
 
 
 @contextlib.contextmanager

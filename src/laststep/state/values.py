@@ -22,6 +22,7 @@ from laststep.state.provider import (
     StateProvider,
     handing_over,
     has_absent,
+    has_loaded,
 )
 from laststep.state.stored_items import TensorSpec
 from laststep.state.tensors import (
@@ -239,6 +240,8 @@ def put(live: Any, loaded: Any) -> Any:
     """`loaded` written into `live` where that can be changed; returns what is to stand there. The
     one place where the two are joined: what was not wholly loaded replaces nothing, so nothing is
     ABSENT in what is returned, unless that is all of it, as there is nothing live."""
+    if not has_loaded(loaded):
+        return live
     if type(live) in (dict, OrderedDict) and isinstance(loaded, dict):
         return _put_entries(live, loaded)
     if isinstance(live, list | deque) and isinstance(loaded, list | deque):
