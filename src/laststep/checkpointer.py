@@ -483,6 +483,8 @@ class Checkpointer(single.OnlyOne):
         at an early optimizer step. Whatever goes wrong is the first save's to report."""
         if self._closed or self._work.preflight or os.getpid() != self._pid:
             return True
+        if not all(provider.cheap for provider in self._providers.values()):
+            return True  # what is not may have come to a dict meanwhile
         if not self._capturer.is_ready():
             return False
         with interrupts.held(), without_collection(), contextlib.suppress(Exception):

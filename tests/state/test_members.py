@@ -224,3 +224,25 @@ def test_a_mark_that_two_checkpointers_share_has_a_provider_in_each(tmp_path: Pa
         second.save(0)
     names = [set(laststep.load(tmp_path / run)["optimizer"]["state"]) for run in "ab"]
     assert names == [{"weight", "bias"}, {"group0.0", "group0.1"}]
+
+
+def test_what_is_not_cheap_to_ask_and_comes_to_a_dict_is_not_asked_before_the_first_save(
+    tmp_path: Path,
+) -> None:
+    class Loader:
+        asked = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            self.asked += 1
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    made = Session(tmp_path / "run")
+    with made.checkpointer:
+        loader = made.extra["loader"] = Loader()
+        for _ in range(5):
+            made.extra["schedule"].optimizer.step()
+        assert loader.asked == 0
+        made.stored()
+        assert loader.asked == 1
