@@ -5,6 +5,7 @@ The folder is a checkpoint like any other: verified, committed atomically, read 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -16,7 +17,7 @@ from laststep.browse import Catalog, Checkpoint, open_folder
 from laststep.catalog.decision import is_checkpoint
 from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
-from laststep.errors import Exists, NotFound, Usage
+from laststep.errors import Exists, NotFound, StorageFailed, Usage
 from laststep.memory.pool import Pool
 from laststep.process import interrupts, shortage
 from laststep.ranks.group import Alone
@@ -34,6 +35,8 @@ from laststep.storage.registry import local_path, open_store
 from laststep.terms import CHUNK_BYTES, with_article
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from laststep.read.content import Content
@@ -67,6 +70,20 @@ def save(state: object, path: str | os.PathLike[str], *, allow_pickle: bool = Fa
     write_folder({VALUE: state}, full, allow_pickle=allow_pickle)
 
 
+@contextlib.contextmanager
+def _without_settings() -> Iterator[None]:
+    """Tell of memory that cannot be had without naming a setting, as there are none here."""
+    try:
+        yield
+    except StorageFailed as error:
+        if "host_memory_bytes" not in (error.remedy or ""):
+            raise
+        raise StorageFailed(
+            error.what, expected=error.expected, found=error.found, remedy="raise the limits of "
+            "the process (`ulimit -v`, `ulimit -f`: shared memory counts as a file)",
+        ) from error  # fmt: skip
+
+
 def write_folder(items: Mapping[str, object], full: str, *, allow_pickle: bool) -> None:
     """Save items to a folder of their own: into a run beside it, whose only checkpoint is moved."""
     target = Path(full)
@@ -75,9 +92,11 @@ def write_folder(items: Mapping[str, object], full: str, *, allow_pickle: bool) 
     beside = open_store(target.parent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _SoleCheckpointer(
-            staging, items=items, flush="thread", allow_pickle=allow_pickle, progress=False
-        ) as ckpt:
+        with _without_settings():
+            saver = _SoleCheckpointer(
+                staging, items=items, flush="thread", allow_pickle=allow_pickle, progress=False
+            )
+        with saver as ckpt:
             handle = ckpt.save(0)
             handle.wait()
         (staging / str(handle.report.folder)).rename(target)
@@ -133,7 +152,8 @@ def _load(
     alone = Alone(me)
     own = me.number if me.number < checkpoint.ranks else 0
     checkpoint = checkpoint.of_rank(own if rank is None else rank)
-    pool = Pool(max(_LOAD_SLOTS, MIN_SLOTS) * CHUNK_BYTES, pinned=False)
+    with _without_settings():
+        pool = Pool(max(_LOAD_SLOTS, MIN_SLOTS) * CHUNK_BYTES, pinned=False)
     pool.want(pool.cap_bytes)
     try:
         content = checkpoint.content()

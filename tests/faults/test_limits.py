@@ -27,23 +27,29 @@ def test_limits_that_leave_no_memory_for_saves_are_told_with_a_remedy(
 ) -> None:
     script = f"""
 import resource, torch, laststep
+laststep.save({{"n": 1}}, {str(run_folder.parent / "two")!r})
+laststep.load({str(run_folder.parent / "two")!r})
+has_setting = True
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 most = 1 << 20 if "{limit}" == "RLIMIT_FSIZE" else used + (32 << 20)
 resource.setrlimit(resource.{limit}, (most, resource.RLIM_INFINITY))
 for act in (
     lambda: laststep.Checkpointer({str(run_folder)!r}, s={{"n": 1}}, host_memory_bytes=1 << 30),
     lambda: laststep.save({{"n": 1}}, {str(run_folder / "one")!r}),
+    lambda: laststep.load({str(run_folder.parent / "two")!r}),
 ):
     try:
         act()
     except laststep.StorageFailed as error:
         assert error.remedy and error.expected and error.found, error
+        assert ("host_memory_bytes" in error.remedy) == has_setting, error
+        has_setting = False
         print("told")
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout) == (0, "told\ntold\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, 3 * "told\n"), done.stderr
 
 
 def test_a_save_for_which_there_is_too_little_memory_is_told_and_the_next_one_works(
