@@ -341,7 +341,9 @@ def test_load_into_takes_the_state_of_the_rank_that_is_named(
         library.load(maker.path, {"model": model, "place": library.PerRank(live(1))})
 
 
-def test_load_into_makes_one_state_of_all_as_a_restore_does(maker) -> None:
+def test_load_into_makes_one_state_of_all_as_a_restore_does(
+    maker, caplog: pytest.LogCaptureFixture
+) -> None:
     maker.save_by_ranks(1, ranks=3)
 
     def joined(states: list[dict[str, object]], rank: int, ranks: int) -> dict[str, object]:
@@ -352,6 +354,13 @@ def test_load_into_makes_one_state_of_all_as_a_restore_does(maker) -> None:
     item = library.PerRank(place, when_ranks_change=joined)
     library.load(maker.path, {"model": {"weight": torch.zeros(WEIGHT_SHAPE)}, "place": item})
     assert place == {"position": 10 + 11 + 12}
+    assert caplog.messages == []
+    place |= {"epoch": 4, "loss": [0.5]}
+    library.load(maker.path, {"model": {"weight": torch.zeros(WEIGHT_SHAPE)}, "place": item})
+    assert place == {"position": 10 + 11 + 12}
+    [told] = caplog.messages
+    assert "place becomes what its function for when_ranks_change gives" in told
+    assert "without epoch, loss:" in told
 
 
 # export

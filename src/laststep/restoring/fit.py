@@ -17,9 +17,12 @@ from laststep.errors import Mismatch, NotFound, Problems
 from laststep.ranks.group import together
 from laststep.restoring.match import PLAIN_KINDS, Match, match_item
 from laststep.restoring.renaming import modules_in, rename
+from laststep.restoring.trees import newer_entries
 from laststep.saving.describe import naming
 from laststep.state.modules import loads_in_its_own_way
+from laststep.state.provider import lies_above, lies_under
 from laststep.state.tensors import collect
+from laststep.state.tree import show_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -345,11 +348,32 @@ def _warn_of_problems(problems: Problems) -> None:
 
 def _warn_of_removed(removed: Mapping[str, Sequence[str]]) -> None:
     for item, names in removed.items():
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         log.warning(
-            "%s goes back to what was saved, without %s%s; strict=False would keep them",
-            item, ", ".join(names[:3]), more,
+            "%s goes back to what was saved, without %s; strict=False would keep them",
+            item, _first(names),
         )  # fmt: skip
+
+
+def warn_of_left_out(item: str, provider: StateProvider, made: object) -> None:
+    """Say which plain entries go as a function for other numbers of ranks does not give them."""
+    if provider.kind in PLAIN_KINDS:
+        state = provider.describe()
+        things = state.things
+        names = [
+            show_path(path)
+            for path in newer_entries(made, state.value, ())
+            if not lies_above(path, things) and not lies_under(path, things)
+        ]
+        if names:
+            log.warning(
+                "%s becomes what its function for when_ranks_change gives, without %s: have it "
+                "give them too to keep them", item, _first(names),
+            )  # fmt: skip
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
 
 
 def _check_all_used(

@@ -19,7 +19,7 @@ from laststep.events import Restored as RestoredEvent
 from laststep.process import interrupts
 from laststep.ranks.group import together
 from laststep.restoring.choose import Asked, Choosing, StandsOrGone, check_asked, open_run
-from laststep.restoring.fit import Fit, fit, judge_twins
+from laststep.restoring.fit import Fit, fit, judge_twins, warn_of_left_out
 from laststep.restoring.transfer import Transfer, state_of_rank
 from laststep.restoring.waiting import wait_for_writers
 from laststep.saving.describe import naming
@@ -287,7 +287,9 @@ def hand_over(
         merge = providers[name].when_ranks_change
         assert callable(merge)  # noqa: S101 (that is why it is here)
         with naming(name, "restored"):
-            providers[name].restore(merge(of_ranks, rank.number, rank.ranks))
+            made = merge(of_ranks, rank.number, rank.ranks)
+            warn_of_left_out(name, providers[name], made)
+            providers[name].restore(made)
 
 
 def newest_of(store: Store) -> Listed | None:
