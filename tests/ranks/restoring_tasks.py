@@ -218,3 +218,21 @@ def average_on_one(run: str, kind: str) -> object:
 def _schedule() -> object:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     return torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+
+def stages_as_items(run: str) -> list[float]:
+    """Save and restore a stage of a pipeline under a name of its own, with its optimizer; returns
+    the momenta."""
+    rank = dist.get_rank()
+    for gradient in (5.0, 0.0):
+        stage = nn.ModuleDict({str(rank): nn.Linear(2, 2)})
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
+        for parameter in stage.parameters():
+            parameter.grad = torch.full_like(parameter, gradient + rank)
+        if gradient:
+            optimizer.step()
+        items = {f"stage{rank}": stage, "optimizer": optimizer}
+        with laststep.Checkpointer(run, items=items, flush="thread", progress=False) as ckpt:
+            if ckpt.restore().step is None:
+                ckpt.save(0).wait()
+    return [entry["momentum_buffer"].flatten()[0].item() for entry in optimizer.state.values()]

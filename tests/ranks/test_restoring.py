@@ -121,3 +121,10 @@ def test_what_one_rank_alone_has_replaces_nothing_on_the_others(
     crew: Crew, run_folder: Path, kind: str
 ) -> None:
     assert crew("restoring_tasks:average_on_one", 2, run=str(run_folder), kind=kind) == [None, None]
+
+
+def test_stages_that_are_items_of_different_names_get_their_optimizer_state(
+    crew: Crew, run_folder: Path
+) -> None:
+    momenta = crew("restoring_tasks:stages_as_items", 2, run=str(run_folder))
+    assert momenta == [[5.0, 5.0], [6.0, 6.0]]
