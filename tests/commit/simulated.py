@@ -371,7 +371,9 @@ class SimulatedRank:
         save = SaveUnderWay(self.flusher, step, role="first" if self.number == 0 else "member")
         item = ItemSpec(name="m", kind="value", standalone=False, pieces=())
         file = f"m-r{self.number:05d}.safetensors"
-        save.planned(SavePlan(items=(item,), files=(), file_of={"m": file}), lambda: None)
+        save.planned(
+            SavePlan(items=(item,), files=(), file_of={"m": file}, pieces=()), lambda: None
+        )
         self.flusher.save = save
         if self.number == 0:
             save.begin()
