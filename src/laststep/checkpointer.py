@@ -20,7 +20,7 @@ from laststep.capture.capture import Capturer
 from laststep.catalog.lineage import Seen
 from laststep.checks import seconds
 from laststep.commit import meeting as teaming
-from laststep.errors import Aborted, Exists, LaststepError, Usage
+from laststep.errors import Aborted, Exists, LaststepError, Usage, brief
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
 from laststep.flush.saves import SaveUnderWay
 from laststep.memory.pool import Pool
@@ -253,7 +253,7 @@ class Checkpointer(single.OnlyOne):
             if early is not None:
                 self._capturer.cancel(early)
             if self._team is not None:
-                self._team.stay_out(save.handle.step, str(error) or type(error).__name__)
+                self._team.stay_out(save.handle.step, brief(error))
             raise
         try:
             job = self._capturer.take(prepared.copies, sources, save, early)

@@ -154,10 +154,17 @@ class Mismatch(LaststepError):
         return error
 
     def __str__(self) -> str:
+        return super().__str__() + self._lines()
+
+    def without_remedy(self) -> str:
+        """The same, with what does not fit."""
+        return super().without_remedy() + self._lines()
+
+    def _lines(self) -> str:
         lines = [f"\n  {line}" for line in self.problems.lines()[:_SHOWN_PROBLEMS]]
         if len(self.problems) > _SHOWN_PROBLEMS:
             lines.append(f"\n  … and {len(self.problems) - _SHOWN_PROBLEMS} more (see .problems)")
-        return super().__str__() + (":" if lines else "") + "".join(lines)
+        return (":" if lines else "") + "".join(lines)
 
 
 class StorageFailed(LaststepError):
@@ -183,6 +190,13 @@ class Usage(LaststepError):
     """The call cannot work as it was made, and will not work when repeated unchanged."""
 
     usual_remedy = "pass what is expected; docs/guides/api.md has all arguments"
+
+
+def brief(error: BaseException) -> str:
+    """What any error says, for others to read; what to do is for whoever gets it raised."""
+    if isinstance(error, LaststepError):
+        return error.without_remedy()
+    return str(error) or type(error).__name__
 
 
 _KINDS: dict[str, type[LaststepError]] = {

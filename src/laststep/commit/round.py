@@ -129,7 +129,10 @@ class RoundContext:
         return (reason if reason.startswith(mine) else f"{mine} gave it up: {reason}").encode()
 
     def trouble(self, problem: str) -> str:
-        """What keeps this rank from saving, for others to read."""
+        """What keeps this rank from saving, for others to read; or what keeps another, by which it
+        was told."""
+        if problem.startswith("rank "):
+            return problem
         return f"rank {self.rank.number}: {problem}; its log says more"
 
     def join(self) -> None:

@@ -54,10 +54,7 @@ class Participant:
         """Take part in a save; returns why it is given up, if it is."""
         round_.began_s = self._desk.board.now_s()
         try:
-            out = f", in which it takes no part: {round_.problem}" if round_.problem else ""
-            self._desk.board.put(
-                f"last/{self._desk.rank.number}", f"step {round_.step}{out}".encode()
-            )
+            self._be_seen(round_)
             self.part.take_part(round_)
         except GivenUp as over:
             return self._give_up(round_, Aborted(str(over)), str(over))
@@ -68,6 +65,15 @@ class Participant:
             failed = StorageFailed("a commit failed", found=repr(error))
             return self._give_up(round_, failed, self._desk.trouble(str(failed)))
         return None
+
+    def _be_seen(self, round_: Round) -> None:
+        """Leave a note for those who may miss this rank. Without why it takes no part: that may
+        tell of ranks that were missed, and these notes of others."""
+        seen = f"step {round_.step}{', in which it took no part' if round_.problem else ''}"
+        try:
+            self._desk.board.put(f"last/{self._desk.rank.number}", seen.encode())
+        except LaststepError as error:
+            log.warning("step %d: others may not hear of this rank: %s", round_.step, error)
 
     def _give_up(self, round_: Round, error: LaststepError, reason: str) -> LaststepError:
         """Tell the others and the flusher that a save is given up; the run says what stands."""
