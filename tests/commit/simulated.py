@@ -9,6 +9,7 @@ on without it: what a test sees does not depend on how fast or how loaded the ma
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import math
 import sys
@@ -21,7 +22,7 @@ from laststep.catalog.names import AttemptName
 from laststep.commit.agreement import Agreements
 from laststep.commit.round import Round, RoundContext
 from laststep.commit.thread import Participant
-from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.errors import Aborted, LaststepError, StorageFailed, brief
 from laststep.events import Bus
 from laststep.flush.protocol import Begin, Begun, Decide, Gathered, Grouped, Located
 from laststep.flush.saves import SaveUnderWay
@@ -96,6 +97,14 @@ class Clock:
             if self.now_s > _END_S:
                 raise AssertionError("somebody waits for ever")
 
+    def pass_s(self, seconds: float) -> None:
+        """Wait so long."""
+        self.enter()
+        try:
+            self.until(lambda: None, self.now_s + seconds)
+        finally:
+            self.leave()
+
     def _go_on(self) -> None:
         if not self._working and self._waiting:
             self.now_s += _TICK_S
@@ -108,6 +117,17 @@ class Clock:
         self._changed.notify_all()
 
 
+GONE = "the store does not answer"
+
+
+class Loss(enum.Enum):
+    """What becomes of a note when its store does not answer whoever leaves it."""
+
+    LOST = "it is never there"
+    UNHEARD = "it is there, though nobody says so"
+    LATE = "it is there when this rank leaves its next: until then the question stood"
+
+
 class MemoryBoard:
     """What `laststep.ranks.board.Board` does, with notes in a dict that all ranks share."""
 
@@ -115,16 +135,32 @@ class MemoryBoard:
 
     def __init__(self, clock: Clock, notes: dict[str, bytes], told: Callable[[str], None]) -> None:
         self._clock, self._notes, self._told = clock, notes, told
+        self.loses: Callable[[str], Loss | None] = lambda name: None
+        """What becomes of a note that this rank leaves; None: it is there."""
+        self.reaches: Callable[[], bool] = lambda: True
+        """Whether the store answers this rank; asked for each note that it leaves or looks for."""
+        self._late: list[tuple[str, bytes]] = []
 
     def now_s(self) -> float:
         return self._clock.now_s
 
     def put(self, name: str, note: bytes) -> None:
         self._told(name)
-        self._notes[name] = note
-        self._clock.stir()
+        loss = self.loses(name) if self._answered() else Loss.LATE
+        if loss is Loss.LATE:
+            self._late.append((name, note))
+        if loss is None:
+            self._notes.update(self._late)
+            self._late.clear()
+        if loss in (None, Loss.UNHEARD):
+            self._notes[name] = note
+            self._clock.stir()
+        if loss is not None:
+            raise StorageFailed(GONE)
 
     def look(self, name: str) -> bytes | None:
+        if not self._answered():
+            raise StorageFailed(GONE)
         return self._notes.get(name)
 
     def look_all(self, names: Iterable[str]) -> dict[str, bytes]:
@@ -156,6 +192,13 @@ class MemoryBoard:
             return None
 
         return self.until(look, until_s) or self.look_all(wanted)
+
+    def _answered(self) -> bool:
+        """Whether the store answers a question as long as somebody waits for that."""
+        if self.reaches():
+            return True
+        until_s = self._clock.now_s + DEADLINE_S
+        return self._clock.until(lambda: self.reaches() or None, until_s) is not None
 
 
 class Killed(BaseException):
@@ -286,7 +329,7 @@ class SimulatedRank:
         self._resting: threading.Thread | None = None
         self._error: LaststepError | None = None
         self._died: BaseException | None = None
-        board = MemoryBoard(job.clock, job.notes, self.comes_to)
+        self.board = board = MemoryBoard(job.clock, job.notes, self.comes_to)
         rank = Rank(number, job.groups.ranks)
         self.agreements = Agreements(rank, board, deadline_s=DEADLINE_S)
         desk = RoundContext(
@@ -366,7 +409,7 @@ class SimulatedRank:
                 raise Aborted(problem)
             agreement = self.agreements.on(self._table(), step)
         except LaststepError as error:
-            self._participant.go_through(Round(step, None, None, problem=str(error)))
+            self._participant.go_through(Round(step, None, None, problem=brief(error)))
             raise
         save = SaveUnderWay(self.flusher, step, role="first" if self.number == 0 else "member")
         item = ItemSpec(name="m", kind="value", standalone=False, pieces=())

@@ -1,22 +1,25 @@
 """Agree with the other ranks on what the job holds: who describes what, and so who writes what.
 
-Ranks leave the digests of their tables on a board, the first one puts these together, and for every
-table that is new, one rank that has it leaves it there. That is done again only when a table
-changes. A rank whose own has not changed hears of it by the way, while one of its saves is under
-way. The first rank counts how often that was done; a rank that was late or took no part finds the
-next one by what the first rank has left.
+1. The first rank calls: it numbers its calls and keeps the latest in one note, `a/now`.
+2. While that call is open, each rank leaves the digest of its table, as `a/<number>/<rank>`.
+3. The first rank settles it, in the same note: the digests of all, or the problem.
+4. The first rank with a table leaves that, as `t/<digest>`. Whoever has them all has agreed.
+5. A rank that a settled call does not fit asks for another, as `a/<number>/again`.
+6. A rank that takes no part in the save that a call is for says so, as `a/<number>/refused`.
+7. A rank whose own table stays answers, or calls, by the way, while one of its saves is under way.
 
-A rank that takes no part in a save says so to those who wait to hear what it holds. Which save that
-is follows from the first rank's numbers, as in the save itself (`member`): it is the first of that
-step that this rank has not been through.
+No number is used twice, and no rank relies on having seen an earlier call: whatever note is lost,
+the save that needed it fails, and the next call makes up for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,7 +33,7 @@ from laststep.ranks import missing_ranks
 from laststep.terms import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from laststep.ranks.board import Board
     from laststep.ranks.rank import Rank
@@ -73,24 +76,26 @@ def on_some_ranks(agreement: Agreement) -> dict[str, tuple[int, ...]]:
 
 
 class _Call(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first rank calls the others for: a save of that step, the first after its save of
-    that number."""
+    """The first rank's latest call; settled once it has the digests of all, or a problem."""
 
-    step: int
-    led: int
-
-
-class _GatheredDigests(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first rank says: the digests of all, or who is missing."""
-
+    number: int
+    step: int | None = None
+    """It is for a save of that step, the first after its save `led`; None: that is not known."""
+    led: int = 0
     digests: bytes = b""
     problem: str = ""
-    refused: bool = False
-    """The problem is a rank's that takes no part, and says so."""
+
+    @property
+    def is_open(self) -> bool:
+        return not (self.digests or self.problem)
+
+    def has(self, rank: int, digest: bytes) -> bool:
+        """Whether it is settled, with that digest of that rank's."""
+        return _cut(self.digests)[rank : rank + 1] == [digest]
 
 
-class _Refused(Exception):
-    """A rank takes no part, for that reason."""
+class _CalledAnew(Exception):
+    """The first rank has given this call up, and calls again."""
 
 
 class Agreements:
@@ -102,15 +107,16 @@ class Agreements:
         self._deadline_s = deadline_s
         self._grace_s = grace_s(deadline_s)
         self._lock = threading.Lock()
-        self._generation = 0
-        """The last one that is settled, as far as this rank knows."""
+        self._number = time.time_ns() // 1_000_000 if rank.is_first else 0
+        """The last call that this rank made, or answered. Calls begin with the time: a launcher may
+        start ranks again in the store of those that died, whose calls have lower numbers."""
         self._data = b""
         self._table: Table | None = None
         self._agreement: Agreement | None = None
         self._tables: dict[bytes, Table] = {}
         self._called_s: float | None = None
         self._refused = 0
-        """The last one that this rank has refused to take part in."""
+        """The last call that this rank has refused."""
         self.known: Callable[[], int | None] = lambda: None
         """The number of the first rank's last save that this rank has been through; None while a
         save of this rank's is under way. A later one is the next save's."""
@@ -138,7 +144,7 @@ class Agreements:
         try:
             if self._agreement is None:
                 return
-            if self.board.look(f"a/{self._generation + 1}/called") is None:
+            if not self._is_called():
                 self._called_s = None
                 return
             self._called_s = self._called_s or self.board.now_s()
@@ -156,12 +162,10 @@ class Agreements:
         try:
             if self._agreement is not None:
                 return  # then it takes part in this all the same
-            generation = self._settled()[0] + 1
-            note = self.board.look(f"a/{generation}/for")
-            call = None if note is None else msgspec.msgpack.decode(note, type=_Call)
-            if call and call.step == step and call.led <= known and generation > self._refused:
-                self._refused = generation
-                self.board.put(f"a/{generation}/refused", why.encode())
+            call = self._latest()
+            if call and call.step == step and call.led <= known and call.number > self._refused:
+                self._refused = call.number
+                self.board.put(f"a/{call.number}/refused", why.encode())
         finally:
             self._lock.release()
 
@@ -175,29 +179,26 @@ class Agreements:
         self.board.close()
 
     def _agree(self, step: int | None) -> Agreement:
-        self._agreement = None
+        self._agreement, began_s = None, self.board.now_s()
         mine = digest_of(self._data)
-        # One deadline for all of it: the first rank tells by then who is missing, the others wait a
-        # bit longer for that, and whoever is told of a table finds it at once.
-        began_s = self.board.now_s()
-        told_by_s = began_s + self._deadline_s
-        if not self._rank.is_first:
-            told_by_s += margin_s(self._deadline_s) / 2
-        call = self._lead if self._rank.is_first else self._follow
-        generation, gathered = call(mine, step, told_by_s)
-        if gathered.problem:
-            self._generation = generation
-            if gathered.refused:
-                raise Aborted(gathered.problem)
-            raise Aborted(
-                "not all ranks of this job came to this save", found=gathered.problem, remedy=ABSENT
-            )
-        digests = _cut(gathered.digests)
+        while self._agreement is None:
+            settle = self._lead if self._rank.is_first else self._follow
+            call = settle(mine, step, began_s)
+            with contextlib.suppress(_CalledAnew):
+                self._agreement = self._agreed(call, mine, step, began_s)
+        if self._rank.is_first:
+            self._tell_of_some(on_some_ranks(self._agreement))
+        return self._agreement
+
+    def _agreed(self, call: _Call, mine: bytes, step: int | None, began_s: float) -> Agreement:
+        """What follows from a call that is settled, when the tables are there."""
+        digests = _cut(call.digests)
         if digests.index(mine) == self._rank.number:
             self.board.put(f"t/{mine.hex()}", self._data)
         distinct = set(digests)
         new = {f"t/{digest.hex()}": digest for digest in distinct if digest not in self._tables}
-        notes = self.board.wait_all(new, began_s + self._deadline_s + margin_s(self._deadline_s))
+        until_s = began_s + self._deadline_s + margin_s(self._deadline_s)
+        notes = self.board.wait_all(new, until_s, meanwhile=lambda: self._listen(call, step))
         for note, digest in new.items():
             if note not in notes:
                 raise Aborted(
@@ -207,11 +208,7 @@ class Agreements:
                 )
             self._tables[digest] = decode_table(notes[note])
         self._tables = {digest: self._tables[digest] for digest in distinct}
-        self._generation = generation
-        self._agreement = agree(digests, self._tables)
-        if self._rank.is_first:
-            self._tell_of_some(on_some_ranks(self._agreement))
-        return self._agreement
+        return agree(digests, self._tables)
 
     def _tell_of_some(self, found: dict[str, tuple[int, ...]]) -> None:
         """Say once which items only some ranks have: that may be meant, or an oversight."""
@@ -224,103 +221,111 @@ class Agreements:
                 )  # fmt: skip
         self._on_some = found
 
-    def _lead(self, mine: bytes, step: int | None, until_s: float) -> tuple[int, _GatheredDigests]:
-        """Collect the digests of all ranks, as the first of them, and tell."""
-        self._generation += 1  # whatever comes of it: nobody can join this one later
-        name = f"a/{self._generation}"
-        self.board.put(f"{name}/called", b"1")
-        self.board.put(f"{name}/0", mine)
-        names = [f"{name}/{rank}" for rank in range(self._rank.ranks)]
-        tell = self._impatience(names)
-        led: int | None = None
+    def _latest(self) -> _Call | None:
+        note = self.board.look("a/now")
+        return None if note is None else msgspec.msgpack.decode(note, type=_Call)
+
+    def _is_called(self) -> bool:
+        """Whether others wait to hear what this rank holds."""
+        if self._rank.is_first:
+            return self.board.look(f"a/{self._number}/again") is not None
+        call = self._latest()
+        return call is not None and call.is_open
+
+    def _say(self, call: _Call) -> _Call:
+        self.board.put("a/now", msgspec.msgpack.encode(call))
+        return call
+
+    def _listen(self, call: _Call, step: int | None) -> None:
+        """Raise `Aborted` if a call is in vain, since a rank takes no part that it needs."""
+        if self._rank.is_first:
+            note = self.board.look(f"a/{call.number}/refused")
+            why = None if note is None else note.decode()
+        else:
+            why = self._refusal_of_first(step)
+            if (now := self._latest()) is not None and now.number != call.number:
+                raise _CalledAnew
+        if why is not None:
+            raise Aborted(why)
+
+    def _lead(self, mine: bytes, step: int | None, began_s: float) -> _Call:
+        """Call, as the first rank, and settle it when all have answered."""
+        self._number += 1  # whatever comes of it: what is left for this one is not for the next
+        call = self._say(_Call(number=self._number))
+        names = [f"a/{call.number}/{rank}" for rank in range(1, self._rank.ranks)]
+
+        def late(notes: Container[str]) -> list[int]:
+            return [rank for rank, name in enumerate(names, 1) if name not in notes]
+
+        tell = self._impatience(lambda: late(self.board.look_all(names)))
 
         def meanwhile() -> None:
-            nonlocal led
-            if step is not None and led is None and (led := self.known()) is not None:
-                note = msgspec.msgpack.encode(_Call(step=step, led=led))
-                self.board.put(f"{name}/for", note)
-            if (why := self.board.look(f"{name}/refused")) is not None:
-                raise _Refused(why.decode())
+            nonlocal call
+            if step is not None and call.step is None and (led := self.known()) is not None:
+                call = self._say(msgspec.structs.replace(call, step=step, led=led))
+            self._listen(call, step)
             tell()
 
         try:
-            notes = self.board.wait_all(names, until_s, meanwhile=meanwhile)
-        except _Refused as refused:
-            gathered = _GatheredDigests(problem=str(refused), refused=True)
-        else:
-            gathered = self._gathered([notes.get(note) for note in names])
-        self.board.put(f"{name}/all", msgspec.msgpack.encode(gathered))
-        return self._generation, gathered
+            # It tells by then who is missing; the others wait a bit longer for that.
+            notes = self.board.wait_all(names, began_s + self._deadline_s, meanwhile=meanwhile)
+            if len(notes) < len(names):
+                raise self._missing(late(notes))
+        except Aborted as error:
+            self._say(msgspec.structs.replace(call, problem=error.what))
+            raise
+        digests = b"".join([mine, *(notes[name] for name in names)])
+        return self._say(msgspec.structs.replace(call, digests=digests))
 
-    def _gathered(self, notes: Sequence[bytes | None]) -> _GatheredDigests:
-        """What the first rank has heard of each, or who is missing."""
-        missing = [rank for rank, note in enumerate(notes) if note is None]
-        if missing:
-            shown = listed(map(self.last_of, missing))
-            return _GatheredDigests(problem=f"nothing from {shown} within {self._deadline_s:g} s")
-        return _GatheredDigests(digests=b"".join(note for note in notes if note is not None))
+    def _missing(self, ranks: Sequence[int]) -> Aborted:
+        nothing = f"nothing from {listed(map(self.last_of, ranks))} within {self._deadline_s:g} s"
+        return Aborted(f"not all ranks of this job came to this save: {nothing}; {ABSENT}")
 
-    def _impatience(self, names: Sequence[str]) -> Callable[[], None]:
-        """Called now and then, it tells once, after a few seconds, whose notes are not there."""
+    def _impatience(self, late: Callable[[], list[int]]) -> Callable[[], None]:
+        """Called now and then, it tells once, after a few seconds, who is late."""
         due_s = self.board.now_s() + missing_ranks.PATIENCE_S
 
         def look() -> None:
             nonlocal due_s
             if self.board.now_s() >= due_s:
                 due_s = math.inf
-                there = self.board.look_all(names)
-                late = [rank for rank, name in enumerate(names) if name not in there]
-                if late:
-                    missing_ranks.tell("save()", late, self._deadline_s)
+                if ranks := late():
+                    missing_ranks.tell("save()", ranks, self._deadline_s)
 
         return look
 
-    def _settled(self) -> tuple[int, _GatheredDigests | None]:
-        """The last one that is settled, and how, if that was without this rank, or while it was
-        late."""
-        generation, gathered = self._generation, None
-        while (note := self.board.look(f"a/{generation + 1}/all")) is not None:
-            generation += 1
-            gathered = msgspec.msgpack.decode(note, type=_GatheredDigests)
-        return generation, gathered
+    def _follow(self, mine: bytes, step: int | None, began_s: float) -> _Call:
+        """Answer the first rank's calls, and ask for one if need be, until one is settled with
+        what this rank holds now: the latest may be, where this rank did not wait for its end."""
+        me = self._rank.number
+        answered = asked = 0
+        # For whom else all wait, the first rank tells.
+        tell = self._impatience(lambda: [] if answered else [0])
 
-    def _follow(
-        self, mine: bytes, step: int | None, until_s: float
-    ) -> tuple[int, _GatheredDigests]:
-        """Leave one's digest where the first rank looks for it, and hear those of all."""
-        generation, gathered = self._settled()
-        if (
-            gathered is not None
-            and gathered.digests
-            and _cut(gathered.digests)[self._rank.number] == mine
-            and self.board.look(f"a/{generation + 1}/called") is None
-        ):
-            return generation, gathered
-        name = f"a/{generation + 1}"
-        self.board.put(f"{name}/{self._rank.number}", mine)
-        self.board.put(f"{name}/called", b"1")
-        tell = self._impatience([f"{name}/0"])  # whom else it waits for, the first rank tells
-
-        def look() -> tuple[int, _GatheredDigests] | None:
-            if (note := self.board.look(f"{name}/all")) is not None:
-                return generation + 1, msgspec.msgpack.decode(note, type=_GatheredDigests)
+        def look() -> _Call | None:
+            nonlocal answered, asked
+            call = self._latest()
+            if call is None:
+                pass
+            elif call.is_open and call.number > self._refused:
+                if answered != call.number:
+                    answered = self._number = call.number
+                    self.board.put(f"a/{call.number}/{me}", mine)
+            elif call.number == self._number and call.has(me, mine):
+                return call
+            elif call.number == answered and call.problem:
+                raise Aborted(call.problem)
+            elif asked != call.number:
+                asked = call.number
+                self.board.put(f"a/{call.number}/again", b"1")
             tell()
-            why = self._refusal_of_first(step)
-            if why is None:
-                return None
-            return generation, _GatheredDigests(problem=why, refused=True)
+            if (why := self._refusal_of_first(step)) is not None:
+                raise Aborted(why)
+            return None
 
-        settled = self.board.until(look, until_s)
-        if settled is None:
-            # Not settled: should the first rank come late, this one's note is there.
-            problem = f"nothing from {self.last_of(0)} within {self._deadline_s:g} s"
-            return generation, _GatheredDigests(problem=problem)
-        gathered = settled[1]
-        if gathered.digests and _cut(gathered.digests)[self._rank.number] != mine:
-            # An earlier note of this rank's was read.
-            return generation + 1, _GatheredDigests(
-                problem=f"an old note of rank {self._rank.number}"
-            )
+        until_s = began_s + self._deadline_s + margin_s(self._deadline_s) / 2
+        if (settled := self.board.until(look, until_s)) is None:
+            raise self._missing([0])
         return settled
 
     def _refusal_of_first(self, step: int | None) -> str | None:

@@ -64,6 +64,8 @@ class Leader:
         again in the store of those that died, whose notes have lower numbers."""
         self.known = 0
         """The same; 0 where it has led none."""
+        self._posted = 0
+        """The last save that the others could hear of."""
         self._past: deque[EndedRound] = deque(maxlen=_PAST)
         self._told_incomparable = False
         self._before: list[str] = []
@@ -147,6 +149,7 @@ class Leader:
             problem=problem, past=tuple(self._past), group_size=self._groups.size,
         )  # fmt: skip
         self._board.put("now", msgspec.msgpack.encode(now))
+        self._posted = round_.number
 
     def _gathered(self, round_: Round, mine: Receipt) -> tuple[dict[int, Receipt], list[Summary]]:
         """The receipts of this rank's group, and the summaries of all others."""
@@ -244,8 +247,9 @@ class Leader:
         return Aborted(f"the flusher of rank 0 {late}", remedy=_STUCK)
 
     def _tell(self, round_: Round, reason: str) -> None:
-        if not round_.number:  # it was never led; the others give it up by themselves, or hear now
-            round_.number = self._next_number()
+        if not round_.number or self._posted != round_.number:
+            # It was never led, or nobody heard that it is: the others do now, and how it ended.
+            round_.number = round_.number or self._next_number()
             self._post(round_, problem=reason)
         self._past.append(EndedRound(number=round_.number, step=round_.step, reason=reason))
         self._board.put(round_.key("decision"), msgspec.msgpack.encode(Decision(reason=reason)))

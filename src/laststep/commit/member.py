@@ -126,6 +126,8 @@ class Member:
             self._refuse(now, round_.step)
         elif self._until_s < math.inf:  # it has gone on, and not to this step
             raise GivenUp(_apart(now, round_))
+        elif now.place is None or self._board.look(f"s/{now.number}/decision"):
+            self._refused = now.number  # it is over; the first rank may be on its way to this one
         else:
             self._until_s = self._board.now_s() + grace_s(self._desk.deadline_s)
             self._refuse(now, round_.step)
