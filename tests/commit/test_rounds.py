@@ -88,6 +88,36 @@ def test_a_first_ranks_flusher_that_dies_between_the_phases_commits_nothing(
     works(job, 2)
 
 
+def test_a_flusher_that_dies_before_its_groups_manifest_fails_the_save_of_all(
+    simulate: Simulate,
+) -> None:
+    job = simulate(4, group=2)
+    works(job, 1)
+    job.ranks[3].at["r/3"] = job.ranks[2].flusher.die
+    told = job.save(2)
+    assert all("signal 9" in said for said in told)
+    assert all("rank 2: " in told[number] for number in (0, 1, 3))
+    assert job.committed() == [1]
+    works(job, 3)
+
+
+def test_a_first_ranks_flusher_that_stands_still_is_an_error_in_time_though_all_others_are_dead(
+    simulate: Simulate,
+) -> None:
+    job = simulate(2)
+    works(job, 1)
+    flusher = job.ranks[0].flusher
+
+    def stand() -> None:
+        flusher.stands = True
+
+    job.ranks[0].at["decide"] = stand
+    job.ranks[1].at["r/1"] = lambda: job.ranks[1].at.update({"": job.ranks[1].die})
+    assert "the flusher of rank 0 did not commit step 2 within 30 s" in job.save(2)[0]
+    flusher.resume()
+    assert job.committed() == [1]
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_that_takes_no_part_is_heard_at_once(number: int, simulate: Simulate) -> None:
     """In the first save, when nobody knows what others hold, and later."""

@@ -1,7 +1,8 @@
 """Real ranks that are stopped, out of room or out of step: all hear it, and the next save works.
 
 Each test leaves all ranks of a standing job alive. Its deadline passes when a test says so
-(`Process.late`). In which order messages may come is tried in `tests/commit/test_rounds.py`.
+(`Process.late`). What is marked long is tried in `tests/commit` in every order of messages, without
+processes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def others_than(number: int) -> list[int]:
 # Heard at once
 
 
-@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_with_a_full_disk_is_named_with_the_systems_error(
     number: int, standing: Standing
 ) -> None:
@@ -68,6 +70,7 @@ def test_a_flusher_that_is_killed_fails_the_save_of_all_ranks(
     assert standing.ranks[number].flusher() != flusher
 
 
+@pytest.mark.long
 def test_a_rank_whose_flusher_is_killed_after_its_receipt_finds_the_commit_in_the_run(
     standing: Standing,
 ) -> None:
@@ -83,6 +86,7 @@ def test_a_rank_whose_flusher_is_killed_after_its_receipt_finds_the_commit_in_th
     standing.works()
 
 
+@pytest.mark.long
 def test_a_first_ranks_flusher_that_is_killed_between_the_phases_commits_nothing(
     standing: Standing,
 ) -> None:
@@ -97,7 +101,7 @@ def test_a_first_ranks_flusher_that_is_killed_between_the_phases_commits_nothing
     standing.works()
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_wrong_step_holds_up_no_save_that_follows(number: int, standing: Standing) -> None:
     """Nobody waits for it to fail."""
     step, following = standing.step(), standing.step()
@@ -118,7 +122,8 @@ def test_a_wrong_step_holds_up_no_save_that_follows(number: int, standing: Stand
     standing.works()
 
 
-@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_that_cannot_describe_its_state_is_named_with_the_cause(
     number: int, standing: Standing
 ) -> None:
@@ -232,6 +237,7 @@ def test_a_rank_that_skips_a_save_makes_all_give_it_up(
 # Heard when the deadline has passed
 
 
+@pytest.mark.long
 def test_a_first_rank_that_was_stopped_past_the_deadline_is_named_and_comes_back(
     standing: Standing,
 ) -> None:
@@ -249,6 +255,7 @@ def test_a_first_rank_that_was_stopped_past_the_deadline_is_named_and_comes_back
     standing.works()
 
 
+@pytest.mark.long
 def test_a_first_rank_stopped_between_the_phases_comes_back_late_and_cannot_commit(
     standing: Standing,
 ) -> None:
@@ -266,6 +273,7 @@ def test_a_first_rank_stopped_between_the_phases_comes_back_late_and_cannot_comm
     standing.works()
 
 
+@pytest.mark.long
 def test_a_first_ranks_flusher_that_stands_still_between_the_phases_commits_nothing(
     standing: Standing,
 ) -> None:
@@ -293,7 +301,7 @@ def save_in_the_end(job: Job, step: int) -> int:
     raise AssertionError(told)
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_store_host_that_stands_still_is_an_error_in_time_and_the_next_save_works(
     number: int, start_job: Callable[..., Job], run_folder: Path
 ) -> None:

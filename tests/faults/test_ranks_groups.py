@@ -70,6 +70,7 @@ def test_the_manifest_names_groups_and_these_the_files(standing: tuple[Job, Path
     assert checkpoint.size_bytes == sum(sizes.values())
 
 
+@pytest.mark.long
 def test_a_flusher_killed_before_it_writes_its_groups_manifest_fails_the_save_of_all(
     standing: tuple[Job, Path],
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_flusher_killed_before_it_writes_its_groups_manifest_fails_the_save_of
     job.committed.append(step)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_before_it_speaks_for_its_group_is_named(
     open_job: Callable[..., Job], run_folder: Path
 ) -> None:

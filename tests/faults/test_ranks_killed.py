@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rank_jobs import Job
 
 
+@pytest.mark.long
 def test_a_first_rank_that_is_killed_between_the_phases_leaves_nothing_of_the_save(
     open_job: Callable[..., Job], run_folder: Path
 ) -> None:
@@ -51,6 +52,7 @@ def test_a_first_rank_that_is_killed_with_its_flusher_between_the_phases_commits
     check(run_folder, [1, 2])
 
 
+@pytest.mark.long
 def test_a_first_ranks_flusher_that_stands_still_is_an_error_in_time_though_all_others_are_dead(
     open_job: Callable[..., Job], run_folder: Path
 ) -> None:
@@ -85,6 +87,7 @@ def test_a_first_rank_that_hosts_the_store_is_killed_with_it(
     check(run_folder, [1])
 
 
+@pytest.mark.long
 def test_a_store_that_is_gone_is_an_error_on_all_ranks_and_nobody_hangs(
     open_job: Callable[..., Job], run_folder: Path
 ) -> None:
@@ -99,6 +102,7 @@ def test_a_store_that_is_gone_is_an_error_on_all_ranks_and_nobody_hangs(
     check(run_folder, [1])
 
 
+@pytest.mark.long
 def test_a_store_that_is_gone_after_the_commit_leaves_it_whole(
     open_job: Callable[..., Job], run_folder: Path
 ) -> None:
@@ -155,7 +159,10 @@ def test_a_job_that_is_killed_whole_goes_on_from_the_newest_that_was_committed(
     assert folders(run_folder)[-1] == "step-00000003.2-1"
 
 
-@pytest.mark.parametrize("gate", ["receipt", "decide", "tell"])
+@pytest.mark.parametrize("gate", [
+    "receipt", pytest.param("decide", marks=pytest.mark.long),
+    pytest.param("tell", marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_start_that_finds_the_notes_of_an_earlier_one_does_not_take_them_for_its_own(
     gate: str, open_job: Callable[..., Job], run_folder: Path
 ) -> None:

@@ -93,6 +93,7 @@ def wire() -> Iterator[Wire]:
     one.remove()
 
 
+@pytest.mark.long
 def test_a_network_that_is_cut_in_mid_save_is_an_error_on_both_sides_and_nobody_hangs(
     wire: Wire, start_job: Callable[..., Job], run_folder: Path
 ) -> None:
