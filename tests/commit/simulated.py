@@ -318,7 +318,8 @@ class SimulatedRank:
         self._job, self.number = job, number
         self.flusher = Flusher(job, number)
         self.tensors = ["w"]
-        """What this rank holds."""
+        """What this rank holds, and how large each is."""
+        self.size = 4
         self.value = b"1"
         """The plain values of its item."""
         self.at: dict[str, Callable[[], None]] = {}
@@ -425,7 +426,7 @@ class SimulatedRank:
             raise save.handle.error
 
     def _table(self) -> Table:
-        tensors = tuple(TableTensor(name, "float32", (4,), None) for name in self.tensors)
+        tensors = tuple(TableTensor(name, "float32", (self.size,), None) for name in self.tensors)
         return (TableItem("m", "value", False, tensors),)
 
 

@@ -228,6 +228,21 @@ def test_a_state_that_changes_on_all_ranks_or_on_one_is_agreed_on_anew(simulate:
     works(job, 4)
 
 
+@pytest.mark.parametrize("early", [(0,), (1, 2)])
+def test_ranks_that_did_not_describe_one_state_can_save_when_they_do(
+    early: tuple[int, ...], simulate: Simulate
+) -> None:
+    """Whoever comes first finds only what they described before."""
+    job = simulate(3)
+    job.ranks[2].size = 5
+    assert all("float32[5] on rank 2, float32[4] on ranks 0, 1" in said for said in job.save(1))
+    job.ranks[2].size = 4
+    job.begin(1, *early)
+    job.clock.pass_s(1)
+    job.begin(1, *(number for number in range(3) if number not in early))
+    assert [rank.outcome() for rank in job.ranks] == ["", "", ""]
+
+
 @pytest.mark.parametrize("group", [None, 2])
 def test_ranks_whose_plain_values_differ_commit_nothing_and_say_in_what(
     group: int | None, simulate: Simulate

@@ -26,7 +26,7 @@ import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.commit.receipts import CurrentRound
-from laststep.errors import Aborted
+from laststep.errors import Aborted, Mismatch
 from laststep.plan.tables import Agreement, Table, agree, decode_table, digest_of, encode_table
 from laststep.process import interrupts
 from laststep.ranks import missing_ranks
@@ -107,9 +107,11 @@ class Agreements:
         self._deadline_s = deadline_s
         self._grace_s = grace_s(deadline_s)
         self._lock = threading.Lock()
-        self._number = time.time_ns() // 1_000_000 if rank.is_first else 0
-        """The last call that this rank made, or answered. Calls begin with the time: a launcher may
-        start ranks again in the store of those that died, whose calls have lower numbers."""
+        self._number = time.time_ns() // 1_000_000
+        """The first rank's last call. They begin with the time: a launcher may start ranks again in
+        the store of those that died, whose calls have lower numbers."""
+        self._answered = 0
+        """The last call that this rank answered; 0 where nothing can come of that any more."""
         self._data = b""
         self._table: Table | None = None
         self._agreement: Agreement | None = None
@@ -208,7 +210,11 @@ class Agreements:
                 )
             self._tables[digest] = decode_table(notes[note])
         self._tables = {digest: self._tables[digest] for digest in distinct}
-        return agree(digests, self._tables)
+        try:
+            return agree(digests, self._tables)
+        except Mismatch:
+            self._answered = 0
+            raise
 
     def _tell_of_some(self, found: dict[str, tuple[int, ...]]) -> None:
         """Say once which items only some ranks have: that may be meant, or an oversight."""
@@ -309,9 +315,9 @@ class Agreements:
                 pass
             elif call.is_open and call.number > self._refused:
                 if answered != call.number:
-                    answered = self._number = call.number
+                    answered = self._answered = call.number
                     self.board.put(f"a/{call.number}/{me}", mine)
-            elif call.number == self._number and call.has(me, mine):
+            elif call.number == self._answered and call.has(me, mine):
                 return call
             elif call.number == answered and call.problem:
                 raise Aborted(call.problem)
