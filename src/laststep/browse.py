@@ -29,7 +29,7 @@ from laststep.read.files import close_files
 from laststep.read.verify import VerifyReport, verify_checkpoint
 from laststep.state.boxes import Box, whole
 from laststep.storage.registry import open_parent, open_store
-from laststep.terms import DTYPES, MANIFEST_NAME
+from laststep.terms import BLOCK_BYTES, DTYPES, MANIFEST_NAME
 
 if TYPE_CHECKING:
     import os
@@ -384,7 +384,7 @@ class StoredTensor(OnlyOne):
         first_byte = place.start + start
         file = self._content.files[place.file]
         extent = file.blocks(first_byte, first_byte + size)
-        buffer = bytearray(extent.stop - extent.start)
+        buffer = bytearray(extent.size_bytes)
         try:
             refuse(extent.read(memoryview(buffer)))
         except Corrupt as error:
@@ -392,7 +392,7 @@ class StoredTensor(OnlyOne):
                 f"cannot read {self.name}: {error.what}", where=error.where,
                 expected=error.expected, found=error.found, remedy=error.remedy,
             ) from error  # fmt: skip
-        at = file.record.header_bytes + first_byte - extent.start
+        at = first_byte % BLOCK_BYTES
         return buffer[at : at + size]
 
     def __repr__(self) -> str:

@@ -89,9 +89,9 @@ def test_show_of_what_was_deleted_meanwhile_says_so(
     assert (ended.status, ended.out) == (1, "")
     assert "the checkpoint was deleted meanwhile" in ended.err
 
-    def gone_before(store: object, folder: str, record: object, **options: object) -> object:
+    def gone_before(store: object, folder: str, *rest: object, **options: object) -> object:
         delete(three, folder)
-        return read_file(store, folder, record, **options)
+        return read_file(store, folder, *rest, **options)
 
     monkeypatch.setattr(places, "resolve", resolve)
     monkeypatch.setattr(holdings, "open_file", gone_before)

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laststep.errors import Corrupt, NotFound, StorageFailed
+from laststep.flush import images
 from laststep.flush.protocol import FileBegin
 from laststep.flush.writer import SaveFlush
 from laststep.format.header import TensorEntry, decode_header, reserve_bytes
 from laststep.plan.load import Read, Want, plan_reads
-from laststep.read.files import DataFile
+from laststep.read.files import DataFile, open_file
 from laststep.read.reader import read_all
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.disk import Disk
@@ -154,10 +155,7 @@ def stored_file(tmp_path: Path, data: bytes) -> tuple[DirectoryStore, DataFile]:
     for start, size in chunks_of(len(data), BLOCK_BYTES):
         write(flush, 0, data, start, size)
     (record,) = flush.finish(())
-    reader = store.open_reader("a/f")
-    region = store.read("a/f", limit_bytes=1 << 30)[: record.header_bytes]
-    header = decode_header(region, data_bytes=len(data), where="a/f")
-    return store, DataFile(record=record, header=header, reader=reader, where="a/f")
+    return store, open_file(store, "a", record).sound()
 
 
 def test_what_is_read_is_verified_and_delivered_whole(tmp_path: Path) -> None:
@@ -217,7 +215,7 @@ def test_a_block_that_is_wrong_only_once_is_read_again(tmp_path: Path) -> None:
             return got
 
     flaky = Flaky()
-    wrapped = dataclasses.replace(file, reader=flaky)
+    wrapped = dataclasses.replace(file, files=(file.files[0]._replace(reader=flaky),))
     reads = plan_reads(0, len(data), [Want(0, len(data), 0)])
     read_all([wrapped], reads, Room(), lambda read, slot: None, threads=1)
     assert flaky.calls == 2
@@ -232,10 +230,10 @@ def test_a_writer_that_fails_in_an_unknown_way_fails_the_save_and_not_its_thread
     data = bytes(BLOCK_BYTES)
     flush = SaveFlush(store, "a", (begin("f", len(data)),))
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise MemoryError("no memory for the header")
 
-    monkeypatch.setattr(flush, "_write_aligned", broken)
+    monkeypatch.setattr(images, "encode_header", broken)
     write(flush, 0, data, 0, len(data))  # completes the file, and with it writes its header
     with pytest.raises(StorageFailed, match="no memory for the header"):
         flush.finish(())

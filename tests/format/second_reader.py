@@ -66,7 +66,7 @@ def unsealed(path: Path, member: str, space: str) -> Json:
     front = f'{{"digest":{space}"xxh3-128:{digest(content)}",{space}"{member}":{space}'
     assert data == front.encode() + content + b"}", path
     found: Json = json.loads(content)
-    assert found["format"] == 1, path
+    assert found["format"] in (1, 2), path
     return found
 
 
@@ -102,39 +102,75 @@ def files_of(folder: Path, manifest: Json) -> list[Json]:
     return files
 
 
-def opened(folder: Path, record: Json) -> DataFile:
-    """A data file, of which every byte is verified."""
+class Held(NamedTuple):
+    """A data file as it lies on the disk, with its header verified."""
+
+    header: Json
+    said: Json
+    data: bytes
+
+    def block(self, number: int, size: int) -> bytes:
+        """A block that the file holds, verified."""
+        found = self.data[number * BLOCK : number * BLOCK + size]
+        blocks = base64.b64decode(self.said["blocks"])
+        assert digest(found) == blocks[16 * number : 16 * number + 16].hex()
+        return found
+
+
+def held(folder: Path, record: Json) -> Held:
     data = (folder / record["name"]).read_bytes()
     assert len(data) == record["size_bytes"]
     region, data = data[: record["header_bytes"]], data[record["header_bytes"] :]
     assert record["header_digest"] == f"xxh3-128:{digest(region)}"
     assert int.from_bytes(region[:8], "little") == len(region) - 8
     header = json.loads(region[8:])
-    metadata = header.pop("__metadata__")
-    said = json.loads(metadata["laststep"])
-    assert (said["version"], said["block_bytes"], said["codec"]) == (1, BLOCK, "raw")
-    blocks = base64.b64decode(said["blocks"])
-    for number, at in enumerate(range(0, said["tensor_bytes"], BLOCK)):
-        block = data[at : min(at + BLOCK, said["tensor_bytes"])]
-        assert digest(block) == blocks[16 * number : 16 * number + 16].hex()
-    parts, objects, at = [], {}, 0
-    for name, entry in header.items():
-        start, stop = entry["data_offsets"]
-        assert start == at
-        at = stop
-        if name in said["objects"]:
-            assert digest(data[start:stop]) == said["objects"][name]
-            objects[name] = data[start:stop]
-            continue
-        dtype, shape = said["dtypes"].get(name, (DTYPES[entry["dtype"]][0], entry["shape"]))
-        held = Tensor(dtype, tuple(shape), data[start:stop])
-        assert math.prod(shape) * SIZES[dtype] == stop - start
-        tensor, whole, first = said.get("parts", {}).get(name, (name, shape, [0] * len(shape)))
-        if name in said.get("parts", {}) and said["item"] is None:
-            tensor = f"{name.partition('/')[0]}/{tensor}"
-        parts.append(Part(tensor, tuple(whole), tuple(first), held))
+    said = json.loads(header.pop("__metadata__")["laststep"])
+    assert (said["block_bytes"], said["codec"]) == (BLOCK, "raw")
+    assert said["version"] == (2 if "lent" in said else 1)
+    at = 0
+    for entry in header.values():
+        assert entry["data_offsets"][0] == at
+        at = entry["data_offsets"][1]
     assert at == len(data)
-    return DataFile(record.get("rank", 0), said["item"], parts, objects)
+    return Held(header, said, data)
+
+
+def opened(folder: Path, record: Json, records: dict[str, Json]) -> DataFile:
+    """A data file, of which every byte is verified, with all that it borrows."""
+    own = held(folder, record)
+    files = [own] + [held(folder, records[name]) for name in own.said.get("lent", [])]
+    size = own.said["tensor_bytes"]
+    places = own.said.get("stretches", [[-(-size // BLOCK), 0, 0]])
+    blocks = [(file, first + n) for count, file, first in places for n in range(count)]
+    assert len(blocks) == -(-size // BLOCK)
+    data = b"".join(
+        files[file].block(number, min(BLOCK, size - at * BLOCK))
+        for at, (file, number) in enumerate(blocks)
+    )
+    image = files[1] if len(files) > 1 else own
+    assert "lent" not in image.said
+    assert (image.said["item"], image.said["tensor_bytes"]) == (own.said["item"], size)
+    objects = {
+        name: own.data[slice(*own.header[name]["data_offsets"])] for name in own.said["objects"]
+    }
+    sums = dict(own.said["objects"])
+    for name, (file, start, stop, sum_) in own.said.get("borrowed", {}).items():
+        objects[name], sums[name] = files[file].data[start:stop], sum_
+    assert all(digest(objects[name]) == sums[name] for name in sums)
+    parts = []
+    for name, entry in image.header.items():
+        if name in image.said["objects"]:
+            continue
+        start, stop = entry["data_offsets"]
+        dtype, shape = image.said["dtypes"].get(name, (DTYPES[entry["dtype"]][0], entry["shape"]))
+        tensor = Tensor(dtype, tuple(shape), data[start:stop])
+        assert math.prod(shape) * SIZES[dtype] == stop - start
+        boxes = image.said.get("parts", {})
+        of, whole, first = boxes.get(name, (name, shape, [0] * len(shape)))
+        if name in boxes and image.said["item"] is None:
+            of = f"{name.partition('/')[0]}/{of}"
+        parts.append(Part(of, tuple(whole), tuple(first), tensor))
+    return DataFile(record.get("rank", 0), own.said["item"], parts, objects)
 
 
 def joined(parts: list[Part]) -> Tensor:
@@ -182,7 +218,10 @@ def read(run: Path, rank: int = 0) -> dict[str, dict[str, Tensor]]:
     itself, those of one rank."""
     folder = newest(run)
     manifest = unsealed(folder / "manifest.json", "manifest", " ")
-    files = [opened(folder, record) for record in files_of(folder, manifest)]
+    records = {record["name"]: record for record in files_of(folder, manifest)}
+    files = [
+        opened(folder, record, records) for record in records.values() if not record.get("lent")
+    ]
     found = {}
     for item in manifest["items"]:
         name = item["name"]

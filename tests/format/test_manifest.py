@@ -188,8 +188,6 @@ def test_two_commits_do_not_share_their_default_metrics() -> None:
         changed(COMMIT, metadata=object()),
         changed(COMMIT, run="\ud800"),
         changed(COMMIT, continues=".."),
-        changed(COMMIT, format=2),
-        changed(COMMIT, format=0),
         changed(ABORT, format=2),
     ],
     ids=lambda decision: None,

@@ -32,7 +32,7 @@ from laststep.codecs.digests import digest_text
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
 from laststep.format.versions import Versioned, refuse_later
 from laststep.process import kernel
-from laststep.terms import FORMAT_VERSION
+from laststep.terms import FIRST_FORMAT
 
 if TYPE_CHECKING:
     from laststep.storage.store import Store
@@ -130,12 +130,15 @@ def decode(data: bytes, *, epoch: int, where: str) -> EpochRecord:
         if digest_text(content) != sealed.digest:
             raise _corrupt(where, sealed.digest, digest_text(content))
         said = msgspec.json.decode(content, type=Versioned)
-        refuse_later(said.format, what="record of an epoch", where=where, writer=said.laststep)
+        refuse_later(
+            said.format, what="record of an epoch", where=where, writer=said.laststep,
+            latest=FIRST_FORMAT,
+        )  # fmt: skip
         record = msgspec.json.decode(content, type=EpochRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _corrupt(where, "an epoch's record", str(error)) from error
-    if record.epoch != epoch or record.format != FORMAT_VERSION:
-        raise _corrupt(where, f"epoch {epoch}, format {FORMAT_VERSION}", f"{record}")
+    if record.epoch != epoch or record.format != FIRST_FORMAT:
+        raise _corrupt(where, f"epoch {epoch}, format {FIRST_FORMAT}", f"{record}")
     if record.continues is not None and record.continues[0] >= epoch:
         raise _corrupt(where, "an earlier epoch to continue from", f"{record.continues}")
     return record
@@ -292,7 +295,7 @@ def make_folder(store: Store) -> None:
 
 def _record(number: int, continues: Point | None, writer: Trainer, *, orphan: bool) -> EpochRecord:
     return EpochRecord(
-        format=FORMAT_VERSION,
+        format=FIRST_FORMAT,
         epoch=number,
         continues=continues,
         host=writer.host,

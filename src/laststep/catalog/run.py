@@ -38,7 +38,7 @@ from laststep.catalog.names import (
 from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
 from laststep.format.manifest import Abort, Commit
 from laststep.format.versions import Versioned, refuse_later
-from laststep.terms import FORMAT_VERSION
+from laststep.terms import FIRST_FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -117,9 +117,7 @@ class Run:
         """The run, which is made where there is none."""
         record = _read_record(store)
         if record is None:
-            fresh = RunRecord(
-                format=FORMAT_VERSION, run=os.urandom(16).hex(), created_s=time.time()
-            )
+            fresh = RunRecord(format=FIRST_FORMAT, run=os.urandom(16).hex(), created_s=time.time())
             try:
                 store.create(RUN_NAME, msgspec.json.encode(fresh))
                 record = fresh
@@ -472,12 +470,14 @@ def _read_record(store: Store) -> RunRecord | None:
         return None
     try:
         said = msgspec.json.decode(data, type=Versioned)
-        refuse_later(said.format, what="run", where=where, writer=said.laststep)
+        refuse_later(
+            said.format, what="run", where=where, writer=said.laststep, latest=FIRST_FORMAT
+        )
         record = msgspec.json.decode(data, type=RunRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         found = "other content, which laststep did not write" if data else "an empty file"
         raise _bad_record(where, found) from error
-    if record.format != FORMAT_VERSION:
+    if record.format != FIRST_FORMAT:
         raise _bad_record(where, f"format {record.format}")
     return record
 

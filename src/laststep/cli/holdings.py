@@ -54,9 +54,12 @@ class ShownTensor:
 def read_files(store: Store, folder: str, commit: Commit) -> list[Opened]:
     """The data files of a checkpoint, closed again; `NotFound` where all of it was deleted."""
     files = []
-    for record in files_of(store, folder, commit):
-        files.append(open_file(store, folder, record, cached=True))
-        files[-1].close()
+    records = files_of(store, folder, commit)
+    among = {record.name: record for record in records}
+    for record in records:
+        if not record.lent:
+            files.append(open_file(store, folder, record, among, cached=True))
+            files[-1].close()
     if any(file.damage for file in files):
         gone = decision.deleted(store, folder)
         if gone is not None:

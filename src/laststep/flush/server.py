@@ -22,6 +22,7 @@ import msgspec
 from laststep.catalog import groups, starts
 from laststep.codecs import objects
 from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.flush import lending
 from laststep.flush.epoch import WriterEpoch
 from laststep.flush.protocol import (
     Begin,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from laststep.catalog.epochs import Trainer
     from laststep.catalog.retention import Keep
     from laststep.catalog.run import Run
+    from laststep.flush.lending import Lender
     from laststep.memory.filled import Filled
     from laststep.storage.store import Lock
 
@@ -88,6 +90,8 @@ class Flusher:
         self._epoch = WriterEpoch(self._store, trainer, keep, connection.peer_is_dead)
         self._witness: tuple[str, Lock] | None = None
         self._given_up = False
+        self._lenders: dict[str, Lender] = {}
+        """The files of the last checkpoint that this flusher committed, or went on from."""
         self._saves: dict[int, Save] = {}
         self._chunks: queue.SimpleQueue[tuple[Save, Filled] | None] = queue.SimpleQueue()
         self._order: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
@@ -182,7 +186,7 @@ class Flusher:
             return
         try:
             save.at = self._epoch.begin(begin.step, alone=begin.role == "alone")
-            save.flush = SaveFlush(self._store, save.at.folder, begin.files)
+            save.flush = self._flush(save)
             if not begin.overwrite:
                 # Only now: a writer that was taken over hears that, not that its step is taken.
                 self._epoch.run.check_step_free(begin.step, epoch=save.at.epoch)
@@ -197,11 +201,20 @@ class Flusher:
         if save.at is not None and save.error is None:
             self._send(Begun(save=begin.save, at=save.at))
 
+    def _flush(self, save: Save) -> SaveFlush:
+        """Begin to write a save; what the last checkpoint has already is borrowed of it."""
+        assert save.at is not None  # noqa: S101 (the caller knows it)
+        files, before = save.begin.files, self._epoch.last_folder
+        if not self._lenders and before is not None:
+            names = [file.name for file in files]
+            self._lenders = lending.of_checkpoint(self._store, before, names)
+        return SaveFlush(self._store, save.at.folder, files, self._lenders)
+
     def _locate(self, save: Save, place: Located) -> None:
         """A member learns where to write: what has come meanwhile can be written now."""
         try:
-            flush = SaveFlush(self._epoch.run.store, place.at.folder, save.begin.files)
-            save.at, save.flush = place.at, flush
+            save.at = place.at
+            save.flush = self._flush(save)
             save.opened_s = time.monotonic() - save.began_s
         except LaststepError as error:
             save.error = error
@@ -286,7 +299,8 @@ class Flusher:
         assert save.seal is not None  # noqa: S101 (waited for)
         written_s = time.monotonic() - save.began_s
         records = save.flush.finish(save.seal.objects)
-        number, size = save.begin.save, sum(record.size_bytes for record in records)
+        size = sum(record.size_bytes for record in records if not record.origin)
+        number = save.begin.save
         durable_s = time.monotonic() - save.began_s
         self._send(
             Flushed(save=number, size_bytes=size, opened_s=save.opened_s, written_s=written_s,
@@ -303,6 +317,7 @@ class Flusher:
             self._epoch.commit(save.at, commit)
         else:
             self._decided_by_all(save)
+        self._lenders = save.flush.lenders()
         self._send_decided(save)
         if not save.is_member:
             self._epoch.retain(save.at, overwritten=save.begin.overwrite, tell=self._send)

@@ -1,52 +1,60 @@
-"""Write the images of one save to a store: digests on the way, objects behind, header last.
+"""Write the images of one save to a store, and choose how: whole, or what has changed.
 
 Knows nothing of who commits, of other saves or of torch. Chunks may arrive in any order and be
-written by several threads at once; each file's digests have one place per block, so no two threads
-touch the same bytes. The first error is kept, and after it nothing more is written or published.
+written by several threads at once. The first error is kept, and after it nothing more is written or
+published.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from laststep.codecs.digests import DIGEST_BYTES, block_digests, digest, digest_text
+from laststep.codecs.digests import block_digests
 from laststep.errors import Exists, LaststepError, StorageFailed
-from laststep.flush.protocol import FileBegin
-from laststep.format.header import Header, ObjectEntry, encode_header
-from laststep.format.manifest import FileRecord
-from laststep.storage.store import FileWriting
-from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
+from laststep.flush.images import BorrowingImage, CannotBorrow, Image, WholeImage
+from laststep.flush.lending import MOST_CHANGED
+from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from laststep.flush.lending import Lender
+    from laststep.flush.protocol import FileBegin
+    from laststep.format.manifest import FileRecord
     from laststep.storage.store import Store
 
 
-class _ImageFile(msgspec.Struct):
-    """One data file being written; `digests` and `tail` are filled by whoever writes the chunk."""
+class _File:
+    """One data file of a save, and how much of it has been written."""
 
-    plan: FileBegin
-    writer: FileWriting
-    digests: bytearray
-    tail: bytes = b""
-    written_bytes: int = 0
-    record: FileRecord | None = None
+    def __init__(self, plan: FileBegin, before: Lender | None) -> None:
+        self.plan = plan
+        self.before = before
+        self.choosing = threading.Lock()
+        self.image: Image | None = None
+        self.written_bytes = 0
+        self.records: tuple[FileRecord, ...] = ()
 
 
 class SaveFlush:
     """The files of one save in their attempt's folder."""
 
-    def __init__(self, store: Store, folder: str, files: tuple[FileBegin, ...]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        files: tuple[FileBegin, ...],
+        lenders: Mapping[str, Lender] | None = None,
+    ) -> None:
+        """`lenders` are the files of the last checkpoint, by name."""
         self.folder = folder
         self.written_bytes = 0
         self._store = store
         self._lock = threading.Lock()
         self._error: LaststepError | None = None
-        self._files: list[_ImageFile] = []
+        self._files: list[_File] = []
         self._folders = {f"{folder}/{plan.name}".rpartition("/")[0]: None for plan in files}
         """In which the files lie: the attempt's own, or one within it."""
         try:
@@ -54,10 +62,13 @@ class SaveFlush:
                 if place != folder:
                     self._make(place)
             for plan in files:
-                expected = plan.region_bytes + plan.tensor_bytes
-                writer = store.open_writer(f"{folder}/{plan.name}", expected_bytes=expected)
-                blocks = -(-plan.tensor_bytes // BLOCK_BYTES)
-                self._files.append(_ImageFile(plan, writer, bytearray(blocks * DIGEST_BYTES)))
+                before = (lenders or {}).get(plan.name)
+                if before is not None and not before.has_the_image_of(plan):
+                    before = None
+                file = _File(plan, before)
+                self._files.append(file)
+                if before is None or not before.is_worth_it():
+                    file.image = WholeImage(store, folder, plan, before)
         except LaststepError as error:
             self.fail(error)
 
@@ -91,29 +102,39 @@ class SaveFlush:
                 )
             )
 
-    def _write(self, target: _ImageFile, start: int, image: memoryview, size_bytes: int) -> None:
+    def _write(self, target: _File, start: int, image: memoryview, size_bytes: int) -> None:
         sums = block_digests(image[:size_bytes])
-        first = start // BLOCK_BYTES * DIGEST_BYTES
-        target.digests[first : first + len(sums)] = sums
-        whole = align_up(size_bytes, target.writer.alignment_bytes)
-        target.writer.write_at(target.plan.region_bytes + start, image[:whole])
-        if start + size_bytes == target.plan.tensor_bytes:
-            target.tail = bytes(image[size_bytes // ALIGN_BYTES * ALIGN_BYTES : size_bytes])
+        self._image(target, start, sums).write(start, image, size_bytes, sums)
         with self._lock:
             self.written_bytes += size_bytes
             target.written_bytes += size_bytes
             complete = target.written_bytes == target.plan.tensor_bytes
         if complete and not target.plan.has_objects:
             # Nothing more will come: its sync runs while the other files are still being written.
-            target.record = self._finish_file(target, [])
+            target.records = self._finish_file(target, [])
+
+    def _image(self, file: _File, start: int = 0, sums: bytes = b"") -> Image:
+        """How a file is written: where the first chunk that comes shows that much has changed, or
+        where nobody can lend, whole."""
+        with file.choosing:
+            if file.image is None:
+                plan, before = file.plan, file.before
+                assert before is not None  # noqa: S101 (or it was chosen at the beginning)
+                same = before.same(start // BLOCK_BYTES, sums)
+                if before.changed is not None or same.count(False) <= MOST_CHANGED * len(same):
+                    with contextlib.suppress(CannotBorrow):
+                        file.image = BorrowingImage(self._store, self.folder, plan, before)
+                if file.image is None:
+                    file.image = WholeImage(self._store, self.folder, plan, before)
+            return file.image
 
     def finish(self, objects: tuple[tuple[int, str, bytes], ...]) -> tuple[FileRecord, ...]:
         """Append objects, write headers, make every file and the folder durable; all chunks MUST
         have been written. Raises the first error of the save."""
-        records = []
+        records: list[FileRecord] = []
         for number, file in enumerate(self._files):
             mine = [(name, data) for where, name, data in objects if where == number]
-            records.append(file.record or self._finish_file(file, mine))
+            records += file.records or self._finish_file(file, mine)
         if self.error is not None:
             raise self.error
         # The attempt's own too where it holds only folders: the rank that made them may not have
@@ -125,46 +146,22 @@ class SaveFlush:
     def close(self) -> None:
         """Close what is open; does nothing to finished files."""
         for file in self._files:
-            file.writer.close()
+            if file.image is not None:
+                file.image.close()
 
-    def _finish_file(self, file: _ImageFile, objects: list[tuple[str, bytes]]) -> FileRecord:
+    def lenders(self) -> dict[str, Lender]:
+        """What the next save may borrow, once this one is finished."""
+        images = [(file.plan.name, file.image) for file in self._files]
+        return {name: image.lender() for name, image in images if image is not None}
+
+    def _finish_file(self, file: _File, objects: list[tuple[str, bytes]]) -> tuple[FileRecord, ...]:
         error = self.error
         if error is not None:
             raise error
-        plan = file.plan
-        entries, end = [], plan.tensor_bytes
-        for name, data in objects:
-            entries.append(
-                ObjectEntry(name=name, start=end, stop=end + len(data), digest=digest(data))
-            )
-            end += len(data)
-        if objects:
-            at = plan.tensor_bytes // ALIGN_BYTES * ALIGN_BYTES
-            joined = file.tail + b"".join(data for _, data in objects)
-            self._write_aligned(file.writer, plan.region_bytes + at, joined)
-        header = Header(
-            item=plan.item, tensors=plan.entries, objects=tuple(entries),
-            tensor_bytes=plan.tensor_bytes, blocks=bytes(file.digests), parts=plan.parts,
-        )  # fmt: skip
-        region = encode_header(header, region_bytes=plan.region_bytes)
-        self._write_aligned(file.writer, 0, region)
-        size = plan.region_bytes + end
-        file.writer.finish(size)
-        return FileRecord(
-            name=plan.name, size_bytes=size, header_bytes=plan.region_bytes,
-            header_digest=digest_text(region),
-        )  # fmt: skip
+        file.records = self._image(file).finish(objects)
+        return file.records
 
     def _make(self, place: str) -> None:
         """A folder within the attempt's; another rank may be first."""
         with contextlib.suppress(Exists):
             self._store.make_folder(place, parents=False)
-
-    @staticmethod
-    def _write_aligned(writer: FileWriting, offset: int, data: bytes) -> None:
-        """Write bytes from ordinary memory through a page-aligned copy."""
-        with mmap.mmap(-1, align_up(max(len(data), 1), ALIGN_BYTES)) as buffer:
-            buffer[: len(data)] = data
-            whole = align_up(len(data), writer.alignment_bytes)
-            with memoryview(buffer) as view, view[:whole] as used:
-                writer.write_at(offset, used)

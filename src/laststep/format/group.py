@@ -21,6 +21,7 @@ from laststep.format.manifest import (
     FileRecord,
     GroupRecord,
     files_problem,
+    lowest_format,
     parse_content,
 )
 
@@ -31,7 +32,7 @@ _WHAT = "group manifest"
 class GroupManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The data files of consecutive ranks of one attempt."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 1
     step: Count
     epoch: Count
     attempt: Count
@@ -42,7 +43,8 @@ class GroupManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def encode(group: GroupManifest) -> tuple[GroupRecord, bytes]:
     """What the manifest of the checkpoint says of it, and the bytes of the file."""
-    content = msgspec.json.encode(group)
+    lowest: Literal[1, 2] = lowest_format(group.files)  # type: ignore[assignment]
+    content = msgspec.json.encode(msgspec.structs.replace(group, format=lowest))
     data = seal(content, member="group")
     record = GroupRecord(
         name=f"{GROUPS_FOLDER}/r{group.first:05d}.json", digest=digest_text(content),

@@ -4,13 +4,13 @@ Knows nothing of how bytes get there, what tensors mean or how files are named. 
 8 bytes of length, the JSON, and spaces up to a multiple of 4,096; offsets count from its end. What
 `encode_header` gives is accepted by the safetensors library; what `decode_header` gives covers the
 data exactly, in order, without holes, so a reader need check nothing again. `decode_*` raise only
-`Corrupt`, and `Usage` for a file that needs something newer or other than this library.
+`Corrupt`, and `Usage` for a file that needs something newer or other than this library. A file that
+borrows blocks (`format.borrowing`) has those that it holds as one entry of bytes, and no tensors.
 """
 
 from __future__ import annotations
 
 import base64
-import math
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
@@ -18,6 +18,14 @@ import msgspec
 from laststep.codecs import strict
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import Corrupt, Usage
+from laststep.format.borrowing import Stretch
+from laststep.format.soundness import (
+    MAX_OFFSET,
+    METADATA,
+    block_count,
+    header_problem,
+    tensor_problem,
+)
 from laststep.format.versions import refuse_later
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, DTYPES, MAX_HEADER_BYTES, align_up
 
@@ -25,11 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _LENGTH_BYTES = 8
-_MAX_OFFSET = (1 << 63) - 1
 _MAX_PLAIN_BYTES = 100_000_000
 """What the safetensors library takes as a header; `MAX_HEADER_BYTES` is our own, lower limit."""
 
-_METADATA = "__metadata__"
+HELD_NAME = "~6blocks"
+"""The entry of a file that borrows: the blocks that it holds itself."""
 _NAME_OF_CODE = {dtype.code: dtype.name for dtype in DTYPES.values() if dtype.code is not None}
 _SUB_BYTE_CODES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 
@@ -62,10 +70,13 @@ class ObjectEntry(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     stop: int
     digest: bytes
+    file: int = 0
+    """In which of the files that are borrowed from; 0: in this one."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a header says. `blocks` is the digests of the tensor area's blocks, joined."""
+    """All that a header says. `blocks` is the digests of the blocks that the file holds, joined:
+    those of the tensor area, or some of its blocks where the others are borrowed."""
 
     item: str | None
     tensors: tuple[TensorEntry, ...]
@@ -74,9 +85,20 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     blocks: bytes
     parts: dict[str, PartEntry] = {}
     """By the name of their entries."""
+    lent: tuple[str, ...] = ()
+    """The files that blocks are borrowed of; the first says what tensors there are."""
+    stretches: tuple[Stretch, ...] = ()
+    """Where the blocks of the tensor area lie, if not all in this file."""
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes in front of the objects: the tensor area, or the blocks of it that are here."""
+        if not self.lent:
+            return self.tensor_bytes
+        return len(self.blocks) // DIGEST_BYTES * BLOCK_BYTES
 
 
-_Size = Annotated[int, msgspec.Meta(ge=0, le=_MAX_OFFSET)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_OFFSET)]
 
 
 class _RawEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -90,7 +112,7 @@ class _RawEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 class _Laststep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The document under `laststep` in the metadata."""
 
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 1
     item: str | None
     digest: Literal["xxh3-128"] = "xxh3-128"
     block_bytes: Literal[1048576] = 1048576
@@ -100,6 +122,10 @@ class _Laststep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dtypes: dict[str, tuple[str, tuple[_Size, ...]]]
     codec: Literal["raw"] = "raw"
     parts: dict[str, PartEntry] | msgspec.UnsetType = msgspec.UNSET
+    lent: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    stretches: tuple[tuple[_Size, _Size, _Size], ...] | msgspec.UnsetType = msgspec.UNSET
+    borrowed: dict[str, tuple[_Size, _Size, _Size, str]] | msgspec.UnsetType = msgspec.UNSET
+    """Objects of lent files: the number of the file, where it lies there, its digest."""
 
 
 class _Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,12 +145,12 @@ def reserve_bytes(
     parts: dict[str, PartEntry] | None = None,
 ) -> int:
     """The most that the header region of such a file can take, whatever its objects come to."""
-    widest = _MAX_OFFSET  # no offset has more digits
+    widest = MAX_OFFSET  # no offset has more digits
     objects = tuple(
         ObjectEntry(name=name, start=widest, stop=2 * widest, digest=bytes(DIGEST_BYTES))
         for name in object_names
     )
-    blocks = bytes(_block_count(tensor_bytes) * DIGEST_BYTES)
+    blocks = bytes(block_count(tensor_bytes) * DIGEST_BYTES)
     header = Header(
         item=item, tensors=tuple(tensors), objects=objects, tensor_bytes=tensor_bytes,
         blocks=blocks, parts=parts or {},
@@ -140,6 +166,24 @@ def reserve_bytes(
     return region_bytes
 
 
+def reserve_borrowing_bytes(
+    *, item: str | None, object_names: Iterable[str], tensor_bytes: int, lent: Sequence[str]
+) -> int:
+    """The same for a file that borrows of these others, whichever of its blocks it holds."""
+    count, widest = block_count(tensor_bytes), MAX_OFFSET
+    stretches = (Stretch(count, len(lent), count),) * count
+    objects = tuple(
+        ObjectEntry(name=name, start=widest, stop=widest, digest=bytes(DIGEST_BYTES), file=file)
+        for name in object_names
+        for file in (0, len(lent))
+    )
+    header = Header(
+        item=item, tensors=(), objects=objects, tensor_bytes=tensor_bytes,
+        blocks=bytes(count * DIGEST_BYTES), lent=tuple(lent), stretches=stretches,
+    )  # fmt: skip
+    return align_up(_LENGTH_BYTES + len(_json_of(header)), ALIGN_BYTES)
+
+
 def encode_header(header: Header, *, region_bytes: int) -> bytes:
     """The header region, of exactly `region_bytes`; `Usage` if it does not fit or is unsound."""
     if region_bytes % ALIGN_BYTES or not 0 < region_bytes <= MAX_HEADER_BYTES:
@@ -148,7 +192,7 @@ def encode_header(header: Header, *, region_bytes: int) -> bytes:
             expected=f"a region of a multiple of {ALIGN_BYTES}, at most {MAX_HEADER_BYTES} bytes",
             found=f"{region_bytes} bytes",
         )
-    problem = _problem(header)
+    problem = header_problem(header)
     if problem is not None:
         raise Usage("cannot write a header", found=problem)
     text = _json_of(header)
@@ -163,7 +207,7 @@ def encode_header(header: Header, *, region_bytes: int) -> bytes:
 
 
 def _json_of(header: Header) -> bytes:
-    entries: dict[str, object] = {_METADATA: None}
+    entries: dict[str, object] = {METADATA: None}
     dtypes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, dtype, shape, start, stop in header.tensors:
         known = DTYPES.get(dtype)
@@ -174,116 +218,34 @@ def _json_of(header: Header) -> bytes:
             entries[name] = _RawEntry("U8", (stop - start,), (start, stop))
         else:
             entries[name] = _RawEntry(known.code, shape, (start, stop))
-    for stored in header.objects:
+    if header.lent:
+        entries[HELD_NAME] = _RawEntry("U8", (header.held_bytes,), (0, header.held_bytes))
+    own = [stored for stored in header.objects if stored.file == 0]
+    for stored in own:
         size = stored.stop - stored.start
         entries[stored.name] = _RawEntry("U8", (size,), (stored.start, stored.stop))
     document = _Laststep(
+        version=2 if header.lent else 1,
         item=header.item,
         tensor_bytes=header.tensor_bytes,
         blocks=base64.b64encode(header.blocks).decode("ascii"),
-        objects={stored.name: stored.digest.hex() for stored in header.objects},
+        objects={stored.name: stored.digest.hex() for stored in own},
         dtypes=dtypes,
         parts=header.parts or msgspec.UNSET,
+        lent=header.lent or msgspec.UNSET,
+        stretches=header.stretches if header.lent else msgspec.UNSET,
+        borrowed={
+            stored.name: (stored.file, stored.start, stored.stop, stored.digest.hex())
+            for stored in header.objects
+            if stored.file
+        }
+        or msgspec.UNSET,
     )
     try:
-        entries[_METADATA] = _Metadata(laststep=msgspec.json.encode(document).decode())
+        entries[METADATA] = _Metadata(laststep=msgspec.json.encode(document).decode())
         return msgspec.json.encode(entries)
     except UnicodeEncodeError as error:
         raise Usage("cannot write a header", found=f"a name that is no Unicode: {error}") from None
-
-
-# --- what makes a header sound ----------------------------------------------------------------
-
-
-def _block_count(tensor_bytes: int) -> int:
-    return -(-tensor_bytes // BLOCK_BYTES)
-
-
-def _problem(header: Header) -> str | None:
-    """The first thing that makes a header unsound, in words, or None."""
-    names = {entry.name for entry in header.tensors}
-    names.update(entry.name for entry in header.objects)
-    if len(names) != len(header.tensors) + len(header.objects):
-        return "a name twice"
-    if _METADATA in names:
-        return f"an entry named {_METADATA}"
-    return (
-        _tensor_problem(header.tensors, header.tensor_bytes)
-        or _object_problem(header.objects, header.tensor_bytes)
-        or _block_problem(header)
-        or _part_problem(header)
-    )
-
-
-def _tensor_problem(tensors: Sequence[TensorEntry], tensor_bytes: int) -> str | None:
-    """Why these tensors do not fill the range from 0 to `tensor_bytes`, in words, or None."""
-    at = 0
-    for tensor in tensors:
-        if tensor.start != at or tensor.stop < at:
-            place = f"[{tensor.start}, {tensor.stop})"
-            return f"{tensor.name!r} at {place} where byte {at} is next"
-        at = tensor.stop
-        if not _fits(tensor):
-            return (
-                f"{at - tensor.start} bytes for {tensor.name!r}, a {tensor.dtype} of shape "
-                f"{list(tensor.shape)}"
-            )
-    if at != tensor_bytes:
-        return f"tensors that end at byte {at} of a tensor area of {tensor_bytes}"
-    return None
-
-
-def _fits(tensor: TensorEntry) -> bool:
-    """Whether dtype and shape come to the bytes that the entry has."""
-    shape, dtype = tensor.shape, DTYPES.get(tensor.dtype)
-    if dtype is None or math.prod(shape) * dtype.size_bytes != tensor.stop - tensor.start:
-        return False
-    if tensor.start != tensor.stop:
-        return min(shape, default=0) >= 0 and tensor.stop <= _MAX_OFFSET
-    # An empty tensor may have huge sides, but safetensors and torch multiply them up to the zero.
-    leading = 1
-    for side in shape:
-        leading *= side
-        if not 0 <= side <= _MAX_OFFSET or leading * dtype.size_bytes > _MAX_OFFSET:
-            return False
-    return True
-
-
-def _object_problem(objects: Sequence[ObjectEntry], tensor_bytes: int) -> str | None:
-    """Why these objects do not follow the tensor area without a hole, in words, or None."""
-    at = tensor_bytes
-    for stored in objects:
-        if stored.start != at or not at <= stored.stop <= _MAX_OFFSET:
-            return f"{stored.name!r} at [{stored.start}, {stored.stop}) where byte {at} is next"
-        if len(stored.digest) != DIGEST_BYTES:
-            return f"a digest of {len(stored.digest)} bytes for {stored.name!r}"
-        at = stored.stop
-    return None
-
-
-def _block_problem(header: Header) -> str | None:
-    wanted = _block_count(header.tensor_bytes) * DIGEST_BYTES
-    if len(header.blocks) == wanted:
-        return None
-    return f"{len(header.blocks)} bytes of block digests where {wanted} are due"
-
-
-def _part_problem(header: Header) -> str | None:
-    """Why these parts are not boxes of larger tensors, in words, or None."""
-    if not header.parts:
-        return None
-    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
-    for name, part in header.parts.items():
-        shape = shapes.get(name)
-        if shape is None:
-            return f"a part {name!r} that is no tensor of the file"
-        fits = len(shape) == len(part.shape) == len(part.start) and all(
-            start >= 0 and start + size <= whole <= _MAX_OFFSET
-            for start, size, whole in zip(part.start, shape, part.shape, strict=True)
-        )
-        if not fits or not part.tensor:
-            return f"{name!r}, of shape {list(shape)}, as the part {part}"
-    return None
 
 
 # --- decoding ---------------------------------------------------------------------------------
@@ -304,23 +266,50 @@ def decode_header(region: bytes | memoryview, *, data_bytes: int, where: str) ->
     if len(region) % ALIGN_BYTES:
         raise _corrupt(where, f"a region of {len(region)} bytes, no multiple of {ALIGN_BYTES}")
     parsed = _parse(region, where)
-    document = _document(parsed.pop(_METADATA, None), where)
+    document = _document(parsed.pop(METADATA, None), where)
     digests = {name: _digest(text, name, where) for name, text in document.objects.items()}
     entries = _entries(parsed, where)
+    blocks = _blocks(document.blocks, where)
+    lent = () if document.lent is msgspec.UNSET else document.lent
+    borrows = document.version > 1
+    if borrows != bool(lent) or borrows != (document.stretches is not msgspec.UNSET):
+        raise _corrupt(where, f"version {document.version} with {len(lent)} lent files")
+    if borrows:
+        _check_held(entries.pop(HELD_NAME, None), len(blocks) // DIGEST_BYTES, where)
     tensors, objects = _sorted_out(entries, digests, document.dtypes, where)
     header = Header(
         item=document.item,
         tensors=tensors,
-        objects=objects,
+        objects=objects + _borrowed(document, where),
         tensor_bytes=document.tensor_bytes,
-        blocks=_blocks(document.blocks, where),
+        blocks=blocks,
         parts={} if document.parts is msgspec.UNSET else document.parts,
-    )
-    problem = _problem(header)
+        lent=lent,
+        stretches=() if document.stretches is msgspec.UNSET
+        else tuple(map(Stretch._make, document.stretches)),
+    )  # fmt: skip
+    problem = header_problem(header)
     if problem is not None:
         raise _corrupt(where, problem)
-    _check_end(objects[-1].stop if objects else document.tensor_bytes, data_bytes, where)
+    _check_end(objects[-1].stop if objects else header.held_bytes, data_bytes, where)
     return header
+
+
+def _check_held(entry: _RawEntry | None, held: int, where: str) -> None:
+    size = held * BLOCK_BYTES
+    if entry != _RawEntry("U8", (size,), (0, size)):
+        raise _corrupt(where, f"{entry} for {held} blocks of its own")
+
+
+def _borrowed(document: _Laststep, where: str) -> tuple[ObjectEntry, ...]:
+    """The objects that lie in lent files."""
+    borrowed = {} if document.borrowed is msgspec.UNSET else document.borrowed
+    if any(file < 1 or start > stop for file, start, stop, _ in borrowed.values()):
+        raise _corrupt(where, "an object that is borrowed of no file, or ends before it begins")
+    return tuple(
+        ObjectEntry(name=name, start=start, stop=stop, digest=_digest(text, name, where), file=file)
+        for name, (file, start, stop, text) in borrowed.items()
+    )
 
 
 def decode_plain(
@@ -329,13 +318,13 @@ def decode_plain(
     """The tensors of any safetensors file, in the order of their bytes."""
     parsed = _parse(region, where)
     try:
-        msgspec.convert(parsed.pop(_METADATA, None), dict[str, str] | None)
+        msgspec.convert(parsed.pop(METADATA, None), dict[str, str] | None)
     except msgspec.ValidationError as error:
         raise _corrupt(where, f"metadata that is no map of strings: {error}") from None
     entries = _entries(parsed, where)
     tensors = [_tensor(name, entry, where) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
-    problem = _tensor_problem(tensors, data_bytes)
+    problem = tensor_problem(tensors, data_bytes)
     if problem is not None:
         raise _corrupt(where, problem)
     return tuple(tensors)

@@ -23,7 +23,7 @@ from laststep.format import envelope
 from laststep.format.envelope import corrupt, is_digest, seal, unseal
 from laststep.format.spans import RanksOf, Span, cover_once
 from laststep.format.versions import refuse_later
-from laststep.terms import ALIGN_BYTES, FORMAT_VERSION, with_article
+from laststep.terms import ALIGN_BYTES, FIRST_FORMAT, FORMAT_VERSION, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,7 +40,7 @@ _APART = frozenset('/\\:*?"<>|')
 """What separates or means something in a path, on one system or another."""
 _DATA, _GROUP = ".safetensors", ".json"
 _SAME_FIELDS = (
-    "format", "run", "step", "epoch", "attempt", "created_s", "laststep", "items", "continues",
+    "run", "step", "epoch", "attempt", "created_s", "laststep", "items", "continues",
     "references",
 )  # fmt: skip
 
@@ -60,6 +60,12 @@ class FileRecord(_Record, frozen=True, kw_only=True):
     header_bytes: Count
     header_digest: str
     rank: Count = 0
+    origin: str = ""
+    """The folder of the checkpoint that it was written for, if that is an earlier one."""
+    lent: bool = False
+    """Whether it is here only for other files, which borrow blocks of it."""
+    sharers: Count = 0
+    """How many checkpoints, one after the other, have shared it before this one."""
 
 
 class ItemRecord(_Record, frozen=True, kw_only=True):
@@ -103,7 +109,6 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     `references` the folders of others whose bytes it needs (always empty so far). There are `files`
     or `groups`, never both; `catalog.groups.files_of` gives the files of either."""
 
-    format: int = FORMAT_VERSION
     run: str
     step: int
     epoch: int
@@ -123,6 +128,11 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """Which ranks held the same; nothing where that is not known."""
 
     @property
+    def format(self) -> int:
+        """The lowest format in which this can be said."""
+        return lowest_format(self.files)
+
+    @property
     def size_bytes(self) -> int:
         """Of all its data files."""
         return sum(record.size_bytes for record in self.groups or self.files)
@@ -131,6 +141,11 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     def file_count(self) -> int:
         """How many data files it has."""
         return sum(group.files for group in self.groups) or len(self.files)
+
+
+def lowest_format(files: Iterable[FileRecord]) -> int:
+    """The format of a document that lists these files."""
+    return FORMAT_VERSION if any(record.origin for record in files) else FIRST_FORMAT
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,7 +167,7 @@ class _ClassDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class _CommitDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A commit as it is written; metrics and metadata are typed JSON."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2]
     decision: Literal["commit"] = "commit"
     run: str
     step: Count
@@ -178,12 +193,6 @@ _decode_abort = msgspec.json.Decoder(Abort).decode
 
 def encode(decision: Commit | Abort) -> bytes:
     """The bytes of `manifest.json`; `Usage` if the decision could not be read back."""
-    if decision.format != FORMAT_VERSION:
-        raise Usage(
-            "cannot write a manifest",
-            expected=f"format {FORMAT_VERSION}",
-            found=f"format {decision.format}",
-        )
     document = decision if isinstance(decision, Abort) else _document_of(decision)
     try:
         data = seal(msgspec.json.encode(document), member="manifest")
@@ -210,6 +219,8 @@ def decode(data: bytes, *, where: str) -> Commit | Abort:
     problem = _problem(commit)
     if problem is not None:
         raise _corrupt(where, *problem)
+    if commit.format > document.format:
+        raise _corrupt(where, f"format {commit.format}", f"format {document.format}")
     return commit
 
 
@@ -236,6 +247,7 @@ def _document_of(commit: Commit) -> _CommitDocument:
         for record in commit.classes
     )
     return _CommitDocument(
+        format=commit.format,  # type: ignore[arg-type]
         **_same_fields(commit),
         files=msgspec.UNSET if commit.groups else commit.files,
         metrics=msgspec.Raw(objects.encode(commit.metrics)),
@@ -345,6 +357,10 @@ def _file_problem(record: FileRecord) -> tuple[str, str] | None:
         )
     if not is_digest(record.header_digest):
         return f"{DIGEST_NAME}: and 32 hex digits for {name}", repr(record.header_digest)
+    if record.origin and not _is_plain_name(record.origin):
+        return f"the name of a checkpoint's folder for {name}", repr(record.origin)
+    if (record.lent or record.sharers) and not record.origin:
+        return f"the checkpoint that {name} was written for", "none"
     return None
 
 

@@ -24,10 +24,17 @@ class Versioned(msgspec.Struct, frozen=True):
     laststep: str = ""
 
 
-def refuse_later(number: object, *, what: str, where: str, writer: object = None) -> None:
+def refuse_later(
+    number: object,
+    *,
+    what: str,
+    where: str,
+    writer: object = None,
+    latest: int = FORMAT_VERSION,
+) -> None:
     """`Usage` for a later format than this version reads; `writer` is the version of laststep that
     the document names, or nothing."""
-    if type(number) is not int or number <= FORMAT_VERSION:
+    if type(number) is not int or number <= latest:
         return
     found, reads = f"format {number}", f"a version that writes format {number}"
     if isinstance(writer, str) and _RELEASE.fullmatch(writer):
@@ -35,7 +42,7 @@ def refuse_later(number: object, *, what: str, where: str, writer: object = None
     raise Usage(
         f"cannot read a {what} of a later format",
         where=where,
-        expected=f"format {FORMAT_VERSION}, the latest that laststep {VERSION} reads",
+        expected=f"format {latest}, the latest that laststep {VERSION} reads",
         found=found,
         remedy=f"upgrade laststep (`pip install --upgrade laststep`) to {reads}",
     )

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
     from concurrent.futures import Future
 
-    from laststep.read.blocks import Damage, Extent
+    from laststep.read.blocks import Damage, Extent, Extents
 
 
 def read_ahead(
-    extents: Iterable[Extent], *, threads: int
+    extents: Iterable[Extent | Extents], *, threads: int
 ) -> Generator[tuple[memoryview, list[Damage]], None, None]:
     """The bytes of each extent, in order, and what is wrong with them. The bytes are gone when the
     next ones are asked for."""
@@ -33,7 +33,7 @@ def read_ahead(
         try:
             for extent in itertools.chain(extents, itertools.repeat(None, threads)):
                 if extent is not None:
-                    size = extent.stop - extent.start
+                    size = extent.size_bytes
                     buffer = spare.pop() if spare and size <= CHUNK_BYTES else _buffer(size)
                     ahead.append((size, buffer, workers.submit(extent.read, buffer)))
                 if len(ahead) > threads or (extent is None and ahead):

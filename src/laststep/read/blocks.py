@@ -7,7 +7,7 @@ block hides no other, and each caller decides whether to list it or to raise it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, block_digests, digest, digest_text
@@ -16,9 +16,13 @@ from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from laststep.storage.store import FileReading
+
+
+OBJECT = "object "
+"""How the damage of an object begins to say what it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,8 @@ class Damage:
     found: str
     touches: tuple[str, ...] = ()
     error: LaststepError = field(repr=False, compare=False)
+    data: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
+    """The bytes of the tensor area that it touches: not where they lie, if they are borrowed."""
 
 
 class Extent(NamedTuple):
@@ -54,6 +60,12 @@ class Extent(NamedTuple):
     """What it is, where it has one digest: a header, an object. None: blocks."""
     first: int = 0
     """The number of its first block."""
+    image_at: int = 0
+    """Where its first byte is in the tensor area."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop - self.start
 
     def read(self, into: memoryview) -> list[Damage]:
         """Fill `into`, which may be larger, and say what is wrong: nothing, mostly. A device that
@@ -63,7 +75,12 @@ class Extent(NamedTuple):
         except StorageFailed as error:
             stop = max(self.start, min(self.stop, self.reader.size_bytes))
             what = self.what or "data"
-            return [damage_of(error, file=self.file, what=what, start=self.start, stop=stop)]
+            damage = damage_of(error, file=self.file, what=what, start=self.start, stop=stop)
+            return [self._placed(damage)]
+
+    def _placed(self, damage: Damage) -> Damage:
+        ahead = self.image_at - self.start
+        return replace(damage, data=(damage.start + ahead, damage.stop + ahead))
 
     def fill(self, into: memoryview) -> int:
         """Read without a look at the digests; how many of the bytes there were."""
@@ -114,7 +131,39 @@ class Extent(NamedTuple):
                 expected=f"{DIGEST_NAME}:{expected.hex()}", found=digest_text(part),
                 remedy=DAMAGE_REMEDY,
             )  # fmt: skip
-        return damage_of(error, file=self.file, what=what, start=start, stop=stop, found=found)
+        return self._placed(
+            damage_of(error, file=self.file, what=what, start=start, stop=stop, found=found)
+        )
+
+
+class Extents:
+    """Blocks of an image that lie in several files, or not one after the other in one; to be read
+    as an `Extent` is."""
+
+    what: None = None
+
+    def __init__(self, parts: Sequence[Extent]) -> None:
+        self._parts = parts
+        self.size_bytes = sum(part.size_bytes for part in parts)
+
+    def read(self, into: memoryview) -> list[Damage]:
+        return [damage for part, view in self._views(into) for damage in part.read(view)]
+
+    def fill(self, into: memoryview) -> int:
+        return sum(part.fill(view) for part, view in self._views(into))
+
+    def verify(self, image: memoryview, got: int) -> list[Damage]:
+        """As that of an `Extent`; what is not whole is read again, part by part."""
+        if got < self.size_bytes:
+            return self.read(image)
+        views = self._views(image)
+        return [damage for part, view in views for damage in part.verify(view, part.size_bytes)]
+
+    def _views(self, image: memoryview) -> Iterator[tuple[Extent, memoryview]]:
+        at = 0
+        for part in self._parts:  # each but the last of whole blocks, so all views are aligned
+            yield part, image[at : at + part.size_bytes]
+            at += part.size_bytes
 
 
 def damage_of(

@@ -140,13 +140,17 @@ class Content:
                 raise gone from error
             raise
 
-    def _open(self, records: Iterable[FileRecord]) -> list[int]:
-        """Open files that are not open yet; the numbers of all of these."""
+    def _open(self, records: Sequence[FileRecord]) -> list[int]:
+        """Open files that are not open yet; the numbers of all of these. Files that are only lent
+        are opened with those that borrow of them."""
         numbers = []
+        among = {record.name: record for record in records}
         for record in records:
+            if record.lent:
+                continue
             if record.name not in self._opened:
                 self._opened[record.name] = len(self.files)
-                self.files.append(open_file(self._store, self.folder, record).sound())
+                self.files.append(open_file(self._store, self.folder, record, among).sound())
             numbers.append(self._opened[record.name])
         return numbers
 
@@ -172,7 +176,7 @@ class Content:
         """Open the files that say what all ranks held, and those of this one."""
         firsts = [record.ranks[0] for record in self.commit.classes]
         records = files_of(self._store, self.folder, self.commit, {*firsts, self._rank})
-        shared = [record for record in records if _is_shared(record)]
+        shared = [record for record in records if _is_shared(record) or record.lent]
         own = [record for record in records if record.rank == self._rank] if self.per_rank else []
         self._open(shared)
         tables = [self._table(record) for record in self.commit.classes]

@@ -6,54 +6,95 @@ notes it, `verify` lists it, and everybody else raises it (`Opened.sound`). Know
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import structs
 
 from laststep.codecs.digests import DIGEST_BYTES, digest_text
 from laststep.errors import Corrupt, NotFound, StorageFailed
+from laststep.format import borrowing
 from laststep.format.header import Header, decode_header, region_bytes_of
 from laststep.format.manifest import DAMAGE_REMEDY, FileRecord
-from laststep.read.blocks import Damage, Extent, damage_of, refuse
+from laststep.read.blocks import OBJECT, Damage, Extent, Extents, damage_of, refuse
 from laststep.terms import BLOCK_BYTES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from laststep.format.header import ObjectEntry
     from laststep.storage.store import FileReading, Store
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataFile:
-    """A data file of a checkpoint, open for reading."""
+class _Held(NamedTuple):
+    """A file as far as it holds bytes: blocks one after the other, then objects."""
 
     record: FileRecord
     header: Header
     reader: FileReading
     where: str
 
-    def blocks(self, start: int, stop: int) -> Extent:
+    def blocks(self, first: int, count: int, image_first: int, end: int) -> Extent:
+        """So many of its blocks from that one on; they are those of the image from `image_first`
+        on, which has `end` bytes."""
+        image_at = image_first * BLOCK_BYTES
+        size = min((image_first + count) * BLOCK_BYTES, end) - image_at
+        digests = self.header.blocks[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
+        at = self.record.header_bytes + first * BLOCK_BYTES
+        return Extent(
+            self.reader, self.record.name, self.where, at, at + size, digests, None, first, image_at
+        )
+
+    def object(self, entry: ObjectEntry) -> Extent:
+        at = self.record.header_bytes
+        return Extent(
+            self.reader, self.record.name, self.where, at + entry.start, at + entry.stop,
+            entry.digest, OBJECT + entry.name, 0, entry.start,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """A data file of a checkpoint, open for reading, with those that it borrows blocks of."""
+
+    record: FileRecord
+    header: Header
+    """What it holds, wherever its blocks lie."""
+    files: tuple[_Held, ...]
+    """Itself, and the files that are lent to it."""
+
+    @property
+    def where(self) -> str:
+        return self.files[0].where
+
+    @property
+    def reader(self) -> FileReading:
+        """Of the file itself."""
+        return self.files[0].reader
+
+    def blocks(self, start: int, stop: int) -> Extent | Extents:
         """The whole blocks that hold bytes [start, stop) of its tensors."""
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
-        end = min(last * BLOCK_BYTES, self.header.tensor_bytes)
-        digests = self.header.blocks[first * DIGEST_BYTES : last * DIGEST_BYTES]
-        return self._extent(first * BLOCK_BYTES, end, digests, first=first)
+        end = self.header.tensor_bytes
+        if not self.header.stretches:
+            return self.files[0].blocks(first, last - first, first, end)
+        parts = [
+            self.files[there.file].blocks(there.first, there.blocks, at, end)
+            for at, there in borrowing.cut(self.header.stretches, first, last)
+        ]
+        return parts[0] if len(parts) == 1 else Extents(parts)
 
     def object(self, entry: ObjectEntry) -> Extent:
         """The bytes of one of its objects."""
-        return self._extent(entry.start, entry.stop, entry.digest, f"object {entry.name}")
+        return self.files[entry.file].object(entry)
 
     def read_object(self, entry: ObjectEntry) -> bytes:
         """One of its objects, verified."""
         return _read_whole(self.object(entry))
 
-    def _extent(
-        self, start: int, stop: int, digests: bytes, what: str | None = None, first: int = 0
-    ) -> Extent:
-        at = self.record.header_bytes
-        return Extent(
-            self.reader, self.record.name, self.where, at + start, at + stop, digests, what, first
-        )
+    def close(self) -> None:
+        for file in self.files:
+            file.reader.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +123,76 @@ class Opened:
 
     def close(self) -> None:
         if self.file is not None:
-            self.file.reader.close()
+            self.file.close()
 
 
-def open_file(store: Store, folder: str, record: FileRecord, *, cached: bool = False) -> Opened:
-    """Open a data file of the checkpoint in `folder`, and verify its size and its header. Where a
-    record has no digest, because the manifest is lost, the header has to speak for itself."""
+def open_file(
+    store: Store,
+    folder: str,
+    record: FileRecord,
+    among: Mapping[str, FileRecord] | None = None,
+    *,
+    cached: bool = False,
+) -> Opened:
+    """Open a data file of the checkpoint in `folder`, and those that it borrows of, which are
+    `among` its files; verify sizes and headers. Where a record has no digest, because the manifest
+    is lost, the header has to speak for itself."""
+    opened = _open_one(store, folder, record, cached=cached)
+    file = opened.file
+    if file is None or not file.header.lent:
+        return opened
+    damage, others = list(opened.damage), list[Opened]()
+    try:
+        for name in file.header.lent:
+            if among is None or name not in among:
+                raise _lends_nothing(file.where, f"{name!r}, which the manifest does not name")
+            others.append(_open_one(store, folder, among[name], cached=cached))
+            damage += others[-1].damage
+        lent = [other.file for other in others if other.file is not None]
+        whole = _put_together(file, lent) if len(lent) == len(others) else None
+    except Corrupt as error:
+        whole = None
+        damage.append(damage_of(error, file=record.name, what="header", stop=record.header_bytes))
+    if whole is None:
+        for every in (opened, *others):
+            every.close()
+    return replace(opened, damage=tuple(damage), file=whole)
+
+
+def _put_together(file: DataFile, lent: Sequence[DataFile]) -> DataFile:
+    """A file with the blocks that it borrows. The first of the others says what tensors there are;
+    that all have the blocks which they are said to lend is checked here."""
+    files = (*file.files, *(other.files[0] for other in lent))
+    image, header = files[1].header, file.header
+    problem = None
+    if image.lent or image.tensor_bytes != header.tensor_bytes or image.item != header.item:
+        problem = f"{files[1].record.name}, which has other tensors"
+    for stretch in header.stretches:
+        count = len(files[stretch.file].header.blocks) // DIGEST_BYTES
+        if stretch.first + stretch.blocks > count:
+            problem = f"block {stretch.first + stretch.blocks - 1} of {count}"
+    for entry in header.objects:
+        there = files[entry.file]
+        if entry.stop > there.record.size_bytes - there.record.header_bytes:
+            problem = f"{entry.name} behind the end of {there.record.name}"
+    if problem is not None:
+        raise _lends_nothing(file.where, problem)
+    blocks = b"".join(
+        files[s.file].header.blocks[s.first * DIGEST_BYTES : (s.first + s.blocks) * DIGEST_BYTES]
+        for s in header.stretches
+    )
+    whole = structs.replace(header, tensors=image.tensors, parts=image.parts, blocks=blocks)
+    return DataFile(record=file.record, header=whole, files=files)
+
+
+def _lends_nothing(where: str, found: str) -> Corrupt:
+    return Corrupt(
+        "a data file borrows what there is not", where=where, found=found, remedy=DAMAGE_REMEDY
+    )
+
+
+def _open_one(store: Store, folder: str, record: FileRecord, *, cached: bool) -> Opened:
+    """One file alone, with what it holds itself."""
     path = f"{folder}/{record.name}"
     where = f"{store.url}/{path}"
     try:
@@ -105,7 +210,8 @@ def open_file(store: Store, folder: str, record: FileRecord, *, cached: bool = F
     try:
         record = record if record.header_digest else _own_record(reader, record.name, where)
         header = _header(reader, record, where)
-        file = DataFile(record=record, header=header, reader=reader, where=where)
+        held = _Held(record, header, reader, where)
+        file = DataFile(record=record, header=header, files=(held,))
     except (Corrupt, StorageFailed) as error:
         # Of one whose length is not known, the bytes that should say it.
         stop = min(record.header_bytes or 8, there_bytes)
@@ -118,7 +224,7 @@ def open_file(store: Store, folder: str, record: FileRecord, *, cached: bool = F
 
 def close_files(files: Iterable[DataFile]) -> None:
     for file in files:
-        file.reader.close()
+        file.close()
 
 
 def _wrong_size(there_bytes: int, record: FileRecord, where: str) -> list[Damage]:
@@ -160,6 +266,6 @@ def _header(reader: FileReading, record: FileRecord, where: str) -> Header:
 
 
 def _read_whole(extent: Extent) -> bytes:
-    buffer = bytearray(extent.stop - extent.start)
+    buffer = bytearray(extent.size_bytes)
     refuse(extent.read(memoryview(buffer)))
     return bytes(buffer)

@@ -10,7 +10,7 @@ read ahead by `threads` workers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,14 +21,13 @@ from laststep.format import manifest
 from laststep.format.group import GROUPS_FOLDER
 from laststep.format.manifest import FileRecord
 from laststep.read.ahead import read_ahead
-from laststep.read.blocks import Damage, damage_of
+from laststep.read.blocks import OBJECT, Damage, Extent, Extents, damage_of
 from laststep.read.entries import item_of_object, object_text, stored_in
 from laststep.read.files import open_file
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
 
 if TYPE_CHECKING:
     from laststep.format.header import ObjectEntry, TensorEntry
-    from laststep.read.blocks import Extent
     from laststep.read.files import DataFile
     from laststep.storage.store import Store
 
@@ -89,11 +88,13 @@ class _Check:
     def all(self) -> None:
         """Check manifests, headers and data, some files at a time."""
         records = self._records()
+        among = {record.name: record for record in records}
         self._total_bytes += self.bytes
         self._tell()
-        for at in range(0, len(records), _OPEN_FILES):
+        own = [record for record in records if not record.lent]
+        for at in range(0, len(own), _OPEN_FILES):
             with ExitStack() as stack:
-                files = [self._open(record, stack) for record in records[at : at + _OPEN_FILES]]
+                files = [self._open(record, among, stack) for record in own[at : at + _OPEN_FILES]]
                 self._read_all([file for file in files if file is not None])
 
     def _records(self) -> list[FileRecord]:
@@ -173,19 +174,26 @@ class _Check:
             )
         return decided
 
-    def _open(self, record: FileRecord, stack: ExitStack) -> DataFile | None:
-        """Check a file's size and header; the file, if its header vouches for its data."""
-        opened = open_file(self._store, self._folder, record)
+    def _open(
+        self, record: FileRecord, among: Mapping[str, FileRecord], stack: ExitStack
+    ) -> DataFile | None:
+        """Check a file's size and header, and those of the files that it borrows of; the file, if
+        headers vouch for its data."""
+        opened = open_file(self._store, self._folder, record, among)
         stack.callback(opened.close)
         file, there_bytes = opened.file, opened.there_bytes
         lost: tuple[str, ...] = ()
-        if file is not None and opened.damage:  # which can be its size only
-            lost = self._touched(file, file.reader.size_bytes, record.size_bytes)
+        if file is not None and opened.damage and not file.header.lent:  # its size only
+            data_at = record.header_bytes
+            lost = self._touched(
+                file, file.reader.size_bytes - data_at, record.size_bytes - data_at
+            )
         self.damage += [replace(damage, touches=lost) for damage in opened.damage]
         if there_bytes is not None:
             header_bytes = min(opened.record.header_bytes, there_bytes)
-            self.files += 1
+            self.files += 1 if file is None else len(file.files)
             self.bytes += header_bytes
+            self.bytes += 0 if file is None else sum(o.record.header_bytes for o in file.files[1:])
             if file is None:
                 self.unchecked_bytes += there_bytes - header_bytes
         return file
@@ -201,32 +209,40 @@ class _Check:
             for (file, part), (_, damage) in zip(parts, reads, strict=True):
                 self._note(file, part, damage)
 
-    def _note(self, file: DataFile, part: Extent, damage: list[Damage]) -> None:
-        end = file.reader.size_bytes
+    def _note(self, file: DataFile, part: Extent | Extents, damage: list[Damage]) -> None:
+        ends = {held.record.name: held.reader.size_bytes for held in file.files}
         # What is missing behind the end of a short file is one damage already: its size.
         self.damage += [
-            replace(wrong, touches=self._touched(file, wrong.start, wrong.stop))
+            replace(wrong, touches=self._touched_by(file, wrong))
             for wrong in damage
-            if wrong.start < end or part.start == part.stop
+            if wrong.start < ends[wrong.file] or not part.size_bytes or file.header.lent
         ]
-        there_bytes = max(0, min(part.stop, end) - part.start)
+        there_bytes = part.size_bytes
+        if isinstance(part, Extent):
+            there_bytes = max(0, min(part.stop, ends[part.file]) - part.start)
         self.bytes += there_bytes
         if part.what is None:
             self.blocks += -(-there_bytes // BLOCK_BYTES)
         self._tell()
 
+    def _touched_by(self, file: DataFile, wrong: Damage) -> tuple[str, ...]:
+        name = wrong.what.removeprefix(OBJECT)
+        if name != wrong.what:
+            return (object_text(name) + self._whose(file, item_of_object(name)),)
+        return self._touched(file, *wrong.data)
+
     def _touched(self, file: DataFile, start: int, stop: int) -> tuple[str, ...]:
-        """What lies in bytes [start, stop) of a file, at most so many."""
-        data_at = file.record.header_bytes
+        """What lies in bytes [start, stop) of a file's data, at most so much."""
 
         def lies_there(entry: TensorEntry | ObjectEntry) -> bool:
-            return data_at + entry.start < stop and start < data_at + entry.stop
+            return entry.start < stop and start < entry.stop
 
         tensors = itertools.islice(filter(lies_there, file.header.tensors), _MAX_TOUCHED)
         boxes = [stored_in(file.header, entry) for entry in tensors]
         texts = [box.text + self._whose(file, box.item) for box in boxes]
-        names = [entry.name for entry in filter(lies_there, file.header.objects)]
-        texts += [object_text(name) + self._whose(file, item_of_object(name)) for name in names]
+        if not file.header.lent:
+            names = [entry.name for entry in filter(lies_there, file.header.objects)]
+            texts += [object_text(name) + self._whose(file, item_of_object(name)) for name in names]
         return tuple(texts[:_MAX_TOUCHED])
 
     def _whose(self, file: DataFile, item: str | None) -> str:
@@ -234,13 +250,17 @@ class _Check:
         return f" of rank {file.record.rank}" if item in self._per_rank else ""
 
 
-def _extents(file: DataFile) -> Iterator[Extent]:
+def _extents(file: DataFile) -> Iterator[Extent | Extents]:
     """All data of a file that are there, in chunks of whole blocks and single objects."""
     header = file.header
-    for start in range(0, header.tensor_bytes, CHUNK_BYTES):
-        part = file.blocks(start, min(start + CHUNK_BYTES, header.tensor_bytes))
-        if part.start < file.reader.size_bytes:
-            yield part
-    for part in map(file.object, header.objects):
-        if part.start < file.reader.size_bytes or part.start == part.stop:
+    ends = {held.record.name: held.reader.size_bytes for held in file.files}
+    parts: Iterator[Extent | Extents] = itertools.chain(
+        (
+            file.blocks(start, min(start + CHUNK_BYTES, header.tensor_bytes))
+            for start in range(0, header.tensor_bytes, CHUNK_BYTES)
+        ),
+        map(file.object, header.objects),
+    )
+    for part in parts:
+        if isinstance(part, Extents) or part.start < ends[part.file] or not part.size_bytes:
             yield part

@@ -242,6 +242,22 @@ class DirectoryStore(Store):
             raise failed(f"get room for {expected_bytes} bytes", path, error) from error
         return writer
 
+    def link(self, name: str, new: str) -> bool:
+        path, second = self._path(name), self._path_to_change(new)
+        try:
+            if os.path.islink(path):  # what it points to is not this store's to keep
+                return False
+            self._disk.link(path, second)
+        except FileExistsError as error:
+            raise Exists("cannot link, the name is taken", where=second) from error
+        except FileNotFoundError as error:
+            raise absent("cannot link, there is no such file or folder", path) from error
+        except OSError as error:
+            if error.errno in _NO_LINKS | {errno.EXDEV}:
+                return False
+            raise failed("link", path, error) from error
+        return True
+
     def open_reader(self, name: str, *, cached: bool = False) -> files.FileReader:
         path = self._path(name)
         try:

@@ -128,6 +128,14 @@ class Store(Protocol):
         Room for it is asked for where possible (`StorageFailed` where there is not enough).
         """
 
+    def link(self, name: str, new: str) -> bool:
+        """Give a file a second name in another folder, without a copy; durable with `sync_folder`.
+        `Exists` where that name is taken, `NotFound` where the file or the folder is absent. False
+        where the place cannot do that, or not with this file."""
+        check_name(name)
+        check_name(new)
+        return False
+
     @abstractmethod
     def open_reader(self, name: str, *, cached: bool = False) -> FileReading:
         """`cached=False` reads past the page cache where it can: what is read is what is stored."""

@@ -1,0 +1,172 @@
+"""What a save may borrow of the last checkpoint: its blocks, their digests, and where they lie.
+
+A block that has the digest of the one at the same place in the last image is not written again: the
+file that holds it is linked into the new folder. Which files may still be borrowed of is decided
+here, before anything is written. Knows nothing of threads, nor of how bytes come.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from laststep.catalog import decision
+from laststep.catalog.groups import files_of
+from laststep.catalog.names import parse_folder
+from laststep.codecs.digests import DIGEST_BYTES
+from laststep.errors import LaststepError
+from laststep.format.borrowing import BlockPlace, places_of
+from laststep.format.header import ObjectEntry, PartEntry, TensorEntry
+from laststep.format.manifest import Commit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from laststep.flush.protocol import FileBegin
+    from laststep.format.manifest import FileRecord
+    from laststep.read.files import DataFile
+    from laststep.storage.store import Store
+
+MAX_FILES = 8
+"""So many files at most hold the blocks of one image: a restore opens them all."""
+MAX_SHARERS = 16
+"""So many checkpoints at most share a file before its blocks are written anew: what one damaged
+file can take with it. See docs/guides/smaller.md."""
+LEAST_LIVE = 0.25
+"""A file of whose blocks a smaller share is still needed costs more room than it saves."""
+MOST_CHANGED = 0.5
+"""An image of which more has changed is written whole: it then stands alone."""
+LEAST_BYTES = 64 << 10
+"""A smaller file is written again: a link is a name, and a file to open, too."""
+
+
+class LentFile(NamedTuple):
+    """A file that lies in a committed checkpoint."""
+
+    folder: str
+    record: FileRecord
+    blocks: int
+    """How many it holds."""
+
+    @property
+    def path(self) -> str:
+        return f"{self.folder}/{self.record.name}"
+
+    @property
+    def origin(self) -> str:
+        """The folder that it was written for."""
+        return self.record.origin or self.folder
+
+    def name_elsewhere(self) -> str | None:
+        """Its name in the folder of a checkpoint that borrows of it: that which it was written
+        under, and the attempt. None where its folder is not one of an attempt."""
+        if self.record.lent:
+            return self.record.name
+        at = parse_folder(self.origin)
+        if at is None:
+            return None
+        stem = self.record.name.removesuffix(".safetensors")
+        return f"{stem}~{at.epoch}-{at.attempt}.safetensors"
+
+
+class Lender(msgspec.Struct, frozen=True, kw_only=True):
+    """A data file of the last checkpoint, with the files that its blocks lie in."""
+
+    item: str | None
+    entries: tuple[TensorEntry, ...]
+    parts: dict[str, PartEntry]
+    digests: bytes
+    """Of every block of the image."""
+    places: tuple[BlockPlace, ...]
+    """Where each of them lies, as numbers of `files`."""
+    files: tuple[LentFile, ...]
+    """The first one says what tensors there are."""
+    top: LentFile
+    """The file of the checkpoint itself: the first, or that which borrows of the others."""
+    objects: dict[str, ObjectEntry]
+    """By name; they lie in the file of that number."""
+    changed: float | None = None
+    """The share of its blocks that had changed when it was written; None where nobody knows."""
+
+    def has_the_image_of(self, plan: FileBegin) -> bool:
+        """Whether the tensors of a planned file lie just as in this one."""
+        return (self.item, self.entries, self.parts) == (plan.item, plan.entries, plan.parts)
+
+    def is_worth_it(self) -> bool:
+        """Whether another save may borrow of it, as far as can be told before that has come."""
+        large = self.files[0].record.size_bytes >= LEAST_BYTES
+        mostly_same = self.changed is None or self.changed <= MOST_CHANGED
+        return large and mostly_same and 0 not in self.retired()
+
+    def retired(self) -> frozenset[int]:
+        """The files that no more is borrowed of: what still lies in them is written anew."""
+        live = [0] * len(self.files)
+        for place in self.places:
+            live[place.file] += 1
+        out = {
+            number
+            for number, file in enumerate(self.files)
+            if file.record.sharers + 1 > MAX_SHARERS or live[number] < LEAST_LIVE * file.blocks
+        }
+        left = sorted(set(range(1, len(self.files))) - out, key=lambda number: live[number])
+        too_many = len(self.files) - len(out) + 1 - MAX_FILES
+        out.update(left[: max(too_many, 0)])
+        return frozenset(out)
+
+    def same(self, number: int, sums: bytes) -> list[bool]:
+        """Of blocks from that one on, with these digests: whether each is the one that there is."""
+        known = self.digests[number * DIGEST_BYTES : number * DIGEST_BYTES + len(sums)]
+        return [
+            known[at : at + DIGEST_BYTES] == sums[at : at + DIGEST_BYTES]
+            for at in range(0, len(sums), DIGEST_BYTES)
+        ]
+
+
+def of_checkpoint(store: Store, folder: str, names: Iterable[str]) -> dict[str, Lender]:
+    """What can be borrowed of the files of these names in a committed checkpoint; of what is not
+    there as it was written, nothing."""
+    from laststep.read.files import open_file  # many flushers never need it
+
+    try:
+        commit = decision.read(store, folder)
+        records = files_of(store, folder, commit) if isinstance(commit, Commit) else ()
+    except LaststepError:
+        records = ()
+    among = {record.name: record for record in records}
+    lenders: dict[str, Lender] = {}
+    for name in names:
+        record = among.get(name)
+        if record is None:
+            continue
+        try:
+            file = open_file(store, folder, record, among, cached=True).sound()
+        except LaststepError:
+            continue  # the save then writes all of it
+        try:
+            lenders[name] = _lender_of(folder, file)
+        finally:
+            file.close()
+    return lenders
+
+
+def _lender_of(folder: str, file: DataFile) -> Lender:
+    header = file.header
+    held = [
+        LentFile(folder, part.record, len(part.header.blocks) // DIGEST_BYTES)
+        for part in file.files
+    ]
+    own, *lent = held
+    blocks = len(header.blocks) // DIGEST_BYTES
+    # A file that borrows is the last of its files here, and the first in its own numbers.
+    number_of = [len(lent), *range(len(lent))] if lent else [0]
+    places = places_of(header.stretches) if lent else (BlockPlace(0, n) for n in range(blocks))
+    return Lender(
+        item=header.item, entries=header.tensors, parts=header.parts, digests=header.blocks,
+        places=tuple(BlockPlace(number_of[place.file], place.block) for place in places),
+        files=(*lent, own), top=own,
+        objects={
+            entry.name: msgspec.structs.replace(entry, file=number_of[entry.file])
+            for entry in header.objects
+        },
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""Where the blocks of an image lie that one file does not hold alone.
+
+Pure. A file that *borrows* holds only blocks that differ from those of an earlier checkpoint; the
+others lie in files of that one, which are linked into its folder: those are *lent*. The image is
+put together from stretches of blocks, in order. Of the files, number 0 is the one that borrows, and
+the others are the lent ones by their place in its list.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from laststep.terms import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+MAX_LENT = 64
+"""More than any writer lets a file draw on; a reader refuses more."""
+
+
+class BlockPlace(NamedTuple):
+    """Where a block lies: the number of the file, and of the block among those that it holds."""
+
+    file: int
+    block: int
+
+
+class Stretch(NamedTuple):
+    """Blocks of an image that lie one after the other in one file."""
+
+    blocks: int
+    file: int
+    first: int
+    """The first of them there, by the order of the blocks that the file holds."""
+
+
+def stretches_of(places: Iterable[BlockPlace]) -> tuple[Stretch, ...]:
+    """The places of all blocks of an image, as few stretches."""
+    stretches: list[Stretch] = []
+    for file, block in places:
+        if stretches:
+            count, last_file, first = stretches[-1]
+            if file == last_file and block == first + count:
+                stretches[-1] = Stretch(count + 1, file, first)
+                continue
+        stretches.append(Stretch(1, file, block))
+    return tuple(stretches)
+
+
+def places_of(stretches: Iterable[Stretch]) -> Iterator[BlockPlace]:
+    """The place of each block of an image, in order."""
+    for count, file, first in stretches:
+        for block in range(first, first + count):
+            yield BlockPlace(file, block)
+
+
+def cut(stretches: Sequence[Stretch], first: int, last: int) -> Iterator[tuple[int, Stretch]]:
+    """The stretches that blocks [first, last) of an image lie in, cut to these, each with the
+    number of its first block in the image."""
+    at = 0
+    for count, file, start in stretches:
+        low, high = max(first, at), min(last, at + count)
+        if low < high:
+            yield low, Stretch(high - low, file, start + low - at)
+        at += count
+        if at >= last:
+            return
+
+
+def problem(
+    stretches: Sequence[Stretch], *, image_bytes: int, held: int, lent: Sequence[str]
+) -> str | None:
+    """Why these are not the blocks of an image, of which the file itself holds so many, or None."""
+    if not lent or len(lent) > MAX_LENT or len(set(lent)) != len(lent):
+        return f"blocks borrowed of {len(lent)} files, or of one twice"
+    used = [0] * held
+    count = 0
+    for stretch in stretches:
+        if stretch.blocks < 1 or stretch.file > len(lent):
+            return f"the stretch {list(stretch)}"
+        count += stretch.blocks
+        if stretch.file == 0:
+            if stretch.first + stretch.blocks > held:
+                return f"the stretch {list(stretch)} of {held} blocks"
+            for block in range(stretch.first, stretch.first + stretch.blocks):
+                used[block] += 1
+    if count != -(-image_bytes // BLOCK_BYTES):
+        return f"stretches of {count} blocks for an image of {image_bytes} bytes"
+    if any(times != 1 for times in used):
+        return "a block of its own that is used twice, or never"
+    return None

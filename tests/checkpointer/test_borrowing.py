@@ -1,0 +1,249 @@
+"""What did not change is not written again: folders stay whole, and every step comes back."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+from laststep.catalog import decision
+from laststep.flush import lending
+from laststep.format.manifest import Commit
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import BLOCK_BYTES
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "format"))
+
+import second_reader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BLOCK = BLOCK_BYTES // 4
+"""Elements of a block."""
+
+
+class Training:
+    """A state of a few blocks, and copies of what it was at each step."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.model = {"w": torch.randn(12 * BLOCK + 5), "v": torch.randn(BLOCK // 2)}
+        self.small = {"a": torch.randn(40_000), "n": 0}
+        self.saved: dict[int, dict[str, torch.Tensor]] = {}
+        self.ckpt = self.opened()
+
+    def opened(self) -> laststep.Checkpointer:
+        return laststep.Checkpointer(
+            self.run, model=self.model, small=self.small, flush="thread", keep=None
+        )
+
+    def change(self, *blocks: int) -> None:
+        for block in blocks:
+            self.model["w"][block * BLOCK + 2] += 1
+
+    def save(self, step: int) -> int:
+        """The bytes that it wrote."""
+        self.small["a"] += 1
+        handle = self.ckpt.save(step)
+        handle.wait()
+        self.saved[step] = {"w": self.model["w"].clone(), "a": self.small["a"].clone()}
+        return handle.report.size_bytes
+
+    def restarted(self) -> None:
+        self.ckpt.close()
+        self.ckpt = self.opened()
+        self.ckpt.restore()
+
+    def check(self) -> None:
+        """Every step that is there is as it was saved."""
+        for stored in laststep.open(self.run):
+            wanted = self.saved[stored.step]
+            assert torch.equal(stored.tensor("model/w")[:], wanted["w"])
+            assert torch.equal(stored.tensor("small/a")[:], wanted["a"])
+            assert not stored.verify().damage
+
+    def folder(self, step: int) -> Path:
+        [found] = self.run.glob(f"step-{step:08d}.*")
+        return found
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    made = Training(tmp_path / "run")
+    made.ckpt.restore()
+    yield made
+    made.ckpt.close()
+
+
+def test_a_file_of_which_nothing_changed_is_linked(training: Training) -> None:
+    first = training.save(0)
+    second = training.save(1)
+    assert second < first / 20
+    one, other = (training.folder(step) / "model.safetensors" for step in (0, 1))
+    assert one.samefile(other)
+    assert sorted(p.name for p in training.folder(1).iterdir()) == sorted(
+        p.name for p in training.folder(0).iterdir()
+    )
+    training.check()
+
+
+def test_only_the_blocks_that_changed_are_written(training: Training) -> None:
+    training.save(0)
+    training.change(2, 3, 9)
+    written = training.save(1)
+    assert 3 * BLOCK_BYTES < written < 3 * BLOCK_BYTES + 400_000
+    assert (training.folder(1) / "model~1-1.safetensors").samefile(
+        training.folder(0) / "model.safetensors"
+    )
+    training.change(12)  # the short one, at the end
+    training.save(2)
+    training.save(3)
+    training.check()
+    newest = second_reader.read(training.run)
+    assert newest["model"]["w"].data == training.model["w"].numpy().tobytes()
+    assert newest["small"]["a"].data == training.small["a"].numpy().tobytes()
+
+
+def test_a_file_that_is_changed_throughout_is_written_whole(training: Training) -> None:
+    training.save(0)
+    for step in (1, 2):
+        training.model["w"] += 1
+        training.save(step)
+        assert not list(training.folder(step).glob("model~*"))
+        assert (training.folder(step) / "model.safetensors").stat().st_nlink == 1
+    training.check()
+
+
+def test_a_folder_that_borrows_is_whole_when_it_is_copied_and_the_rest_is_gone(
+    training: Training, tmp_path: Path
+) -> None:
+    training.save(0)
+    training.change(4)
+    training.save(1)
+    shutil.copytree(training.folder(1), tmp_path / "copy")
+    training.ckpt.close()
+    shutil.rmtree(training.run)
+    loaded = laststep.load(tmp_path / "copy")
+    assert torch.equal(loaded["model"]["w"], training.saved[1]["w"])
+
+
+def test_a_step_outlives_those_that_it_borrows_of(training: Training) -> None:
+    for step in range(3):
+        training.change(step)
+        training.save(step)
+    for step in (0, 1):
+        shutil.rmtree(training.folder(step))
+    training.check()
+    assert [stored.step for stored in laststep.open(training.run)] == [2]
+    training.change(8)
+    training.save(3)  # what it borrows of is the newest, which is there
+    training.check()
+
+
+def test_where_the_last_checkpoint_is_gone_everything_is_written(training: Training) -> None:
+    training.save(0)
+    shutil.rmtree(training.folder(0))
+    training.change(1)
+    assert training.save(1) > 12 * BLOCK_BYTES
+    training.check()
+
+
+def test_a_new_start_goes_on_borrowing(training: Training) -> None:
+    training.save(0)
+    training.change(5)
+    training.save(1)
+    training.restarted()
+    training.change(6)
+    assert training.save(2) < 2 * BLOCK_BYTES
+    training.restarted()
+    assert training.save(3) < BLOCK_BYTES
+    training.check()
+
+
+def test_a_place_without_links_gets_everything(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.save(0)
+    monkeypatch.setattr(DirectoryStore, "link", lambda *_: False)
+    training.change(5)
+    assert training.save(1) > 12 * BLOCK_BYTES
+    training.check()
+
+
+def test_no_file_is_shared_by_more_than_so_many(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lending, "MAX_SHARERS", 3)
+    for step in range(9):
+        training.change(step)
+        training.save(step)
+    links = [path.stat().st_nlink for path in training.run.rglob("*.safetensors")]
+    assert max(links) == 4  # its own, and three more
+    training.check()
+
+
+def test_a_checkpoint_draws_on_few_files(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lending, "MAX_FILES", 3)
+    for step in range(10):
+        training.change(step)
+        training.save(step)
+        assert len(list(training.folder(step).glob("model*"))) <= 3
+    training.check()
+
+
+def test_a_file_of_which_little_is_needed_is_let_go_of(training: Training) -> None:
+    training.save(0)
+    training.change(*range(5))
+    training.save(1)
+    training.change(*range(4))  # of the five blocks of step 1 one is left
+    training.save(2)
+    training.change(11)
+    training.save(3)
+    assert not (training.folder(3) / "model~1-2.safetensors").exists()
+    training.check()
+
+
+def test_a_flipped_bit_in_a_shared_file_is_damage_of_each_that_needs_it(
+    training: Training,
+) -> None:
+    training.save(0)
+    training.change(3)
+    training.save(1)
+    training.change(3)
+    training.save(2)
+    at = training.folder(0) / "model.safetensors"
+    header = int.from_bytes(at.read_bytes()[:8], "little") + 8
+    with at.open("r+b") as file:
+        file.seek(header + 3 * BLOCK_BYTES + 100)
+        file.write(b"\xff\xfe\xfd")
+        file.seek(header + 7 * BLOCK_BYTES + 100)
+        file.write(b"\xff\xfe\xfd")
+    catalog = laststep.open(training.run)
+    damage = {step: catalog[step].verify().damage for step in (0, 1, 2)}
+    assert [len(damage[step]) for step in (0, 1, 2)] == [2, 1, 1]  # block 3 is needed by one only
+    assert damage[2][0].file == "model~1-1.safetensors"
+    assert damage[2][0].touches == ("model/w",)
+    with pytest.raises(laststep.Corrupt, match="model~1-1"):
+        catalog[2].tensor("model/w")[:]
+    rows = catalog[2].tensor("model/w")[: 2 * BLOCK]
+    assert torch.equal(rows, training.saved[2]["w"][: 2 * BLOCK])
+
+
+def test_what_is_written_is_said_and_what_is_shared(training: Training) -> None:
+    training.save(0)
+    training.change(1)
+    training.save(1)
+    commit = decision.read(DirectoryStore(training.run), training.folder(1).name)
+    assert isinstance(commit, Commit)
+    files = {record.name: record for record in commit.files}
+    lent = files["model~1-1.safetensors"]
+    assert (lent.lent, lent.origin, lent.sharers) == (True, training.folder(0).name, 1)
+    assert (training.folder(1) / lent.name).stat().st_nlink == 2
