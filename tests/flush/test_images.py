@@ -273,3 +273,35 @@ class RecordingDisk(Disk):
     def sync_folder(self, path: str) -> None:
         self.synced.append(path)
         super().sync_folder(path)
+
+
+def test_chunks_that_did_not_change_are_granted_where_somebody_lends(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    data = random.Random(3).randbytes(4 * CHUNK_BYTES + 99)
+    starts = range(0, len(data), CHUNK_BYTES)
+    sizes = {start: min(CHUNK_BYTES, len(data) - start) for start in starts}
+    folders = ["step-00000001.1-1", "step-00000002.1-2"]
+    for folder in folders:
+        store.make_folder(folder)
+    first = SaveFlush(store, folders[0], (begin("f.safetensors", len(data)),))
+    assert first.borrow([(0, 0, CHUNK_BYTES)]) == ()  # nobody lends to the first
+    for start, size in sizes.items():
+        write(first, 0, data, start, size)
+    first.finish(())
+    plan = begin("f.safetensors", len(data))
+    second = SaveFlush(store, folders[1], (plan,), first.lenders())
+    same = [(0, start, size) for start, size in sizes.items() if start != CHUNK_BYTES]
+    assert second.borrow(same[:1]) == ()  # too little of the file to be told so early
+    second = SaveFlush(store, folders[1], (plan,), first.lenders())
+    assert second.borrow(same) == tuple((0, start) for _, start, _ in same)
+    changed = bytes(CHUNK_BYTES)
+    data = data[:CHUNK_BYTES] + changed + data[2 * CHUNK_BYTES :]
+    write(second, 0, data, CHUNK_BYTES, CHUNK_BYTES)
+    records = {record.name: record for record in second.finish(())}
+    file = open_file(store, folders[1], records["f.safetensors"], records).sound()
+    got = bytearray(len(data))
+    for start, size in sizes.items():
+        extent = file.blocks(start, start + size)
+        assert extent.read(memoryview(got)[start : start + size]) == []
+    file.close()
+    assert got == data

@@ -95,7 +95,8 @@ class Capturer:
         if early is None:
             copies.remembered = None  # from here on the tables may be those of these sources
             self._choose(copies)
-        job = Job(plan=copies.plan, layout=copies.layout, sources=sources, sink=sink, began_s=began)
+        job = Job(plan=copies.plan, layout=copies.layout, sources=sources, sink=sink, began_s=began,
+                  looks=copies.looks)  # fmt: skip
         try:
             self._stage_or_choose_again(job, copies, early)
             if early is None:
@@ -132,7 +133,7 @@ class Capturer:
             if self._mode is not Capture.AUTO:
                 raise
             self._choose(copies)
-            job.layout = copies.layout
+            job.layout, job.looks = copies.layout, copies.looks
             self._stage(job, copies, None)
 
     def _forget_staging(self, copies: Copies) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from laststep.capture.layout import ChunkLayout, Layout
     from laststep.capture.ring import Ring
     from laststep.capture.sources import LiveTensor
+    from laststep.capture.unchanged import Looks
     from laststep.errors import LaststepError
     from laststep.memory.filled import Filled
     from laststep.plan.files import SavePlan
@@ -30,8 +31,22 @@ if TYPE_CHECKING:
 class Sink(Protocol):
     """Where a capture's chunks go: the flusher's client. Called from any thread."""
 
+    @property
+    def number(self) -> int:
+        """Of the save, by which later ones refer to it."""
+
+    @property
+    def since(self) -> int:
+        """The number of the last save that is committed; 0: none."""
+
     def chunks(self, filled: list[Filled]) -> None:
         """These slots are filled and no longer the capture's."""
+
+    def unchanged(
+        self, of: int, chunks: Sequence[tuple[int, int, int]]
+    ) -> frozenset[tuple[int, int]]:
+        """Of chunks (file, start, bytes) that hold what they held in that save, those (file, start)
+        that need not be handed over."""
 
     def captured(self, timing: CaptureTiming) -> None:
         """All bytes have been handed over."""
@@ -54,10 +69,21 @@ class CaptureTiming:
     """The training stream, held back before the optimizer's step."""
     drained_s: float = 0.0
     """From save() until all bytes were in host memory."""
+    unchanged_bytes: int = 0
+    """What stayed on the device, because the last checkpoint has it."""
 
 
 class _Nobody:
     """The sink of a job that is over."""
+
+    number = since = 0
+
+    def unchanged(
+        self,
+        of: int,
+        chunks: Sequence[tuple[int, int, int]],
+    ) -> frozenset[tuple[int, int]]:
+        return frozenset()
 
     def chunks(self, filled: list[Filled]) -> None: ...
 
@@ -75,6 +101,8 @@ class Job:
     sources: Sequence[torch.Tensor]
     sink: Sink
     began_s: float
+    looks: Looks | None = None
+    """What was found of the chunks of this layout in earlier saves."""
     timing: CaptureTiming = field(default_factory=CaptureTiming)
     direct: dict[int, LiveTensor] = field(default_factory=dict)
     """What is copied after the planning, by piece: held as it was at `save()`."""

@@ -77,7 +77,8 @@ class Mover:
             for stream in self._streams.both(device):
                 stream.wait_event(ready)
         at_once = min([_BATCH, *(ring.at_once for ring in job.rings.values())])
-        todo = [c for c in job.chunks() if (c.file, c.start) not in job.filled]
+        stay = self._unchanged(job)
+        todo = [c for c in job.chunks() if (c.file, c.start) not in job.filled | stay]
         flying: deque[tuple[Batch, list[torch.cuda.Event]]] = deque()
         while todo:
             if job.cancelled:
@@ -103,6 +104,22 @@ class Mover:
             self.hand_over(job, *flying.popleft())
         self._prove(job)
         self._read_timers(job)
+
+    def _unchanged(self, job: Job) -> frozenset[tuple[int, int]]:
+        """The chunks that the last checkpoint has: they stay on their device. Not where something
+        is lazy, for then training waits for what is moved here."""
+        if job.looks is None or job.layout.direct:
+            return frozenset()
+        found, since = job.looks.look(job, self._streams), job.sink.since
+        same = set(job.looks.unchanged(found, since))
+        job.looks.keep(job.sink.number, found)
+        if not same:
+            return frozenset()
+        sizes = {(c.file, c.start): c.size_bytes for c in job.chunks()}
+        chunks = [(file, start, sizes[file, start]) for file, start in sorted(same)]
+        stay = job.sink.unchanged(since, chunks)
+        job.timing.unchanged_bytes = sum(sizes[place] for place in stay)
+        return stay
 
     def _fill(self, job: Job, batch: Batch) -> list[torch.cuda.Event]:
         """Enqueue the copies into these slots; the events that say when they have ended."""

@@ -39,7 +39,7 @@ def choose(pieces: Sequence[Piece], mode: Capture, rooms: Mapping[str, int]) -> 
     needs = dict.fromkeys(rooms, 0)
     ways: list[Way] = []
     device_first = mode in (Capture.AUTO, Capture.DEVICE)
-    for _name, _dtype, _shape, size, device, contiguous, volatile, _part in pieces:
+    for _name, _dtype, _shape, size, device, contiguous, volatile, *_ in pieces:
         if device == "cpu":
             staged = volatile or not contiguous if mode is Capture.LAZY else small
         else:

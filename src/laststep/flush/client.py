@@ -39,6 +39,7 @@ from laststep.flush.protocol import (
     Failed,
     Flushed,
     Freed,
+    Granted,
     Grouped,
     NoMetric,
     Ready,
@@ -106,6 +107,8 @@ class Client:
         self._closing = False
         self._continues: Continue | None = None
         self._told_no_metric = False
+        self.last_committed = 0
+        """The number of the last save that is committed; 0: none by the flusher that runs."""
 
     @property
     def helper_pid(self) -> int | None:
@@ -251,6 +254,7 @@ class Client:
             ) from error
         self._connection = Connection(ours, peer=helper.pidfd)
         self._has_witness = False
+        self.last_committed = 0
         self.up.clear()
         self._heard_all.clear()
         if self._continues is not None:
@@ -305,7 +309,7 @@ class Client:
             if save is not None:
                 self._bus.emit(Written(step=save.handle.step, done_bytes=message.done_bytes,
                                        size_bytes=save.plan.tensor_bytes))  # fmt: skip
-        elif isinstance(message, Begun | Grouped):
+        elif isinstance(message, Begun | Grouped | Granted):
             save = self.saves.find(message.save)
             if save is not None:
                 save.note(message)
@@ -336,6 +340,7 @@ class Client:
         if save is None:
             return
         self._job.over(save.number)
+        self.last_committed = save.number
         # Should this flusher die, the next one goes on from here.
         before = self._continues
         self._continues = Continue(

@@ -87,6 +87,8 @@ class SaveReport:
 
     step: int
     size_bytes: int = 0
+    unchanged_bytes: int = 0
+    """What did not leave its device, because the last checkpoint has it."""
     tensors: int = 0
     capture: str = ""
     """How bytes were captured, e.g. `device staged 7.26 GB, host staged 1.28 kB`: staged is copied

@@ -148,6 +148,10 @@ class BorrowingImage:
                 self._hold(range(first + at, first + at + count), image[low:high])
             at += count
 
+    def can_keep(self, blocks: range) -> bool:
+        """Whether these blocks, which are said to be the same, are all borrowed."""
+        return all(self._before.places[block].file not in self._retired for block in blocks)
+
     def _hold(self, blocks: range, data: memoryview) -> None:
         """Write blocks that follow each other in the image, behind all others."""
         with self._lock:

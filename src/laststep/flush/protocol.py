@@ -81,6 +81,16 @@ class Chunks(_Message, frozen=True, kw_only=True):
     filled: list[Filled]
 
 
+class Unchanged(_Message, frozen=True, kw_only=True):
+    """These chunks hold what they held in an earlier save: (file, start, bytes) of each. They come
+    only where they are not `Granted`."""
+
+    save: int
+    of: int
+    """The number of the save that they are the same as in."""
+    chunks: tuple[tuple[int, int, int], ...]
+
+
 class Seal(_Message, frozen=True, kw_only=True):
     """Everything of a save has been handed over; it may be committed even if the trainer dies."""
 
@@ -154,6 +164,14 @@ class Begun(_Message, frozen=True, kw_only=True):
     at: AttemptName
 
 
+class Granted(_Message, frozen=True, kw_only=True):
+    """Of the chunks that did not change, those that are borrowed and need not come: (file, start)
+    of each."""
+
+    save: int
+    chunks: tuple[tuple[int, int], ...]
+
+
 class WrittenBytes(_Message, frozen=True, kw_only=True):
     save: int
     done_bytes: int
@@ -211,9 +229,22 @@ class Ready(_Message, frozen=True, kw_only=True):
     pid: int
 
 
-ToFlusher = Begin | Located | Chunks | Seal | Gathered | Decide | Drop | Continue | Witness | Bye
+ToFlusher = (
+    Begin | Located | Chunks | Unchanged | Seal | Gathered | Decide | Drop | Continue | Witness
+    | Bye
+)  # fmt: skip
 ToTrainer = (
-    Begun | Freed | WrittenBytes | Flushed | Grouped | Decided | Failed | Removed | NoMetric | Ready
+    Begun
+    | Freed
+    | Granted
+    | WrittenBytes
+    | Flushed
+    | Grouped
+    | Decided
+    | Failed
+    | Removed
+    | NoMetric
+    | Ready
 )
 
 _LENGTH = struct.Struct("<Q")

@@ -15,10 +15,22 @@ from typing import TYPE_CHECKING, NoReturn
 
 from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.flush.handle import SaveHandle
-from laststep.flush.protocol import Begin, Begun, Chunks, FileBegin, Grouped, Role, Seal
+from laststep.flush.protocol import (
+    Begin,
+    Begun,
+    Chunks,
+    FileBegin,
+    Granted,
+    Grouped,
+    Role,
+    Seal,
+    Unchanged,
+)
 from laststep.format.manifest import FileRecord, GroupRecord, ItemRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from laststep.capture.job import CaptureTiming, Job
     from laststep.catalog.names import AttemptName
     from laststep.flush.client import Client
@@ -26,6 +38,9 @@ if TYPE_CHECKING:
     from laststep.plan.files import SavePlan
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+"""How often one who waits for an answer looks whether there will be none."""
 
 SealedParts = tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes]
 SealParts = Callable[[], SealedParts]
@@ -60,6 +75,8 @@ class SaveUnderWay:
         """Why the flusher is gone that had made all of it durable: others may still commit it, so
         whoever takes part in that finds out and reports."""
         self._news = threading.Event()
+        self._granted: tuple[tuple[int, int], ...] = ()
+        self._answered = threading.Event()
         self._parts: SealParts = _spent
         self._begun = False
         self._dropped = False
@@ -69,6 +86,11 @@ class SaveUnderWay:
     def planned(self, plan: SavePlan, parts: SealParts) -> None:
         """It is planned; `parts` gives what is sealed with it."""
         self.plan, self._parts = plan, parts
+
+    @property
+    def since(self) -> int:
+        """The number of the last save that is committed; 0: none by the flusher that runs."""
+        return self._client.last_committed
 
     @property
     def over(self) -> bool:
@@ -100,8 +122,12 @@ class SaveUnderWay:
         self._news.wait(timeout_s)
         self._news.clear()
 
-    def note(self, message: Begun | Grouped | None = None) -> None:
+    def note(self, message: Begun | Grouped | Granted | None = None) -> None:
         """The flusher has said so; or, where that is nothing more, the save is over for it."""
+        if isinstance(message, Granted):
+            self._granted = message.chunks
+            self._answered.set()
+            return
         if isinstance(message, Begun):
             self.at = message.at
         elif message is not None:
@@ -131,6 +157,19 @@ class SaveUnderWay:
             self._client.release([chunk.slot for chunk in filled])
             return
         self._client.send(Chunks(save=self.number, filled=filled))
+
+    def unchanged(
+        self, of: int, chunks: Sequence[tuple[int, int, int]]
+    ) -> frozenset[tuple[int, int]]:
+        """Of chunks that hold what they held in an earlier save, those that need not be handed
+        over. Waits for the flusher's answer; called by the capture thread."""
+        self.begin()
+        if self._dropped:
+            return frozenset()
+        self._client.send(Unchanged(save=self.number, of=of, chunks=tuple(chunks)))
+        while not (self._answered.wait(_LOOK_S) or self.over or self.lost):
+            pass
+        return frozenset(self._granted)
 
     def captured(self, timing: CaptureTiming) -> None:
         """All chunks are handed over: serialise the objects, seal, and tell."""

@@ -38,12 +38,14 @@ from laststep.flush.protocol import (
     Flushed,
     Freed,
     Gathered,
+    Granted,
     Grouped,
     Located,
     Ready,
     Seal,
     ToFlusher,
     ToTrainer,
+    Unchanged,
     Witness,
     WrittenBytes,
 )
@@ -92,6 +94,8 @@ class Flusher:
         self._given_up = False
         self._lenders: dict[str, Lender] = {}
         """The files of the last checkpoint that this flusher committed, or went on from."""
+        self._lender = 0
+        """The number of the save that committed it; 0 where that was another flusher's."""
         self._saves: dict[int, Save] = {}
         self._chunks: queue.SimpleQueue[tuple[Save, Filled] | None] = queue.SimpleQueue()
         self._order: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
@@ -148,7 +152,7 @@ class Flusher:
                 self._send(Freed(slots=[chunk.slot for chunk in message.filled]))
 
     def _go_on(
-        self, save: Save, message: Chunks | Located | Seal | Gathered | Decide | Drop
+        self, save: Save, message: Chunks | Unchanged | Located | Seal | Gathered | Decide | Drop
     ) -> None:
         if isinstance(message, Chunks):
             with save.changed:
@@ -158,6 +162,10 @@ class Flusher:
                     return
             for chunk in message.filled:
                 self._chunks.put((save, chunk))
+        elif isinstance(message, Unchanged):
+            save.unchanged = message
+            if save.located:
+                self._grant(save)
         elif isinstance(message, Located):
             self._locate(save, message)
         elif isinstance(message, Drop):
@@ -207,8 +215,19 @@ class Flusher:
         files, before = save.begin.files, self._epoch.last_folder
         if not self._lenders and before is not None:
             names = [file.name for file in files]
-            self._lenders = lending.of_checkpoint(self._store, before, names)
+            self._lenders, self._lender = lending.of_checkpoint(self._store, before, names), 0
+        save.lender = self._lender
         return SaveFlush(self._store, save.at.folder, files, self._lenders)
+
+    def _grant(self, save: Save) -> None:
+        """Answer which of the chunks that did not change need not come."""
+        said, save.unchanged = save.unchanged, None
+        if said is None:
+            return
+        granted: tuple[tuple[int, int], ...] = ()
+        if save.flush is not None and save.error is None and said.of == save.lender:
+            granted = save.flush.borrow(said.chunks)
+        self._send(Granted(save=said.save, chunks=granted))
 
     def _locate(self, save: Save, place: Located) -> None:
         """A member learns where to write: what has come meanwhile can be written now."""
@@ -226,6 +245,7 @@ class Flusher:
             save.located = True
             early, save.early = save.early, []
             save.changed.notify_all()
+        self._grant(save)
         for chunk in early:
             self._chunks.put((save, chunk))
 
@@ -317,7 +337,7 @@ class Flusher:
             self._epoch.commit(save.at, commit)
         else:
             self._decided_by_all(save)
-        self._lenders = save.flush.lenders()
+        self._lenders, self._lender = save.flush.lenders(), save.begin.save
         self._send_decided(save)
         if not save.is_member:
             self._epoch.retain(save.at, overwritten=save.begin.overwrite, tell=self._send)

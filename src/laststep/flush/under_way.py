@@ -11,7 +11,7 @@ import msgspec
 
 from laststep.catalog.names import AttemptName
 from laststep.errors import Aborted, LaststepError
-from laststep.flush.protocol import Begin, Decide, Gathered, Seal
+from laststep.flush.protocol import Begin, Decide, Gathered, Seal, Unchanged
 from laststep.flush.writer import SaveFlush
 from laststep.memory.filled import Filled
 
@@ -35,6 +35,10 @@ class Save(msgspec.Struct):
     decide: Decide | None = None
     early: list[Filled] = []
     """Chunks that came before a member knew where to write them."""
+    lender: int = 0
+    """The number of the save whose files it borrows of."""
+    unchanged: Unchanged | None = None
+    """What the trainer says of it, until that is answered."""
     dropped: str | None = None
     reported_s: float = 0.0
     opened_s: float = 0.0

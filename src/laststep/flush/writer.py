@@ -18,7 +18,7 @@ from laststep.flush.lending import MOST_CHANGED
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from laststep.flush.lending import Lender
     from laststep.flush.protocol import FileBegin
@@ -112,6 +112,33 @@ class SaveFlush:
         if complete and not target.plan.has_objects:
             # Nothing more will come: its sync runs while the other files are still being written.
             target.records = self._finish_file(target, [])
+
+    def borrow(self, chunks: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int], ...]:
+        """Of chunks that are what they were in the last checkpoint, those that need not be written:
+        of files most of which is so, where somebody lends. Never raises."""
+        by_file: dict[int, list[tuple[int, int]]] = {}
+        for number, start, size in chunks:
+            by_file.setdefault(number, []).append((start, size))
+        granted = []
+        for number, parts in by_file.items():
+            file = self._files[number]
+            same_bytes = sum(size for _, size in parts)
+            try:
+                if same_bytes < (1 - MOST_CHANGED) * file.plan.tensor_bytes or self.error:
+                    continue
+                image = self._image(file)
+            except LaststepError as error:
+                self.fail(error)
+                continue
+            if not isinstance(image, BorrowingImage):
+                continue
+            for start, size in parts:
+                blocks = range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES))
+                if image.can_keep(blocks):
+                    granted.append((number, start))
+                    with self._lock:
+                        file.written_bytes += size
+        return tuple(granted)
 
     def _image(self, file: _File, start: int = 0, sums: bytes = b"") -> Image:
         """How a file is written: where the first chunk that comes shows that much has changed, or

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from laststep.state.pieces import Piece
 
-_KIND: Final = operator.attrgetter("device", "dtype")
+_KIND: Final = operator.attrgetter("device", "dtype", "trained")
 _DTYPE: Final = operator.attrgetter("dtype")
 _SHAPE: Final = operator.attrgetter("shape")
 _SIZE_BYTES: Final = operator.attrgetter("size_bytes")
@@ -170,7 +170,7 @@ def _place(
     names: list[str],
     object_names: tuple[str, ...],
 ) -> FilePlan:
-    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+    alike: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
     for number in numbers:
         alike[_KIND(pieces[number])].append(number)
     kinds = sorted(alike, key=lambda kind: (-DTYPES[kind[1]].size_bytes, *kind))

@@ -85,6 +85,7 @@ def report_of(job: Job) -> Callable[[SaveReport], None]:
         report.capture = report.capture or describe_ways(job.plan.pieces, job.layout.ways)
         report.stall_s, report.waited_s = timing.stall_s, timing.waited_s
         report.device_copy_s, report.fence_s = timing.device_copy_s, timing.fence_s
+        report.unchanged_bytes = timing.unchanged_bytes
 
     return refresh
 

@@ -37,6 +37,8 @@ class Piece(NamedTuple):
     volatile: bool
     """Whether a forward pass may change it (BatchNorm's statistics): then it is never lazy."""
     part: BoxPart | None = None
+    trained: bool = False
+    """Whether an optimizer may change it: what is frozen lies together, apart from the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

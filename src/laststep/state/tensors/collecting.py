@@ -331,7 +331,7 @@ def _pieces(names: Iterable[str], forms: TensorDescriptions, volatile: set[str])
         zip(
             names, map(DTYPE_NAMES.__getitem__, forms.dtypes), map(tuple, forms.shapes),
             forms.sizes, forms.devices, forms.contiguous,
-            map(volatile.__contains__, names), repeat(None),
+            map(volatile.__contains__, names), repeat(None), forms.trained,
         ),
     )  # fmt: skip
 
