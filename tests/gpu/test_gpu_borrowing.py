@@ -34,7 +34,7 @@ class Lora(torch.nn.Module):
         )
         self.base.requires_grad_(False)
         self.down = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.randn(8, 2048, device="cuda")) for _ in range(12)
+            torch.nn.Parameter(1e-4 * torch.randn(8, 2048, device="cuda")) for _ in range(12)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -93,11 +93,9 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the tensors of a planned file lie just as in this one."""
         return (self.item, self.entries, self.parts) == (plan.item, plan.entries, plan.parts)
 
-    def is_worth_it(self) -> bool:
-        """Whether another save may borrow of it, as far as can be told before that has come."""
-        large = self.files[0].record.size_bytes >= LEAST_BYTES
-        mostly_same = self.changed is None or self.changed <= MOST_CHANGED
-        return large and mostly_same and 0 not in self.retired()
+    def lends(self) -> bool:
+        """Whether another save may borrow of it."""
+        return self.files[0].record.size_bytes >= LEAST_BYTES and 0 not in self.retired()
 
     def retired(self) -> frozenset[int]:
         """The files that no more is borrowed of: what still lies in them is written anew."""

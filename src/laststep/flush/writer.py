@@ -67,7 +67,7 @@ class SaveFlush:
                     before = None
                 file = _File(plan, before)
                 self._files.append(file)
-                if before is None or not before.is_worth_it():
+                if before is None or not before.lends():
                     file.image = WholeImage(store, folder, plan, before)
         except LaststepError as error:
             self.fail(error)
@@ -141,14 +141,17 @@ class SaveFlush:
         return tuple(granted)
 
     def _image(self, file: _File, start: int = 0, sums: bytes = b"") -> Image:
-        """How a file is written: where the first chunk that comes shows that much has changed, or
-        where nobody can lend, whole."""
+        """How a file is written: whole where much of it has changed the last time or, where nobody
+        knows, in the first chunk that comes; and where nobody can lend."""
         with file.choosing:
             if file.image is None:
                 plan, before = file.plan, file.before
                 assert before is not None  # noqa: S101 (or it was chosen at the beginning)
-                same = before.same(start // BLOCK_BYTES, sums)
-                if before.changed is not None or same.count(False) <= MOST_CHANGED * len(same):
+                changed = before.changed if sums else 0.0  # without, somebody knows better
+                if changed is None:
+                    same = before.same(start // BLOCK_BYTES, sums)
+                    changed = same.count(False) / len(same)
+                if changed <= MOST_CHANGED:
                     with contextlib.suppress(CannotBorrow):
                         file.image = BorrowingImage(self._store, self.folder, plan, before)
                 if file.image is None:
