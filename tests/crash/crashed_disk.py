@@ -138,11 +138,11 @@ class World:
             folder.change((name, None))
         elif change.to is not None:
             target, new = self._parent(change.to)
-            assert target is folder, "the model knows changes within one folder only"
             node = folder.live[name]
             if change.kind is Kind.LINK:
-                folder.change((new, node))
+                target.change((new, node))
             else:
+                assert target is folder, "the model knows renames within one folder only"
                 folder.change((name, None), (new, node))
 
     def _find(self, path: str) -> _File | _Folder:

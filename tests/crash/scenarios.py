@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import crashed_disk
 import msgspec
@@ -23,6 +24,7 @@ from laststep.catalog.groups import files_of
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import LaststepError, NotFound
+from laststep.flush import lending
 from laststep.flush.protocol import FileBegin
 from laststep.flush.writer import SaveFlush
 from laststep.format.group import GroupManifest
@@ -122,19 +124,57 @@ def save_by_groups(step: int, epoch: int, attempt: int) -> Stage:
     return stage
 
 
+def save_borrowing(step: int, epoch: int, attempt: int, *, anew: bool = False) -> Stage:
+    """Write a file whose tensor stays the same from save to save and whose object changes, and one
+    of which nothing does: what stays is borrowed of the newest checkpoint, but for `anew`."""
+
+    def stage(store: DirectoryStore) -> None:
+        run = Run.open(store)
+        folder = run.begin(step=step, epoch=epoch, attempt=attempt)
+        newest, names = run.newest(), ("a.safetensors", "b.safetensors")
+        with mock.patch.object(lending, "LEAST_BYTES", 0):
+            lenders = {}
+            if newest is not None and not anew:
+                lenders = lending.of_checkpoint(store, newest.folder, names)
+            flush = SaveFlush(store, folder, tuple(map(_plan, names)), lenders)
+            for number, name in enumerate(names):
+                flush.write(number, 0, memoryview(_image(name)), _SIZE)
+            changing = f"object of step {step}".encode()
+            records = flush.finish(((0, "m/~6tree", changing), (1, "m/~6tree", b"as it was")))
+        shares = {record.sharers for record in records}
+        assert shares == {0} or lenders, "what nobody lends is written"
+        assert shares != {0} or not lenders, "what somebody lends is not"
+        commit = _commit(step, epoch, attempt)
+        item = msgspec.structs.replace(commit.items[0], file=names[0])
+        run.commit(folder, msgspec.structs.replace(commit, files=records, items=(item,)))
+
+    return stage
+
+
+_SIZE = 5000
+
+
+def _plan(name: str) -> FileBegin:
+    entry = TensorEntry(name="t", dtype="uint8", shape=(_SIZE,), start=0, stop=_SIZE)
+    region = reserve_bytes(
+        item="m", tensors=(entry,), object_names=("m/~6tree",), tensor_bytes=_SIZE
+    )
+    return FileBegin(
+        name=name, item="m", region_bytes=region, tensor_bytes=_SIZE, has_objects=True,
+        entries=(entry,),
+    )  # fmt: skip
+
+
+def _image(seed: str) -> mmap.mmap:
+    image = mmap.mmap(-1, align_up(_SIZE, ALIGN_BYTES))
+    image[:_SIZE] = hashlib.shake_128(seed.encode()).digest(_SIZE)
+    return image
+
+
 def _flush(store: DirectoryStore, folder: str, rank: int) -> SaveFlush:
     """The file of a rank, written and not yet durable."""
-    size = 5000
-    entry = TensorEntry(name="t", dtype="uint8", shape=(size,), start=0, stop=size)
-    region = reserve_bytes(item="m", tensors=(entry,), object_names=(), tensor_bytes=size)
-    plan = FileBegin(
-        name=f"r00000/m-r{rank:05d}.safetensors", item="m", region_bytes=region,
-        tensor_bytes=size, has_objects=True, entries=(entry,),
-    )  # fmt: skip
-    flush = SaveFlush(store, folder, (plan,))
-    image = mmap.mmap(-1, align_up(size, ALIGN_BYTES))
-    image[:size] = hashlib.shake_128(f"{folder}/{rank}".encode()).digest(size)
-    flush.write(0, 0, memoryview(image), size)
+    flush = SaveFlush(store, folder, (_plan(f"r00000/m-r{rank:05d}.safetensors"),))
+    flush.write(0, 0, memoryview(_image(f"{folder}/{rank}")), _SIZE)
     return flush
 
 
@@ -212,6 +252,12 @@ SCENARIOS = (
         before=(create_run, claim(None), save_by_groups(10, 1, 1)),
         stages=(save_by_groups(20, 1, 2), prune_one(1)),
     ),
+    Scenario(
+        name="saves that borrow, and the prune of what they borrow of",
+        before=(create_run, claim(None), save_borrowing(10, 1, 1)),
+        stages=(save_borrowing(20, 1, 2), prune_one(1), save_borrowing(30, 1, 3), prune_one(1),
+                save_borrowing(40, 1, 4, anew=True), prune_one(1)),
+    ),
 )  # fmt: skip
 
 
@@ -222,11 +268,12 @@ def random_scenario(seed: int, stages: int = 8) -> Scenario:
     epoch, attempt, lineage = 1, 0, [(0, 0)]
     while len(made) < stages + 2:
         kind = chance.choice(("save", "save", "save", "restart", "give up", "clean", "prune"))
+        borrows = chance.random() < 0.5
         if kind in ("save", "give up"):
             attempt += 1
             step = chance.randrange(6)
             if kind == "save":
-                made.append(save(step, epoch, attempt))
+                made.append((save_borrowing if borrows else save)(step, epoch, attempt))
                 lineage.append((epoch, attempt))
             else:
                 made.append(begin(step, epoch, attempt))
