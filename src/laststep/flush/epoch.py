@@ -57,6 +57,13 @@ class WriterEpoch:
             self._run = Run.open(self._store)
         return self._run
 
+    @property
+    def before(self) -> str | None:
+        """The folder of the checkpoint that the next save goes on from, as far as is known; the
+        first rank alone claims epochs and commits, but all are told where they go on from."""
+        after = self._continues.after
+        return self.last_folder or (None if after is None else after.folder)
+
     def continue_from(self, message: Continue) -> None:
         """The next save goes on from there, in an epoch of its own. That is claimed with it, so
         that restoring alone disturbs no writer."""

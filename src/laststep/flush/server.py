@@ -212,7 +212,7 @@ class Flusher:
     def _flush(self, save: Save) -> SaveFlush:
         """Begin to write a save; what the last checkpoint has already is borrowed of it."""
         assert save.at is not None  # noqa: S101 (the caller knows it)
-        files, before = save.begin.files, self._epoch.last_folder
+        files, before = save.begin.files, self._epoch.before
         if not self._lenders and before is not None:
             names = [file.name for file in files]
             self._lenders, self._lender = lending.of_checkpoint(self._store, before, names), 0
