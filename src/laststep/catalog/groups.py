@@ -11,13 +11,15 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from laststep.catalog import decision
+from laststep.catalog.shares import Held, Shares
 from laststep.errors import Corrupt, Exists, NotFound
 from laststep.format import group
 from laststep.format.manifest import DAMAGE_REMEDY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from laststep.catalog.listing import Listed
     from laststep.format.group import GroupManifest
     from laststep.format.manifest import Commit, FileRecord, GroupRecord
     from laststep.storage.store import Store
@@ -60,6 +62,21 @@ def files_of(
                 raise gone from error
             raise
     return files if wanted is None else tuple(file for file in files if file.rank in wanted)
+
+
+def shares_of(store: Store, listed: Sequence[Listed]) -> Shares:
+    """Which files lie in which of these checkpoints. Manifests of groups are read only where any
+    checkpoint shares files; one whose list of files cannot be read counts as sharing none."""
+    any_shares = any(item.commit is not None and item.commit.shared_bytes for item in listed)
+
+    def held(item: Listed) -> Held:
+        files: tuple[FileRecord, ...] = ()
+        if any_shares and item.commit is not None:
+            with contextlib.suppress(Corrupt, NotFound):
+                files = files_of(store, item.folder, item.commit)
+        return Held(folder=item.folder, stored_bytes=item.stored_bytes, files=files)
+
+    return Shares(map(held, listed))
 
 
 def read(store: Store, folder: str, commit: Commit, record: GroupRecord) -> GroupManifest:

@@ -64,8 +64,9 @@ class Listed(AttemptName, frozen=True, kw_only=True, gc=True):
     """The bytes of its data files by its manifest; of all its files where that cannot be read."""
 
     stored_bytes: int
-    """The bytes of all files in its folder: what deleting it gives back. For very many files that
-    are all there, or were not looked through, as the manifest counts them."""
+    """The bytes of all files in its folder, also of those that it shares with others (`shares`).
+    For very many files that are all there, or were not looked through, as the manifest counts
+    them."""
 
     created_s: float
     incomplete: str | None = None

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from laststep.catalog import groups
+from laststep.catalog.listing import Listed
 from laststep.catalog.names import PIN_NAME
 from laststep.catalog.retention import Keep, Verdict, decide, missing_metric
 from laststep.storage.store import Store
@@ -20,7 +22,7 @@ from laststep.terms import MANIFEST_NAME
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.catalog.listing import Listed
+    from laststep.catalog.shares import Shares
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
     """What stays and what goes, in the order of commits."""
 
     store: Store
+    listed: tuple[Listed, ...]
     verdicts: tuple[Verdict, ...]
     deletions: tuple[str, ...]
     """The folders that go, in the order in which they do."""
@@ -39,7 +42,11 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def freed_bytes(self) -> int:
         """What the execution gives back."""
-        return sum(verdict.size_bytes for verdict in self.verdicts if not verdict.keep)
+        return self.shares().freed_bytes(self.deletions)
+
+    def shares(self) -> Shares:
+        """Which of the checkpoints have files in common; may read manifests of groups of ranks."""
+        return groups.shares_of(self.store, self.listed)
 
     def execute(
         self,
@@ -80,4 +87,6 @@ def plan(
     doomed = [verdict.folder for verdict in verdicts if not verdict.keep]
     doomed.sort(key=lambda folder: points[folder], reverse=True)
     lacking = missing_metric(listed, keep)
-    return PrunePlan(store=store, verdicts=verdicts, deletions=tuple(doomed), lacking=lacking)
+    return PrunePlan(
+        store=store, listed=listed, verdicts=verdicts, deletions=tuple(doomed), lacking=lacking
+    )

@@ -77,8 +77,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     keep: bool
     reasons: tuple[str, ...]
-    size_bytes: int
-    """What deleting it gives back: all files in its folder."""
 
 
 def decide(
@@ -105,7 +103,6 @@ def decide(
             step=item.step,
             keep=bool(reasons[item.folder]),
             reasons=tuple(reasons[item.folder]) or (_why_not(item),),
-            size_bytes=item.stored_bytes,
         )
         for item in listed
     )

@@ -21,9 +21,10 @@ from laststep.format.manifest import (
     FileRecord,
     GroupRecord,
     files_problem,
-    lowest_format,
     parse_content,
+    shared_bytes,
 )
+from laststep.terms import FIRST_FORMAT, FORMAT_VERSION
 
 GROUPS_FOLDER = "groups"
 _WHAT = "group manifest"
@@ -43,13 +44,14 @@ class GroupManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def encode(group: GroupManifest) -> tuple[GroupRecord, bytes]:
     """What the manifest of the checkpoint says of it, and the bytes of the file."""
-    lowest: Literal[1, 2] = lowest_format(group.files)  # type: ignore[assignment]
+    shared = shared_bytes(group.files)
+    lowest = FORMAT_VERSION if shared else FIRST_FORMAT
     content = msgspec.json.encode(msgspec.structs.replace(group, format=lowest))
     data = seal(content, member="group")
     record = GroupRecord(
         name=f"{GROUPS_FOLDER}/r{group.first:05d}.json", digest=digest_text(content),
         first=group.first, ranks=group.ranks, files=len(group.files),
-        size_bytes=sum(file.size_bytes for file in group.files),
+        size_bytes=sum(file.size_bytes for file in group.files), shared_bytes=shared,
     )  # fmt: skip
     try:
         decode(data, record, where="the group manifest to be written")
@@ -83,9 +85,10 @@ def _problem(group: GroupManifest, record: GroupRecord) -> tuple[str, str] | Non
     if not 1 <= group.ranks <= MAX_RANKS:
         return f"from 1 to {MAX_RANKS} ranks", str(group.ranks)
     size_bytes = sum(file.size_bytes for file in group.files)
-    actual = (group.first, group.ranks, len(group.files), size_bytes)
-    wanted = (record.first, record.ranks, record.files, record.size_bytes)
+    shared = shared_bytes(group.files)
+    actual = (group.first, group.ranks, len(group.files), size_bytes, shared)
+    wanted = (record.first, record.ranks, record.files, record.size_bytes, record.shared_bytes)
     if actual != wanted:
-        text = "{1} ranks from {0} on, with {2} files of {3} bytes"
+        text = "{1} ranks from {0} on, with {2} files of {3} bytes, {4} of them shared"
         return text.format(*wanted), text.format(*actual)
     return files_problem(group.files, range(group.first, group.first + group.ranks))

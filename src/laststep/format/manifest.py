@@ -81,8 +81,8 @@ class ItemRecord(_Record, frozen=True, kw_only=True):
 
 
 class GroupRecord(_Record, frozen=True, kw_only=True):
-    """The manifest of a group of consecutive ranks: its name and digest, which ranks, and how many
-    data files of how many bytes in all it lists."""
+    """The manifest of a group of consecutive ranks: its name and digest, which ranks, how many data
+    files of how many bytes in all it lists, and the bytes of those that have an origin."""
 
     name: str
     digest: str
@@ -90,6 +90,7 @@ class GroupRecord(_Record, frozen=True, kw_only=True):
     ranks: Count
     files: Count
     size_bytes: Count
+    shared_bytes: Count = 0
 
 
 class ClassRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +131,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def format(self) -> int:
         """The lowest format in which this can be said."""
-        return lowest_format(self.files)
+        return FORMAT_VERSION if self.shared_bytes else FIRST_FORMAT
 
     @property
     def size_bytes(self) -> int:
@@ -138,14 +139,24 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
         return sum(record.size_bytes for record in self.groups or self.files)
 
     @property
+    def shared_bytes(self) -> int:
+        """Of those that were written for earlier checkpoints."""
+        return sum(group.shared_bytes for group in self.groups) or shared_bytes(self.files)
+
+    @property
+    def new_bytes(self) -> int:
+        """Of those that were written for this one."""
+        return self.size_bytes - self.shared_bytes
+
+    @property
     def file_count(self) -> int:
         """How many data files it has."""
         return sum(group.files for group in self.groups) or len(self.files)
 
 
-def lowest_format(files: Iterable[FileRecord]) -> int:
-    """The format of a document that lists these files."""
-    return FORMAT_VERSION if any(record.origin for record in files) else FIRST_FORMAT
+def shared_bytes(files: Iterable[FileRecord]) -> int:
+    """Of these files, those that were written for earlier checkpoints."""
+    return sum(record.size_bytes for record in files if record.origin)
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -376,6 +387,8 @@ def _groups_problem(commit: Commit) -> tuple[str, str] | None:
             return f"{DIGEST_NAME}: and 32 hex digits for {record.name}", repr(record.digest)
         if record.first != ranks or record.ranks < 1:
             return f"a group of ranks from {ranks} on", f"{record.ranks} from {record.first} on"
+        if record.shared_bytes > record.size_bytes:
+            return f"at most {record.size_bytes} shared bytes", str(record.shared_bytes)
         ranks += record.ranks
     if ranks != commit.ranks:
         return f"groups of {commit.ranks} ranks in all", f"of {ranks}"

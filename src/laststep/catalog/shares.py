@@ -1,0 +1,77 @@
+"""Which checkpoints have files in common, and what deleting some of them gives back.
+
+Pure, from what manifests say. A file is known by the checkpoint that it was written for, the rank
+that wrote it, its size and the digest of its header: a file that was written twice with the same
+content is two. A copy of a run whose links became files of their own takes more room than this
+says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from laststep.format.manifest import FileRecord
+
+
+class Held(NamedTuple):
+    """What lies in the folder of a checkpoint."""
+
+    folder: str
+    stored_bytes: int
+    """Of all files there, the manifest too."""
+    files: tuple[FileRecord, ...]
+    """Its data files."""
+
+
+class _FileId(NamedTuple):
+    written_for: str
+    rank: int
+    size_bytes: int
+    header_digest: str
+
+
+class Shares:
+    """The files of all checkpoints of a run."""
+
+    def __init__(self, held: Iterable[Held]) -> None:
+        self._stored_bytes: dict[str, int] = {}
+        self._files: dict[str, list[_FileId]] = {}
+        self._folders: dict[_FileId, list[str]] = {}
+        for folder, stored_bytes, files in held:
+            self._stored_bytes[folder] = stored_bytes
+            self._files[folder] = [_id_of(file, folder) for file in files]
+            for file in self._files[folder]:
+                self._folders.setdefault(file, []).append(folder)
+
+    def freed_bytes(self, folders: Iterable[str]) -> int:
+        """What deleting all of these folders gives back: a file goes with the last that has it."""
+        chosen = set(folders)
+        names = Counter(file for folder in chosen for file in self._files[folder])
+        kept = sum(
+            file.size_bytes * (count - (count == len(self._folders[file])))
+            for file, count in names.items()
+        )
+        # A file that is missing was not stored: there may be less than the manifests say.
+        return max(sum(self._stored_bytes[folder] for folder in chosen) - kept, 0)
+
+    def stored_bytes(self) -> int:
+        """What all of them take together."""
+        return self.freed_bytes(self._stored_bytes)
+
+    def shared_bytes(self, folder: str) -> int:
+        """Of the files in this folder, those that lie in others too."""
+        files = self._files[folder]
+        return sum(file.size_bytes for file in files if len(self._folders[file]) > 1)
+
+    def sharing(self, folder: str) -> tuple[str, ...]:
+        """The other folders that have a file of this one, in the order of checkpoints."""
+        others = {other for file in self._files[folder] for other in self._folders[file]}
+        return tuple(other for other in self._files if other in others and other != folder)
+
+
+def _id_of(file: FileRecord, folder: str) -> _FileId:
+    return _FileId(file.origin or folder, file.rank, file.size_bytes, file.header_digest)
