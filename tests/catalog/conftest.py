@@ -121,10 +121,11 @@ def file_of() -> Callable[..., FileRecord]:
 
 @pytest.fixture
 def write(run: Run) -> Callable[..., Written]:
-    """Write and commit a checkpoint of eight ranks in four groups; its folder, and its commit."""
+    """Write and commit a checkpoint of eight ranks in four groups; its folder, and its commit. With
+    an `origin`, the files of the first group are linked from there."""
     epoch = run.claim_epoch(None)
 
-    def act(step: int = 1, *, deep: bool = False, commit: bool = True) -> Written:
+    def act(step: int = 1, *, deep: bool = False, commit: bool = True, origin: str = "") -> Written:
         folder = run.begin(step=step, epoch=epoch, attempt=step)
         for place in ("r00000", "r00004") if deep else ():
             run.store.make_folder(f"{folder}/{place}", parents=False)
@@ -132,7 +133,12 @@ def write(run: Run) -> Callable[..., Written]:
         for first in range(0, 8, 2):
             files = (make_file(first, deep=deep), make_file(first + 1, deep=deep))
             for one in files:
-                write_file(run.store, f"{folder}/{one.name}", bytes(SIZE))
+                if origin and first == 0:
+                    assert run.store.link(f"{origin}/{one.name}", f"{folder}/{one.name}")
+                else:
+                    write_file(run.store, f"{folder}/{one.name}", bytes(SIZE))
+            if origin and first == 0:
+                files = tuple(msgspec.structs.replace(one, origin=origin) for one in files)
             manifest = GroupManifest(
                 step=step, epoch=epoch, attempt=step, first=first, ranks=2, files=files
             )

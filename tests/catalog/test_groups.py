@@ -9,6 +9,8 @@ import pytest
 
 from laststep.catalog import groups
 from laststep.catalog.groups import files_of
+from laststep.catalog.retention import Keep
+from laststep.catalog.run import plan_prune
 from laststep.errors import Corrupt, Exists, NotFound, StorageFailed
 from laststep.format.manifest import Commit, FileRecord
 from laststep.read.verify import verify_checkpoint
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from laststep.catalog.run import Run
     from laststep.storage.files import FileReader
 
+SIZE = 5000
+"""Of the file of each rank."""
 Written = tuple[str, Commit]
 FileOf = Callable[..., FileRecord]
 
@@ -135,3 +139,40 @@ def test_a_store_that_cannot_be_reached_is_not_damage(
     monkeypatch.setattr(run.store, "open_reader", fail)
     with pytest.raises(StorageFailed):
         files_of(run.store, folder, commit)
+
+
+def test_what_groups_of_ranks_share_counts_once(write: Callable[..., Written], run: Run) -> None:
+    first, _ = write()
+    second, commit = write(2, origin=first)
+    assert commit.shared_bytes == 2 * SIZE
+    listed = run.checkpoints()
+    shares = groups.shares_of(run.store, listed)
+    whole = sum(item.stored_bytes for item in listed)
+    assert shares.stored_bytes() == whole - 2 * SIZE
+    assert shares.freed_bytes([first]) == listed[0].stored_bytes - 2 * SIZE
+    assert shares.sharing(second) == (first,)
+    plan = plan_prune(run, Keep(last=1))
+    assert plan.deletions == (first,)
+    assert plan.freed_bytes == listed[0].stored_bytes - 2 * SIZE
+
+
+def test_a_run_that_shares_nothing_is_counted_without_reading_groups(
+    write: Callable[..., Written], run: Run
+) -> None:
+    folder, _ = write()
+    store = Watched(run.store.url)
+    shares = groups.shares_of(store, run.checkpoints())
+    assert shares.freed_bytes([folder]) == run.checkpoints()[0].stored_bytes
+    assert store.opened == []
+
+
+def test_a_group_that_cannot_be_read_shares_nothing_that_is_known(
+    write: Callable[..., Written], run: Run, tmp_path: Path
+) -> None:
+    first, _ = write()
+    second, _ = write(2, origin=first)
+    (tmp_path / "run" / second / "groups" / "r00000.json").write_bytes(b"{}")
+    listed = run.checkpoints()
+    shares = groups.shares_of(run.store, listed)
+    assert shares.sharing(first) == ()
+    assert shares.freed_bytes([first]) == listed[0].stored_bytes

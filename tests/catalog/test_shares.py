@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.catalog.shares import Held, Shares
+from laststep.catalog.shares import Holding, Shares
 from laststep.codecs.digests import digest_text
 from laststep.format.manifest import FileRecord
 
@@ -24,8 +24,8 @@ def file(name: str, size: int, origin: str = "", rank: int = 0, content: str = "
     )  # fmt: skip
 
 
-def held(folder: str, *files: FileRecord, other: int = 10) -> Held:
-    return Held(folder, sum(one.size_bytes for one in files) + other, files)
+def held(folder: str, *files: FileRecord, other: int = 10) -> Holding:
+    return Holding(folder, sum(one.size_bytes for one in files) + other, files)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_what_shares_with_checkpoints_that_are_gone_has_its_files_alone() -> Non
 
 
 def test_a_checkpoint_that_has_lost_shared_files_frees_no_less_than_nothing() -> None:
-    lost = Held("1", 10, (file("a", 1000),))
+    lost = Holding("1", 10, (file("a", 1000),))
     assert Shares([lost, held("2", file("a", 1000, "1"))]).freed_bytes("1") == 0
 
 

@@ -87,6 +87,7 @@ def test_the_document_of_ls_has_these_fields(maker, laststep: Callable) -> None:
     assert {k: v for k, v in checkpoint.items() if k not in ("created_s", "size_bytes")} == {
         "step": 100,
         "folder": "step-00000100.1-1",
+        "shared_bytes": 0,
         "metrics": {"loss": "nan", "accuracy": 0.5},
         "lineage": "current",
         "superseded_by": None,
@@ -225,8 +226,8 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
     document = laststep("show", maker.path, "--json").json()
     assert document.keys() == {
         "step", "epoch", "attempt", "folder", "run", "ranks", "created_s", "size_bytes", "format",
-        "laststep", "metrics", "metadata", "lineage", "pinned", "continues", "references",
-        "self_contained", "items", "files", "tensors", "objects",
+        "shared_bytes", "shared_with", "laststep", "metrics", "metadata", "lineage", "pinned",
+        "continues", "references", "self_contained", "items", "files", "tensors", "objects",
     }  # fmt: skip
     assert document["metadata"] == {"note": "made for a test"}
     assert document["ranks"] == 1
@@ -239,7 +240,8 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
         "files": ["model.safetensors", "shared.safetensors"],
     }
     assert document["files"][0].keys() == {
-        "name", "rank", "size_bytes", "header_bytes", "header_digest", "error",
+        "name", "rank", "size_bytes", "header_bytes", "header_digest", "error", "origin", "lent",
+        "lent_to", "sharers",
     }  # fmt: skip
     assert document["tensors"] == [
         {

@@ -98,6 +98,8 @@ def files_of(folder: Path, manifest: Json) -> list[Json]:
         ]
         assert len(group["files"]) == record["files"]
         assert sum(file["size_bytes"] for file in group["files"]) == record["size_bytes"]
+        shared = [file["size_bytes"] for file in group["files"] if "origin" in file]
+        assert sum(shared) == record.get("shared_bytes", 0)
         files = files + group["files"]
     return files
 

@@ -49,6 +49,16 @@ def test_a_group_survives(group: GroupManifest) -> None:
     assert record.files == len(group.files)
 
 
+def test_what_a_group_shares_is_counted_and_vouched_for() -> None:
+    lent = changed(file(2), origin="step-00000006.2-2", lent=True, sharers=1)
+    record, data = encode(changed(GROUP, files=(lent, file(3))))
+    assert record.shared_bytes == lent.size_bytes
+    assert decode(data, record, where="here").format == 2
+    with pytest.raises(Corrupt, match="9002 of them shared"):
+        decode(data, changed(record, shared_bytes=0), where="here")
+    assert encode(GROUP)[0].shared_bytes == 0
+
+
 def test_every_flipped_bit_and_every_other_length_is_corrupt() -> None:
     record, sound = encode(GROUP)
     data = bytearray(sound)

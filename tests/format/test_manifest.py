@@ -94,6 +94,24 @@ def test_a_decision_survives(decision: Commit | Abort) -> None:
     assert decode(encode(decision), where="here") == decision
 
 
+LENT = changed(FILE, name="m~3-16.safetensors", origin="step-00000090.3-16", lent=True, sharers=2)
+
+
+def test_what_was_written_for_earlier_checkpoints_is_counted_and_needs_format_2() -> None:
+    assert (COMMIT.shared_bytes, COMMIT.new_bytes, COMMIT.format) == (0, 9000, 1)
+    borrowing = changed(COMMIT, files=(FILE, LENT))
+    assert (borrowing.shared_bytes, borrowing.new_bytes) == (9000, 9000)
+    groups = (changed(GROUPS[0], shared_bytes=10**14), GROUPS[1])
+    grouped = changed(GROUPED, groups=groups)
+    assert (grouped.shared_bytes, grouped.new_bytes) == (10**14, 2 * 10**15 - 10**14)
+    for commit in (borrowing, grouped):
+        assert commit.format == 2
+        assert decode(encode(commit), where="here") == commit
+    assert b"shared_bytes" not in encode(GROUPED)
+    with pytest.raises(Usage, match="shared bytes"):
+        encode(changed(grouped, groups=(changed(groups[0], shared_bytes=10**16), GROUPS[1])))
+
+
 @pytest.mark.parametrize("decision", [COMMIT, GROUPED, ABORT])
 def test_every_flipped_bit_is_corrupt(decision: Commit | Abort) -> None:
     data = bytearray(encode(decision))

@@ -11,7 +11,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from laststep.catalog import decision
-from laststep.catalog.shares import Held, Shares
+from laststep.catalog.shares import Holding, Shares
 from laststep.errors import Corrupt, Exists, NotFound
 from laststep.format import group
 from laststep.format.manifest import DAMAGE_REMEDY
@@ -69,12 +69,12 @@ def shares_of(store: Store, listed: Sequence[Listed]) -> Shares:
     checkpoint shares files; one whose list of files cannot be read counts as sharing none."""
     any_shares = any(item.commit is not None and item.commit.shared_bytes for item in listed)
 
-    def held(item: Listed) -> Held:
+    def held(item: Listed) -> Holding:
         files: tuple[FileRecord, ...] = ()
         if any_shares and item.commit is not None:
             with contextlib.suppress(Corrupt, NotFound):
                 files = files_of(store, item.folder, item.commit)
-        return Held(folder=item.folder, stored_bytes=item.stored_bytes, files=files)
+        return Holding(folder=item.folder, stored_bytes=item.stored_bytes, files=files)
 
     return Shares(map(held, listed))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from laststep.format.manifest import FileRecord
 
 
-class Held(NamedTuple):
+class Holding(NamedTuple):
     """What lies in the folder of a checkpoint."""
 
     folder: str
@@ -37,11 +37,13 @@ class _FileId(NamedTuple):
 class Shares:
     """The files of all checkpoints of a run."""
 
-    def __init__(self, held: Iterable[Held]) -> None:
+    def __init__(self, held: Iterable[Holding]) -> None:
         self._stored_bytes: dict[str, int] = {}
         self._files: dict[str, list[_FileId]] = {}
         self._folders: dict[_FileId, list[str]] = {}
+        self._order: dict[str, int] = {}
         for folder, stored_bytes, files in held:
+            self._order[folder] = len(self._order)
             self._stored_bytes[folder] = stored_bytes
             self._files[folder] = [_id_of(file, folder) for file in files]
             for file in self._files[folder]:
@@ -70,7 +72,7 @@ class Shares:
     def sharing(self, folder: str) -> tuple[str, ...]:
         """The other folders that have a file of this one, in the order of checkpoints."""
         others = {other for file in self._files[folder] for other in self._folders[file]}
-        return tuple(other for other in self._files if other in others and other != folder)
+        return tuple(sorted(others - {folder}, key=self._order.__getitem__))
 
 
 def _id_of(file: FileRecord, folder: str) -> _FileId:

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog import decision
-from laststep.catalog.groups import files_of
 from laststep.read.entries import item_of_object, stored_in
 from laststep.read.files import open_file
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
-    from laststep.format.manifest import Commit
+    from collections.abc import Iterable
+
+    from laststep.format.manifest import Commit, FileRecord
+    from laststep.read.blocks import Damage
     from laststep.read.files import Opened
     from laststep.state.boxes import Box
     from laststep.state.stored_items import TensorSpec
@@ -51,10 +53,21 @@ class ShownTensor:
         return self.size_bytes - sum(part.size_bytes for part in self.parts)
 
 
-def read_files(store: Store, folder: str, commit: Commit) -> list[Opened]:
-    """The data files of a checkpoint, closed again; `NotFound` where all of it was deleted."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownFile:
+    """A data file, whether it holds an image or is lent to those that do."""
+
+    record: FileRecord
+    lent_to: tuple[str, ...]
+    """The files that borrow blocks of it, as far as their headers can be read."""
+    damage: tuple[Damage, ...]
+
+
+def read_files(store: Store, folder: str, records: Iterable[FileRecord]) -> list[Opened]:
+    """Those data files of a checkpoint that are not only lent to others, closed again; `NotFound`
+    where all of it was deleted."""
     files = []
-    records = files_of(store, folder, commit)
+    records = tuple(records)
     among = {record.name: record for record in records}
     for record in records:
         if not record.lent:
@@ -65,6 +78,26 @@ def read_files(store: Store, folder: str, commit: Commit) -> list[Opened]:
         if gone is not None:
             raise gone
     return files
+
+
+def shown_files(records: Iterable[FileRecord], files: list[Opened]) -> list[ShownFile]:
+    """All data files of a checkpoint; what is wrong with a lent one shows where it is opened for
+    another."""
+    lent_to: dict[str, list[str]] = {}
+    damage: dict[str, list[Damage]] = {}
+    for file in files:
+        for name in () if file.header is None else file.header.lent:
+            lent_to.setdefault(name, []).append(file.record.name)
+        for wrong in file.damage:
+            damage.setdefault(wrong.file, []).append(wrong)
+    return [
+        ShownFile(
+            record=record,
+            lent_to=tuple(lent_to.get(record.name, ())),
+            damage=tuple(damage.get(record.name, ())),
+        )
+        for record in records
+    ]
 
 
 def tensors_of(commit: Commit, files: list[Opened]) -> list[ShownTensor]:
@@ -90,7 +123,8 @@ def tensors_of(commit: Commit, files: list[Opened]) -> list[ShownTensor]:
 
 
 def files_by_item(commit: Commit, files: list[Opened]) -> dict[str, list[str]]:
-    """The names of the files that hold something of each item: tensors, or its tree."""
+    """The names of the files that hold something of each item: tensors, or its tree; with those
+    that are lent to them."""
     found: dict[str, list[str]] = {item.name: [] for item in commit.items}
     for file in files:
         if file.header is None:
@@ -98,5 +132,5 @@ def files_by_item(commit: Commit, files: list[Opened]) -> dict[str, list[str]]:
         items = {stored_in(file.header, entry).item for entry in file.header.tensors}
         items.update(item_of_object(entry.name) or "" for entry in file.header.objects)
         for item in items & found.keys():
-            found[item].append(file.record.name)
+            found[item] += [file.record.name, *file.header.lent]
     return found

@@ -1,7 +1,8 @@
 """`laststep ls`: the checkpoints of a run, the last committed at the bottom.
 
 With --json: `run`, `checkpoints` and `attempts`. A checkpoint has `step`, `folder`, `created_s`,
-`size_bytes` (of its data files), `metrics`, `lineage` ("current", "abandoned" or "superseded"),
+`size_bytes` (of its data files), `shared_bytes` (of those that were written for earlier ones; null
+where the manifest cannot be read), `metrics`, `lineage` ("current", "abandoned" or "superseded"),
 `superseded_by`, `pinned`, `epoch`, `attempt`, `error` (null, or why its manifest cannot be read)
 and `incomplete` (null, or which data file is missing or has the wrong size). An attempt, a save
 that is not committed, has `step`, `folder`, `size_bytes` and `alive`.
@@ -16,8 +17,6 @@ from laststep.errors import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rich.console import Console
 
     from laststep.catalog.listing import Listed, OpenAttempt
 
@@ -77,6 +76,7 @@ def _is_overtaken(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> bool:
 def _document(item: Listed) -> dict[str, object]:
     return {
         **output.fields(item, "step", "folder", "created_s", "size_bytes"),
+        "shared_bytes": None if item.commit is None else item.commit.shared_bytes,
         "metrics": {} if item.commit is None else item.commit.metrics,
         "lineage": lineage_of(item),
         **output.fields(item, "superseded_by", "pinned", "epoch", "attempt", "incomplete"),
@@ -84,20 +84,22 @@ def _document(item: Listed) -> dict[str, object]:
     }
 
 
-_COLUMNS = ("step", "when", "size", "metrics", "status", "pinned", "folder")
-_NUMBERS = ("step", "size")
+_NUMBERS = ("step", "size", "new")
 
 
-def _row(item: Listed) -> tuple[str, ...]:
-    return (
-        str(item.step),
-        output.time_text(item.created_s),
-        output.size_text(item.size_bytes),
-        "" if item.commit is None else output.metrics_text(item.commit.metrics),
-        _status(item),
-        "pinned" if item.pinned else "",
-        item.folder,
-    )
+def _row(item: Listed, *, share: bool) -> dict[str, str]:
+    """What the table says of it, by column; with `share`, what of it was new."""
+    new = {"new": "" if item.commit is None else output.size_text(item.commit.new_bytes)}
+    return {
+        "step": str(item.step),
+        "when": output.time_text(item.created_s),
+        "size": output.size_text(item.size_bytes),
+        **(new if share else {}),
+        "metrics": "" if item.commit is None else output.metrics_text(item.commit.metrics),
+        "status": _status(item),
+        "pinned": "pinned" if item.pinned else "",
+        "folder": item.folder,
+    }
 
 
 def _status(item: Listed) -> str:
@@ -113,14 +115,10 @@ def _unreadable(item: Listed) -> str:
     return "of a later format" if isinstance(item.error, Usage) else "damaged"
 
 
-def _print_table(console: Console, checkpoints: Sequence[Listed]) -> None:
-    if len(checkpoints) > output.MANY_ROWS:
-        output.print_rows(_COLUMNS, [_row(item) for item in checkpoints], _NUMBERS)
-        return
-    table = output.table(*_COLUMNS, right=_NUMBERS)
-    for item in checkpoints:
-        table.add_row(*_row(item), style=None if item.on_lineage else "dim")
-    console.print(table)
+def _print_table(checkpoints: Sequence[Listed]) -> None:
+    share = any(item.commit is not None and item.commit.shared_bytes for item in checkpoints)
+    rows = [_row(item, share=share) for item in checkpoints]
+    output.print_checkpoints(rows, _NUMBERS, dim=[not item.on_lineage for item in checkpoints])
 
 
 def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttempt]) -> None:
@@ -128,7 +126,7 @@ def _print(run: str, checkpoints: Sequence[Listed], attempts: Sequence[OpenAttem
     if not checkpoints:
         console.print(f"{run} has no checkpoint yet")
     else:
-        _print_table(console, checkpoints)
+        _print_table(checkpoints)
     for item in checkpoints:
         if item.error is not None:
             console.print(f"step {item.step} is {_unreadable(item)}: {item.error}")

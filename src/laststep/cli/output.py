@@ -65,6 +65,20 @@ def print_rows(
         sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
+def print_checkpoints(
+    rows: list[dict[str, str]], right: tuple[str, ...], *, dim: list[bool]
+) -> None:
+    """A table of rows that have the same columns, at least one; some of them matter less."""
+    columns = tuple(rows[0])
+    if len(rows) > MANY_ROWS:
+        print_rows(columns, [tuple(row.values()) for row in rows], right)
+        return
+    made = table(*columns, right=right)
+    for row, is_dim in zip(rows, dim, strict=True):
+        made.add_row(*row.values(), style="dim" if is_dim else None)
+    console().print(made)
+
+
 def print_json(document: Mapping[str, object]) -> None:
     """The document, with the number of its schema first."""
     text = json.dumps(plain({"schema": SCHEMA, **document}), indent=2, ensure_ascii=False)

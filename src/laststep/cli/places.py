@@ -18,7 +18,9 @@ from laststep.storage.registry import local_path, open_parent, open_store
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from laststep.catalog.listing import Listed
+    from collections.abc import Sequence
+
+    from laststep.catalog.listing import Listed, OpenAttempt
     from laststep.storage.store import Store
 
 RunPath = Annotated[
@@ -44,6 +46,8 @@ class CheckpointPath:
     store: Store
     folder: str
     listed: Listed | None
+    among: tuple[Listed, ...] = ()
+    """All checkpoints of that run."""
 
 
 def open_run(path: str) -> Run:
@@ -83,7 +87,12 @@ def find(run: Run, step: int | None) -> Listed:
 
     Of several with one step that on the lineage is meant, else the last committed.
     """
-    listed, attempts = run.look()
+    return _choose(run, *run.look(), step)
+
+
+def _choose(
+    run: Run, listed: Sequence[Listed], attempts: Sequence[OpenAttempt], step: int | None
+) -> Listed:
     if not listed:
         left = f"{output.count_text(len(attempts), 'save')} without a manifest"
         raise NotFound(
@@ -108,16 +117,18 @@ def resolve(path: str, step: int | None) -> CheckpointPath:
     """The one checkpoint that a path and a step mean."""
     if not is_checkpoint(path):
         run = open_run(path)
-        listed = find(run, step)
-        return CheckpointPath(store=run.store, folder=listed.folder, listed=listed)
+        among, attempts = run.look()
+        listed = _choose(run, among, attempts, step)
+        return CheckpointPath(store=run.store, folder=listed.folder, listed=listed, among=among)
     if step is not None:
         raise typer.BadParameter("a checkpoint's folder has but one step", param_hint="--step")
     local = local_path(path)
     store, folder = open_parent(path if local is None else Path(local).resolve())
     if parse_folder(folder) is not None:
-        for listed in Run.open(store).checkpoints():
+        among = Run.open(store).checkpoints()
+        for listed in among:
             if listed.folder == folder:
-                return CheckpointPath(store=store, folder=folder, listed=listed)
+                return CheckpointPath(store=store, folder=folder, listed=listed, among=among)
     return CheckpointPath(store=store, folder=folder, listed=None)
 
 

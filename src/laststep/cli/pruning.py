@@ -1,8 +1,10 @@
 """`laststep prune`: delete what no rule keeps, and say for each checkpoint why it stays or goes.
 
 With --json: `dry_run`, `freed_bytes`, `deleted` (folders), and `checkpoints`, each with `step`,
-`folder`, `keep`, `reasons` and `size_bytes` (what deleting it frees). The newest good checkpoint,
-the one that the current job resumed from and pinned ones stay whatever is asked for.
+`folder`, `keep`, `reasons` and `size_bytes` (what it alone holds: deleting only this one frees it).
+Of files that several checkpoints share, `freed_bytes` counts those that go with the last of them.
+The newest good checkpoint, the one that the current job resumed from and pinned ones stay whatever
+is asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from laststep.read.verify import verify_checkpoint
 
 if TYPE_CHECKING:
     from laststep.catalog.prune import PrunePlan
+    from laststep.catalog.retention import Verdict
     from laststep.catalog.run import Run
+    from laststep.catalog.shares import Shares
 
 
 def prune(  # noqa: PLR0913 (one parameter for each option)
@@ -58,18 +62,33 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     plan = plan_prune(opened, keep, resumed_from=_resumed_from(opened))
     if plan.lacking is not None:
         output.console(stderr=True).print(f"{plan.lacking}; until one has it, all are kept")
+    shares = plan.shares()
+    freed_bytes = shares.freed_bytes(plan.deletions)
     if not as_json:
-        _print(run, plan)
+        _print(run, plan, shares)
     deleted: tuple[str, ...] = ()
     if plan.deletions and not dry_run:
         if not yes:
-            _ask(plan)
+            _ask(plan, freed_bytes)
         _check_what_stays(opened)
         deleted = plan.execute()
+        freed_bytes = shares.freed_bytes(deleted)
     if as_json:
-        output.print_json(_document(plan, deleted, dry_run=dry_run))
+        checkpoints = [_document(verdict, shares) for verdict in plan.verdicts]
+        output.print_json(
+            {
+                "dry_run": dry_run,
+                "freed_bytes": freed_bytes,
+                "deleted": list(deleted),
+                "checkpoints": checkpoints,
+            }
+        )
+    elif not plan.deletions:
+        output.console().print("nothing to delete")
     else:
-        _print_end(plan, deleted, dry_run=dry_run)
+        done, folders = ("would delete", plan.deletions) if dry_run else ("deleted", deleted)
+        count = output.count_text(len(folders), "checkpoint")
+        output.console().print(f"{done} {count}, {output.size_text(freed_bytes)}")
 
 
 def _resumed_from(run: Run) -> str | None:
@@ -83,7 +102,7 @@ def _resumed_from(run: Run) -> str | None:
     return {item.point: item.folder for item in listed}.get(record.continues)
 
 
-def _ask(plan: PrunePlan) -> None:
+def _ask(plan: PrunePlan, freed_bytes: int) -> None:
     count = output.count_text(len(plan.deletions), "checkpoint")
     if not sys.stdin.isatty():
         raise Usage(
@@ -91,53 +110,31 @@ def _ask(plan: PrunePlan) -> None:
             expected="--yes where nobody can be asked",
             remedy="add --yes, or --dry-run to only look",
         )
-    size = output.size_text(plan.freed_bytes)
-    typer.confirm(f"Delete {count} ({size})?", abort=True, err=True)
+    typer.confirm(f"Delete {count} ({output.size_text(freed_bytes)})?", abort=True, err=True)
 
 
-def _document(plan: PrunePlan, deleted: tuple[str, ...], *, dry_run: bool) -> dict[str, object]:
+def _document(verdict: Verdict, shares: Shares) -> dict[str, object]:
     return {
-        "dry_run": dry_run,
-        "freed_bytes": plan.freed_bytes if dry_run else _freed_bytes(plan, deleted),
-        "deleted": list(deleted),
-        "checkpoints": [
-            output.fields(verdict, "step", "folder", "keep", "reasons", "size_bytes")
-            for verdict in plan.verdicts
-        ],
+        **output.fields(verdict, "step", "folder", "keep", "reasons"),
+        "size_bytes": shares.freed_bytes([verdict.folder]),
     }
 
 
-def _freed_bytes(plan: PrunePlan, deleted: tuple[str, ...]) -> int:
-    return sum(verdict.size_bytes for verdict in plan.verdicts if verdict.folder in deleted)
-
-
-def _print(run: str, plan: PrunePlan) -> None:
+def _print(run: str, plan: PrunePlan, shares: Shares) -> None:
     if not plan.verdicts:
         output.console().print(f"{run} has no checkpoint yet")
         return
-    table = output.table("step", "", "on disk", "why", "folder", right=("step", "on disk"))
+    table = output.table("step", "", "only here", "why", "folder", right=("step", "only here"))
     for verdict in plan.verdicts:
         table.add_row(
             str(verdict.step),
             "stays" if verdict.keep else "goes",
-            output.size_text(verdict.size_bytes),
+            output.size_text(shares.freed_bytes([verdict.folder])),
             "; ".join(verdict.reasons),
             verdict.folder,
             style=None if verdict.keep else "red",
         )
     output.console().print(table)
-
-
-def _print_end(plan: PrunePlan, deleted: tuple[str, ...], *, dry_run: bool) -> None:
-    console = output.console()
-    if not plan.deletions:
-        console.print("nothing to delete")
-    elif dry_run:
-        count = output.count_text(len(plan.deletions), "checkpoint")
-        console.print(f"would delete {count}, {output.size_text(plan.freed_bytes)}")
-    else:
-        count = output.count_text(len(deleted), "checkpoint")
-        console.print(f"deleted {count}, {output.size_text(_freed_bytes(plan, deleted))}")
 
 
 def _check_what_stays(run: Run) -> None:

@@ -1,11 +1,15 @@
 """`laststep show`: what one checkpoint holds.
 
 With --json: `step`, `epoch`, `attempt`, `folder`, `run`, `ranks` (how many wrote it), `created_s`,
-`size_bytes` (of its data files, as its manifest lists them), `format`, `laststep` (the version that
+`size_bytes` (of its data files, as its manifest lists them), `shared_bytes` (of those that were
+written for earlier checkpoints), `shared_with` (the folders of this run that have a file of it),
+`format`, `laststep` (the version that
 wrote it), `metrics`, `metadata`, `lineage` (as in `ls`; null outside a run), `pinned`, `continues`,
 `references`, `self_contained`; `items` (`name`, `kind`, `per_rank`, `tensors`, `size_bytes`,
 `files`, the names of those that hold something of it); `files` (`name`, `rank`, `size_bytes`,
-`header_bytes`, `header_digest`, `error`); `tensors` (`name`, as `Checkpoint.tensor` takes it;
+`header_bytes`, `header_digest`, `origin`, the folder that it was written for, null for this one,
+`lent`, whether it is here only for others, `lent_to`, these, `sharers`, how many checkpoints had it
+before, `error`); `tensors` (`name`, as `Checkpoint.tensor` takes it;
 `rank`, whose it is, null where it is no rank's own; `dtype`, `shape`, `size_bytes`;
 `missing_bytes`, which lie in damaged files; `parts`, each with `start`, an index, `shape`,
 `size_bytes`, `file`); and `objects` (`name`, `size_bytes`, `file`). Reads manifest and headers,
@@ -19,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from laststep.catalog import decision
+from laststep.catalog.groups import files_of, shares_of
 from laststep.cli import holdings, output, places
 from laststep.cli.listing import lineage_of
 from laststep.errors import NotFound
@@ -27,22 +32,23 @@ from laststep.read.entries import box_text
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console
 
-    from laststep.cli.holdings import ShownTensor
+    from laststep.catalog.shares import Shares
+    from laststep.cli.holdings import ShownFile, ShownTensor
     from laststep.format.manifest import Commit
     from laststep.read.files import Opened
 
 _SHOWN = 20
 _SHOWN_SPANS = 3
 _COMMIT_FIELDS = (
-    "step", "epoch", "attempt", "run", "ranks", "created_s", "size_bytes", "format", "laststep",
-    "metrics", "metadata", "continues", "references",
+    "step", "epoch", "attempt", "run", "ranks", "created_s", "size_bytes", "shared_bytes",
+    "format", "laststep", "metrics", "metadata", "continues", "references",
 )  # fmt: skip
 _ITEM_FIELDS = ("name", "kind", "per_rank", "tensors", "size_bytes")
-_FILE_FIELDS = ("name", "rank", "size_bytes", "header_bytes", "header_digest")
+_FILE_FIELDS = ("name", "rank", "size_bytes", "header_bytes", "header_digest", "lent", "sharers")
 
 
 def show(
@@ -63,15 +69,18 @@ def show(
     """
     place = places.resolve(path, step)
     commit = _commit(place)
-    files = holdings.read_files(place.store, place.folder, commit)
+    records = files_of(place.store, place.folder, commit)
+    files = holdings.read_files(place.store, place.folder, records)
+    shown = holdings.shown_files(records, files)
+    shares = shares_of(place.store, place.among)
     if as_json:
-        output.print_json(_document(place, commit, files))
+        output.print_json(_document(place, commit, files, shown, shares))
         return
     console = output.console()
     limit = None if all_ else _SHOWN
-    _print_facts(console, place, commit)
+    _print_facts(console, place, commit, shares)
     _print_items(console, commit, files)
-    _print_files(console, files, limit=limit)
+    _print_files(console, shown, limit=limit)
     _print_tensors(console, holdings.tensors_of(commit, files), limit=limit, parts=parts)
     lost = sum(file.header is None for file in files)
     if lost:
@@ -96,13 +105,18 @@ def _commit(place: places.CheckpointPath) -> Commit:
 
 
 def _document(
-    place: places.CheckpointPath, commit: Commit, files: list[Opened]
+    place: places.CheckpointPath,
+    commit: Commit,
+    files: list[Opened],
+    shown: list[ShownFile],
+    shares: Shares,
 ) -> dict[str, object]:
     listed = place.listed
     held_by = holdings.files_by_item(commit, files)
     return {
         **output.fields(commit, *_COMMIT_FIELDS),
         "folder": place.folder,
+        "shared_with": () if listed is None else shares.sharing(place.folder),
         "lineage": None if listed is None else lineage_of(listed),
         "pinned": False if listed is None else listed.pinned,
         "self_contained": not commit.references,
@@ -112,12 +126,20 @@ def _document(
         ],
         "files": [
             output.fields(file.record, *_FILE_FIELDS)
-            | {"error": str(file.damage[0].error) if file.damage else None}
-            for file in files
+            | {
+                "origin": file.record.origin or None,
+                "lent_to": file.lent_to,
+                "error": str(file.damage[0].error) if file.damage else None,
+            }
+            for file in shown
         ],
         "tensors": [_tensor_document(tensor) for tensor in holdings.tensors_of(commit, files)],
         "objects": [
-            {"name": entry.name, "size_bytes": entry.stop - entry.start, "file": file.record.name}
+            {
+                "name": entry.name,
+                "size_bytes": entry.stop - entry.start,
+                "file": (file.record.name, *file.header.lent)[entry.file],
+            }
             for file in files
             if file.header is not None
             for entry in file.header.objects
@@ -136,7 +158,24 @@ def _tensor_document(tensor: ShownTensor) -> dict[str, object]:
     }
 
 
-def _print_facts(console: Console, place: places.CheckpointPath, commit: Commit) -> None:
+def _size_text(place: places.CheckpointPath, commit: Commit, shares: Shares) -> str:
+    """How much there is, and how much of it others have too; or had, if they are gone by now."""
+    count = output.count_text(commit.file_count, "data file")
+    text = f"{output.size_text(commit.size_bytes)} in {count}"
+    others = () if place.listed is None else shares.sharing(place.folder)
+    if others:
+        shared = output.size_text(shares.shared_bytes(place.folder))
+        return f"{text}, {shared} of it shared with " + output.count_text(
+            len(others), "other checkpoint"
+        )
+    if commit.shared_bytes:
+        text += f", {output.size_text(commit.shared_bytes)} of it written for earlier checkpoints"
+    return text
+
+
+def _print_facts(
+    console: Console, place: places.CheckpointPath, commit: Commit, shares: Shares
+) -> None:
     listed = place.listed
     lineage = "not in a run" if listed is None else lineage_of(listed)
     if listed is not None and listed.superseded_by is not None:
@@ -147,8 +186,7 @@ def _print_facts(console: Console, place: places.CheckpointPath, commit: Commit)
         "saved": f"{output.time_text(commit.created_s)} by "
         f"{output.count_text(commit.ranks, 'rank')} with laststep {commit.laststep}, "
         f"format {commit.format}",
-        "size": f"{output.size_text(commit.size_bytes)} in "
-        f"{output.count_text(commit.file_count, 'data file')}",
+        "size": _size_text(place, commit, shares),
         "metrics": output.metrics_text(commit.metrics) or "none",
         "metadata": "none" if commit.metadata is None else str(output.plain(commit.metadata)),
         "lineage": lineage + (", pinned" if listed is not None and listed.pinned else ""),
@@ -182,7 +220,7 @@ def _print_items(console: Console, commit: Commit, files: list[Opened]) -> None:
     console.print(table)
 
 
-def _print_files(console: Console, files: list[Opened], *, limit: int | None) -> None:
+def _print_files(console: Console, files: list[ShownFile], *, limit: int | None) -> None:
     """Those that are damaged are always listed."""
     shown = [file for at, file in enumerate(files) if limit is None or at < limit or file.damage]
     table = output.table("file", "size", "header", "", right=("size", "header"))
@@ -191,18 +229,22 @@ def _print_files(console: Console, files: list[Opened], *, limit: int | None) ->
             file.record.name,
             output.size_text(file.record.size_bytes),
             output.size_text(file.record.header_bytes),
-            _damage_text(file),
+            "; ".join(_notes(file)),
         )
     console.print()
     console.print(table)
     _print_rest(console, len(files) - len(shown), "file")
 
 
-def _damage_text(file: Opened) -> str:
-    if not file.damage:
-        return ""
-    first = file.damage[0]
-    return f"damaged: {first.error.what}: expected {first.expected}, found {first.found}"
+def _notes(file: ShownFile) -> Iterator[str]:
+    """What is to be said of a file: whose it was first, for whom it is here, what is wrong."""
+    if file.record.lent:
+        yield f"lent to {', '.join(file.lent_to)}" if file.lent_to else "lent"
+    if file.record.origin:
+        yield f"written for {file.record.origin}"
+    if file.damage:
+        first = file.damage[0]
+        yield f"damaged: {first.error.what}: expected {first.expected}, found {first.found}"
 
 
 def _print_tensors(
