@@ -52,7 +52,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Progress of a flush: bytes handed to the store so far."""
+    """Progress of a flush: bytes that are written so far, or were found to be stored already."""
 
     step: int
     done_bytes: int
@@ -63,6 +63,10 @@ class Written:
 class Durable:
     step: int
     size_bytes: int
+    """Of the state, whatever of it had to be written."""
+    written_bytes: int
+    shared_bytes: int
+    """Of files of earlier checkpoints that are not written again."""
     seconds: float
 
 

@@ -49,10 +49,10 @@ def log_event(event: Event) -> None:
             log.info("step %d: captured %s in %.3f s, training was held for %.4f s",
                      event.step, size, event.seconds, event.blocked_s)  # fmt: skip
         case events.Durable():
-            rate = event.size_bytes / max(event.seconds, 1e-9)
-            log.info(
-                "step %d: durable after %.3f s (%s/s)", event.step, event.seconds, human(int(rate))
-            )
+            rate = human(int(event.written_bytes / max(event.seconds, 1e-9)))
+            shared = f", {human(event.shared_bytes)} shared" if event.shared_bytes else ""
+            log.info("step %d: durable after %.3f s: %s written (%s/s)%s", event.step,
+                     event.seconds, human(event.written_bytes), rate, shared)  # fmt: skip
         case events.Committed():
             log.info(
                 "step %d: committed as %s after %.3f s", event.step, event.folder, event.seconds
@@ -135,7 +135,7 @@ class ProgressBar:
             case events.Written():
                 if event.step in self._tasks:
                     self._progress.update(
-                        self._tasks[event.step], completed=event.done_bytes, state="writing"
+                        self._tasks[event.step], completed=event.done_bytes, state="flushing"
                     )
             case events.Committed() | events.SaveFailed():
                 task = self._tasks.pop(event.step, None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import laststep
+import laststep.events
 from laststep.catalog import decision
 from laststep.flush import lending
 from laststep.format.manifest import Commit
@@ -50,10 +51,10 @@ class Training:
     def save(self, step: int) -> int:
         """The bytes that it wrote."""
         self.small["a"] += 1
-        handle = self.ckpt.save(step)
-        handle.wait()
+        self.report = self.ckpt.save(step).result()
         self.saved[step] = {"w": self.model["w"].clone(), "a": self.small["a"].clone()}
-        return handle.report.size_bytes
+        assert self.report.written_bytes is not None
+        return self.report.written_bytes
 
     def restarted(self) -> None:
         self.ckpt.close()
@@ -247,3 +248,26 @@ def test_what_is_written_is_said_and_what_is_shared(training: Training) -> None:
     lent = files["model~1-1.safetensors"]
     assert (lent.lent, lent.origin, lent.sharers) == (True, training.folder(0).name, 1)
     assert (training.folder(1) / lent.name).stat().st_nlink == 2
+
+
+def test_a_report_tells_the_state_from_what_is_written_and_what_is_shared(
+    training: Training,
+) -> None:
+    told: list[laststep.events.Event] = []
+    training.ckpt.subscribe(told.append)
+    state_bytes = sum(t.nbytes for t in (*training.model.values(), training.small["a"]))
+    for step, blocks in enumerate([(), (3,), ()]):
+        training.change(*blocks)
+        written = training.save(step)
+        report, folder = training.report, training.folder(step)
+        there = {path.name: path.stat() for path in folder.glob("*.safetensors")}
+        assert state_bytes < report.size_bytes < state_bytes + 2000  # with plain values
+        assert written + (report.shared_bytes or 0) == sum(s.st_size for s in there.values())
+        assert written == sum(s.st_size for s in there.values() if s.st_nlink == 1)
+    durable = [event for event in told if isinstance(event, laststep.events.Durable)]
+    assert [event.size_bytes for event in durable] == [report.size_bytes] * 3
+    assert durable[-1].written_bytes == report.written_bytes
+    assert durable[-1].shared_bytes == report.shared_bytes
+    assert durable[0].shared_bytes == 0
+    committed = [event for event in told if isinstance(event, laststep.events.Committed)]
+    assert [event.size_bytes for event in committed] == [report.size_bytes] * 3

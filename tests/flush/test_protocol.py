@@ -79,7 +79,15 @@ TO_FLUSHER = [
 TO_TRAINER = [
     Freed(slots=[1, 2]),
     WrittenBytes(save=1, done_bytes=5),
-    Flushed(save=1, size_bytes=5, opened_s=0.1, written_s=0.2, seconds=0.5),
+    Flushed(
+        save=1,
+        size_bytes=5,
+        written_bytes=3,
+        shared_bytes=4,
+        opened_s=0.1,
+        written_s=0.2,
+        seconds=0.5,
+    ),
     Grouped(save=1, group=GROUP),
     Begun(save=1, at=AT),
     Decided(save=1, at=AT, seconds=1.5),

@@ -32,6 +32,7 @@ EVERY = 10
 KILLS = ((20, "trainer"), (40, "machine"))
 MARK = "demo.json"
 _SHOWN_EVERY = 5
+_SAVE_FIELDS = ("step", "size_bytes", "written_bytes", "lost_s", "durable_s", "committed_s")
 
 
 class _LogLine(msgspec.Struct, frozen=True):
@@ -45,6 +46,7 @@ class _LogLine(msgspec.Struct, frozen=True):
     whom: str = ""
     committed: bool = False
     size_bytes: int = 0
+    written_bytes: int | None = None
     lost_s: float | None = None
     durable_s: float | None = None
     committed_s: float | None = None
@@ -178,10 +180,7 @@ def _document(result: _Result) -> dict[str, object]:
             {"step": step, "reference": loss, "resumed": resumed.get(step)}
             for step, loss in result.reference.items()
         ],
-        "saves": [
-            output.fields(line, "step", "size_bytes", "lost_s", "durable_s", "committed_s")
-            for line in result.saves
-        ],
+        "saves": [output.fields(line, *_SAVE_FIELDS) for line in result.saves],
         "kills": [output.fields(line, "step", "whom") for line in result.kills],
         "resumes": [output.fields(line, "step", "next_step", "skipped") for line in result.resumes],
     }
@@ -230,15 +229,18 @@ def _print_kills(console: Console, result: _Result) -> None:
 
 
 def _print_saves(console: Console, result: _Result) -> None:
-    titles = ("save of step", "size", "training lost", "durable after", "committed after")
+    titles = (
+        "save of step", "size", "written", "training lost", "durable after", "committed after",
+    )  # fmt: skip
     table = output.table(*titles, right=titles)
     for line in result.attempts:
         if line.event == "kill":
-            table.add_row(str(line.step), "-", "killed", "-", "-")
+            table.add_row(str(line.step), "-", "-", "killed", "-", "-")
             continue
         table.add_row(
             str(line.step),
             output.size_text(line.size_bytes),
+            "-" if line.written_bytes is None else output.size_text(line.written_bytes),
             output.duration_text(line.lost_s),
             output.duration_text(line.durable_s),
             output.duration_text(line.committed_s),

@@ -165,6 +165,7 @@ class Log:
             "save",
             step=report.step,
             size_bytes=report.size_bytes,
+            written_bytes=report.written_bytes,
             lost_s=report.lost_s,
             durable_s=report.durable_s,
             committed_s=report.committed_s,

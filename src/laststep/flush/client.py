@@ -327,12 +327,15 @@ class Client:
         with save.telling:
             report = save.handle.report
         report.durable_s, report.size_bytes = save.handle.since_began_s(), message.size_bytes
+        report.written_bytes, report.shared_bytes = message.written_bytes, message.shared_bytes
         report.opened_s, report.written_s = message.opened_s, message.written_s
         save.files = message.files
         save.handle.durable.reach()
         self._bus.emit(
-            Durable(step=save.handle.step, size_bytes=message.size_bytes, seconds=report.durable_s)
-        )
+            Durable(step=save.handle.step, size_bytes=message.size_bytes,
+                    written_bytes=message.written_bytes, shared_bytes=message.shared_bytes,
+                    seconds=report.durable_s)
+        )  # fmt: skip
 
     def decided(self, message: Decided) -> None:
         """A save is committed, as its flusher says, or whoever has looked in its place."""

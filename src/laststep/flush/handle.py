@@ -87,6 +87,11 @@ class SaveReport:
 
     step: int
     size_bytes: int = 0
+    """Of the state: its tensors and, once durable, its plain values."""
+    written_bytes: int | None = None
+    """Of the files that were written for it; known once durable."""
+    shared_bytes: int | None = None
+    """Of the files of earlier checkpoints that it shares instead of writing them again."""
     unchanged_bytes: int = 0
     """What did not leave its device, because the last checkpoint has it."""
     tensors: int = 0

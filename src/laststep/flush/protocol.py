@@ -182,6 +182,10 @@ class Flushed(_Message, frozen=True, kw_only=True):
 
     save: int
     size_bytes: int
+    """Of the state: tensors and objects."""
+    written_bytes: int
+    """Of the files that are new, and of those that were written for earlier checkpoints."""
+    shared_bytes: int
     opened_s: float
     """From here on counted from the save's announcement: files made, bytes written, all durable."""
     written_s: float

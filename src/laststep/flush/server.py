@@ -52,7 +52,7 @@ from laststep.flush.protocol import (
 from laststep.flush.under_way import Save
 from laststep.flush.writer import SaveFlush
 from laststep.format.group import GroupManifest
-from laststep.format.manifest import Abort, Commit, FileRecord
+from laststep.format.manifest import Abort, Commit, FileRecord, shared_bytes
 from laststep.process import threads
 from laststep.storage import locks
 from laststep.storage.registry import open_store
@@ -319,12 +319,16 @@ class Flusher:
         assert save.seal is not None  # noqa: S101 (waited for)
         written_s = time.monotonic() - save.began_s
         records = save.flush.finish(save.seal.objects)
-        size = sum(record.size_bytes for record in records if not record.origin)
+        shared = shared_bytes(records)
+        written = sum(record.size_bytes for record in records) - shared
+        size = sum(file.tensor_bytes for file in save.begin.files)
+        size += sum(len(data) for _, _, data in save.seal.objects)
         number = save.begin.save
         durable_s = time.monotonic() - save.began_s
         self._send(
-            Flushed(save=number, size_bytes=size, opened_s=save.opened_s, written_s=written_s,
-                    seconds=durable_s, files=() if save.begin.role == "alone" else records)
+            Flushed(save=number, size_bytes=size, written_bytes=written, shared_bytes=shared,
+                    opened_s=save.opened_s, written_s=written_s, seconds=durable_s,
+                    files=() if save.begin.role == "alone" else records)
         )  # fmt: skip
         if not save.is_member:
             commit = self._commit_record(save, save.seal, records)
