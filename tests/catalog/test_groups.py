@@ -146,11 +146,11 @@ def test_what_groups_of_ranks_share_counts_once(write: Callable[..., Written], r
     second, commit = write(2, origin=first)
     assert commit.shared_bytes == 2 * SIZE
     listed = run.checkpoints()
-    shares = groups.shares_of(run.store, listed)
+    sharing = groups.sharing_of(run.store, listed)
     whole = sum(item.stored_bytes for item in listed)
-    assert shares.stored_bytes() == whole - 2 * SIZE
-    assert shares.freed_bytes([first]) == listed[0].stored_bytes - 2 * SIZE
-    assert shares.sharing(second) == (first,)
+    assert sharing.stored_bytes() == whole - 2 * SIZE
+    assert sharing.freed_bytes([first]) == listed[0].stored_bytes - 2 * SIZE
+    assert sharing.sharers(second) == (first,)
     plan = plan_prune(run, Keep(last=1))
     assert plan.deletions == (first,)
     assert plan.freed_bytes == listed[0].stored_bytes - 2 * SIZE
@@ -161,8 +161,8 @@ def test_a_run_that_shares_nothing_is_counted_without_reading_groups(
 ) -> None:
     folder, _ = write()
     store = Watched(run.store.url)
-    shares = groups.shares_of(store, run.checkpoints())
-    assert shares.freed_bytes([folder]) == run.checkpoints()[0].stored_bytes
+    sharing = groups.sharing_of(store, run.checkpoints())
+    assert sharing.freed_bytes([folder]) == run.checkpoints()[0].stored_bytes
     assert store.opened == []
 
 
@@ -173,6 +173,6 @@ def test_a_group_that_cannot_be_read_shares_nothing_that_is_known(
     second, _ = write(2, origin=first)
     (tmp_path / "run" / second / "groups" / "r00000.json").write_bytes(b"{}")
     listed = run.checkpoints()
-    shares = groups.shares_of(run.store, listed)
-    assert shares.sharing(first) == ()
-    assert shares.freed_bytes([first]) == listed[0].stored_bytes
+    sharing = groups.sharing_of(run.store, listed)
+    assert sharing.sharers(first) == ()
+    assert sharing.freed_bytes([first]) == listed[0].stored_bytes

@@ -11,7 +11,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from laststep.catalog import decision
-from laststep.catalog.shares import Holding, Shares
+from laststep.catalog.sharing import Holding, Sharing
 from laststep.errors import Corrupt, Exists, NotFound
 from laststep.format import group
 from laststep.format.manifest import DAMAGE_REMEDY
@@ -64,7 +64,7 @@ def files_of(
     return files if wanted is None else tuple(file for file in files if file.rank in wanted)
 
 
-def shares_of(store: Store, listed: Sequence[Listed]) -> Shares:
+def sharing_of(store: Store, listed: Sequence[Listed]) -> Sharing:
     """Which files lie in which of these checkpoints. Manifests of groups are read only where any
     checkpoint shares files; one whose list of files cannot be read counts as sharing none."""
     any_shares = any(item.commit is not None and item.commit.shared_bytes for item in listed)
@@ -76,7 +76,7 @@ def shares_of(store: Store, listed: Sequence[Listed]) -> Shares:
                 files = files_of(store, item.folder, item.commit)
         return Holding(folder=item.folder, stored_bytes=item.stored_bytes, files=files)
 
-    return Shares(map(held, listed))
+    return Sharing(map(held, listed))
 
 
 def read(store: Store, folder: str, commit: Commit, record: GroupRecord) -> GroupManifest:

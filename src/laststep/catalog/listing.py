@@ -64,7 +64,7 @@ class Listed(AttemptName, frozen=True, kw_only=True, gc=True):
     """The bytes of its data files by its manifest; of all its files where that cannot be read."""
 
     stored_bytes: int
-    """The bytes of all files in its folder, also of those that it shares with others (`shares`).
+    """The bytes of all files in its folder, also of those that it shares with others (`sharing`).
     For very many files that are all there, or were not looked through, as the manifest counts
     them."""
 

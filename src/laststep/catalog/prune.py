@@ -22,7 +22,7 @@ from laststep.terms import MANIFEST_NAME
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.catalog.shares import Shares
+    from laststep.catalog.sharing import Sharing
 
 _log = logging.getLogger(__name__)
 
@@ -42,11 +42,11 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def freed_bytes(self) -> int:
         """What the execution gives back."""
-        return self.shares().freed_bytes(self.deletions)
+        return self.sharing().freed_bytes(self.deletions)
 
-    def shares(self) -> Shares:
+    def sharing(self) -> Sharing:
         """Which of the checkpoints have files in common; may read manifests of groups of ranks."""
-        return groups.shares_of(self.store, self.listed)
+        return groups.sharing_of(self.store, self.listed)
 
     def execute(
         self,

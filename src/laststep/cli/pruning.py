@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from laststep.catalog.prune import PrunePlan
     from laststep.catalog.retention import Verdict
     from laststep.catalog.run import Run
-    from laststep.catalog.shares import Shares
+    from laststep.catalog.sharing import Sharing
 
 
 def prune(  # noqa: PLR0913 (one parameter for each option)
@@ -62,19 +62,19 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     plan = plan_prune(opened, keep, resumed_from=_resumed_from(opened))
     if plan.lacking is not None:
         output.console(stderr=True).print(f"{plan.lacking}; until one has it, all are kept")
-    shares = plan.shares()
-    freed_bytes = shares.freed_bytes(plan.deletions)
+    sharing = plan.sharing()
+    freed_bytes = sharing.freed_bytes(plan.deletions)
     if not as_json:
-        _print(run, plan, shares)
+        _print(run, plan, sharing)
     deleted: tuple[str, ...] = ()
     if plan.deletions and not dry_run:
         if not yes:
             _ask(plan, freed_bytes)
         _check_what_stays(opened)
         deleted = plan.execute()
-        freed_bytes = shares.freed_bytes(deleted)
+        freed_bytes = sharing.freed_bytes(deleted)
     if as_json:
-        checkpoints = [_document(verdict, shares) for verdict in plan.verdicts]
+        checkpoints = [_document(verdict, sharing) for verdict in plan.verdicts]
         output.print_json(
             {
                 "dry_run": dry_run,
@@ -113,14 +113,14 @@ def _ask(plan: PrunePlan, freed_bytes: int) -> None:
     typer.confirm(f"Delete {count} ({output.size_text(freed_bytes)})?", abort=True, err=True)
 
 
-def _document(verdict: Verdict, shares: Shares) -> dict[str, object]:
+def _document(verdict: Verdict, sharing: Sharing) -> dict[str, object]:
     return {
         **output.fields(verdict, "step", "folder", "keep", "reasons"),
-        "size_bytes": shares.freed_bytes([verdict.folder]),
+        "size_bytes": sharing.freed_bytes([verdict.folder]),
     }
 
 
-def _print(run: str, plan: PrunePlan, shares: Shares) -> None:
+def _print(run: str, plan: PrunePlan, sharing: Sharing) -> None:
     if not plan.verdicts:
         output.console().print(f"{run} has no checkpoint yet")
         return
@@ -129,7 +129,7 @@ def _print(run: str, plan: PrunePlan, shares: Shares) -> None:
         table.add_row(
             str(verdict.step),
             "stays" if verdict.keep else "goes",
-            output.size_text(shares.freed_bytes([verdict.folder])),
+            output.size_text(sharing.freed_bytes([verdict.folder])),
             "; ".join(verdict.reasons),
             verdict.folder,
             style=None if verdict.keep else "red",

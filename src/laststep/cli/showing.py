@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from laststep.catalog import decision
-from laststep.catalog.groups import files_of, shares_of
+from laststep.catalog.groups import files_of, sharing_of
 from laststep.cli import holdings, output, places
 from laststep.cli.listing import lineage_of
 from laststep.errors import NotFound
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from laststep.catalog.shares import Shares
+    from laststep.catalog.sharing import Sharing
     from laststep.cli.holdings import ShownFile, ShownTensor
     from laststep.format.manifest import Commit
     from laststep.read.files import Opened
@@ -72,13 +72,13 @@ def show(
     records = files_of(place.store, place.folder, commit)
     files = holdings.read_files(place.store, place.folder, records)
     shown = holdings.shown_files(records, files)
-    shares = shares_of(place.store, place.among)
+    sharing = sharing_of(place.store, place.among)
     if as_json:
-        output.print_json(_document(place, commit, files, shown, shares))
+        output.print_json(_document(place, commit, files, shown, sharing))
         return
     console = output.console()
     limit = None if all_ else _SHOWN
-    _print_facts(console, place, commit, shares)
+    _print_facts(console, place, commit, sharing)
     _print_items(console, commit, files)
     _print_files(console, shown, limit=limit)
     _print_tensors(console, holdings.tensors_of(commit, files), limit=limit, parts=parts)
@@ -109,14 +109,14 @@ def _document(
     commit: Commit,
     files: list[Opened],
     shown: list[ShownFile],
-    shares: Shares,
+    sharing: Sharing,
 ) -> dict[str, object]:
     listed = place.listed
     held_by = holdings.files_by_item(commit, files)
     return {
         **output.fields(commit, *_COMMIT_FIELDS),
         "folder": place.folder,
-        "shared_with": () if listed is None else shares.sharing(place.folder),
+        "shared_with": () if listed is None else sharing.sharers(place.folder),
         "lineage": None if listed is None else lineage_of(listed),
         "pinned": False if listed is None else listed.pinned,
         "self_contained": not commit.references,
@@ -158,13 +158,13 @@ def _tensor_document(tensor: ShownTensor) -> dict[str, object]:
     }
 
 
-def _size_text(place: places.CheckpointPath, commit: Commit, shares: Shares) -> str:
+def _size_text(place: places.CheckpointPath, commit: Commit, sharing: Sharing) -> str:
     """How much there is, and how much of it others have too; or had, if they are gone by now."""
     count = output.count_text(commit.file_count, "data file")
     text = f"{output.size_text(commit.size_bytes)} in {count}"
-    others = () if place.listed is None else shares.sharing(place.folder)
+    others = () if place.listed is None else sharing.sharers(place.folder)
     if others:
-        shared = output.size_text(shares.shared_bytes(place.folder))
+        shared = output.size_text(sharing.shared_bytes(place.folder))
         return f"{text}, {shared} of it shared with " + output.count_text(
             len(others), "other checkpoint"
         )
@@ -174,7 +174,7 @@ def _size_text(place: places.CheckpointPath, commit: Commit, shares: Shares) -> 
 
 
 def _print_facts(
-    console: Console, place: places.CheckpointPath, commit: Commit, shares: Shares
+    console: Console, place: places.CheckpointPath, commit: Commit, sharing: Sharing
 ) -> None:
     listed = place.listed
     lineage = "not in a run" if listed is None else lineage_of(listed)
@@ -186,7 +186,7 @@ def _print_facts(
         "saved": f"{output.time_text(commit.created_s)} by "
         f"{output.count_text(commit.ranks, 'rank')} with laststep {commit.laststep}, "
         f"format {commit.format}",
-        "size": _size_text(place, commit, shares),
+        "size": _size_text(place, commit, sharing),
         "metrics": output.metrics_text(commit.metrics) or "none",
         "metadata": "none" if commit.metadata is None else str(output.plain(commit.metadata)),
         "lineage": lineage + (", pinned" if listed is not None and listed.pinned else ""),

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from laststep.catalog.groups import shares_of
+from laststep.catalog.groups import sharing_of
 from laststep.cli import output, places
 
 if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
-    from laststep.catalog.shares import Shares
+    from laststep.catalog.sharing import Sharing
 
 _NUMBERS = ("step", "size", "new", "only here", "files")
 
@@ -26,15 +26,15 @@ def du(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
     """Say what checkpoints take on the disk, and what they share."""
     opened = places.open_run(run)
     checkpoints = opened.checkpoints()
-    shares = shares_of(opened.store, checkpoints)
+    sharing = sharing_of(opened.store, checkpoints)
     apart_bytes = sum(item.stored_bytes for item in checkpoints)
-    stored_bytes = shares.stored_bytes()
+    stored_bytes = sharing.stored_bytes()
     saved_bytes = apart_bytes - stored_bytes
     if as_json:
         output.print_json(
             {
                 "run": opened.store.url,
-                "checkpoints": [_document(item, shares) for item in checkpoints],
+                "checkpoints": [_document(item, sharing) for item in checkpoints],
                 "apart_bytes": apart_bytes,
                 "stored_bytes": stored_bytes,
                 "saved_bytes": saved_bytes,
@@ -45,7 +45,7 @@ def du(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
     if not checkpoints:
         console.print(f"{run} has no checkpoint yet")
         return
-    rows = [_row(item, shares) for item in checkpoints]
+    rows = [_row(item, sharing) for item in checkpoints]
     output.print_checkpoints(rows, _NUMBERS, dim=[not item.on_lineage for item in checkpoints])
     total = f"{output.count_text(len(checkpoints), 'checkpoint')}: "
     if saved_bytes:
@@ -58,26 +58,26 @@ def _new_bytes(item: Listed) -> int:
     return item.stored_bytes - (0 if item.commit is None else item.commit.shared_bytes)
 
 
-def _document(item: Listed, shares: Shares) -> dict[str, object]:
+def _document(item: Listed, sharing: Sharing) -> dict[str, object]:
     return {
         **output.fields(item, "step", "folder"),
         "size_bytes": item.stored_bytes,
         "new_bytes": _new_bytes(item),
-        "alone_bytes": shares.freed_bytes([item.folder]),
-        "shared_with": shares.sharing(item.folder),
+        "alone_bytes": sharing.freed_bytes([item.folder]),
+        "shared_with": sharing.sharers(item.folder),
         "files": None if item.commit is None else item.commit.file_count,
         "error": None if item.error is None else str(item.error),
     }
 
 
-def _row(item: Listed, shares: Shares) -> dict[str, str]:
+def _row(item: Listed, sharing: Sharing) -> dict[str, str]:
     """What the table says of it, by column."""
-    others = shares.sharing(item.folder)
+    others = sharing.sharers(item.folder)
     return {
         "step": str(item.step),
         "size": output.size_text(item.stored_bytes),
         "new": output.size_text(_new_bytes(item)),
-        "only here": output.size_text(shares.freed_bytes([item.folder])),
+        "only here": output.size_text(sharing.freed_bytes([item.folder])),
         "files": "" if item.commit is None else f"{item.commit.file_count:,}",
         "shared with": output.count_text(len(others), "checkpoint") if others else "",
         "folder": item.folder,

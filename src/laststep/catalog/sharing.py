@@ -34,7 +34,7 @@ class _FileId(NamedTuple):
     header_digest: str
 
 
-class Shares:
+class Sharing:
     """The files of all checkpoints of a run."""
 
     def __init__(self, held: Iterable[Holding]) -> None:
@@ -69,7 +69,7 @@ class Shares:
         files = self._files[folder]
         return sum(file.size_bytes for file in files if len(self._folders[file]) > 1)
 
-    def sharing(self, folder: str) -> tuple[str, ...]:
+    def sharers(self, folder: str) -> tuple[str, ...]:
         """The other folders that have a file of this one, in the order of checkpoints."""
         others = {other for file in self._files[folder] for other in self._folders[file]}
         return tuple(sorted(others - {folder}, key=self._order.__getitem__))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.catalog.shares import Holding, Shares
+from laststep.catalog.sharing import Holding, Sharing
 from laststep.codecs.digests import digest_text
 from laststep.format.manifest import FileRecord
 
@@ -29,16 +29,16 @@ def held(folder: str, *files: FileRecord, other: int = 10) -> Holding:
 
 
 @pytest.fixture
-def three() -> Shares:
+def three() -> Sharing:
     """`a` is shared by all, `b` by the last two, the rest by nobody."""
-    return Shares([
+    return Sharing([
         held("1", file("a", 1000), file("own", 1)),
         held("2", file("a~1", 1000, "1", content="a"), file("b", 100)),
         held("3", file("a~1", 1000, "1", content="a"), file("b", 100, "2"), file("own", 1)),
     ])  # fmt: skip
 
 
-def test_a_file_goes_with_the_last_checkpoint_that_has_it(three: Shares) -> None:
+def test_a_file_goes_with_the_last_checkpoint_that_has_it(three: Sharing) -> None:
     freed = {
         chosen: three.freed_bytes(chosen)
         for count in range(4)
@@ -50,30 +50,30 @@ def test_a_file_goes_with_the_last_checkpoint_that_has_it(three: Shares) -> None
     assert three.stored_bytes() == 1132
 
 
-def test_it_is_known_with_whom_and_how_much_a_checkpoint_shares(three: Shares) -> None:
-    assert [three.sharing(folder) for folder in "123"] == [("2", "3"), ("1", "3"), ("1", "2")]
+def test_it_is_known_with_whom_and_how_much_a_checkpoint_shares(three: Sharing) -> None:
+    assert [three.sharers(folder) for folder in "123"] == [("2", "3"), ("1", "3"), ("1", "2")]
     assert [three.shared_bytes(folder) for folder in "123"] == [1000, 1100, 1100]
 
 
 def test_files_of_the_same_content_that_were_written_twice_are_two() -> None:
-    shares = Shares([
+    sharing = Sharing([
         held("1", file("a", 50), file("r1", 7, content="a"), file("r2", 7, rank=1, content="a")),
         held("2", file("a", 50)),
     ])  # fmt: skip
-    assert shares.sharing("1") == ()
-    assert shares.freed_bytes("1") == 74
-    assert shares.freed_bytes("12") == 134
+    assert sharing.sharers("1") == ()
+    assert sharing.freed_bytes("1") == 74
+    assert sharing.freed_bytes("12") == 134
 
 
 def test_what_shares_with_checkpoints_that_are_gone_has_its_files_alone() -> None:
-    shares = Shares([held("3", file("a~1", 1000, "1"), file("b", 100))])
-    assert (shares.sharing("3"), shares.shared_bytes("3")) == ((), 0)
-    assert shares.freed_bytes("3") == 1110
+    sharing = Sharing([held("3", file("a~1", 1000, "1"), file("b", 100))])
+    assert (sharing.sharers("3"), sharing.shared_bytes("3")) == ((), 0)
+    assert sharing.freed_bytes("3") == 1110
 
 
 def test_a_checkpoint_that_has_lost_shared_files_frees_no_less_than_nothing() -> None:
     lost = Holding("1", 10, (file("a", 1000),))
-    assert Shares([lost, held("2", file("a", 1000, "1"))]).freed_bytes("1") == 0
+    assert Sharing([lost, held("2", file("a", 1000, "1"))]).freed_bytes("1") == 0
 
 
 @given(
@@ -84,7 +84,7 @@ def test_what_is_freed_is_what_a_filesystem_that_counts_links_frees(
     folders: Sequence[frozenset[int]], chosen: frozenset[int]
 ) -> None:
     first = {number: at for at, one in reversed([*enumerate(folders)]) for number in one}
-    shares = Shares(
+    sharing = Sharing(
         held(str(at), *(
             file(f"f{n}", 1 << n, "" if first[n] == at else str(first[n])) for n in sorted(one)
         ), other=0)
@@ -94,4 +94,4 @@ def test_what_is_freed_is_what_a_filesystem_that_counts_links_frees(
     left = set().union(*(one for at, one in enumerate(folders) if at not in gone))
     before = set().union(*folders)
     wanted = sum(1 << n for n in before - left)
-    assert shares.freed_bytes(map(str, gone)) == wanted
+    assert sharing.freed_bytes(map(str, gone)) == wanted
