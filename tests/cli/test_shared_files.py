@@ -206,3 +206,32 @@ def test_verify_counts_the_files_and_blocks_that_it_reads(run: Path, laststep: C
     unread = [0, 1, 1, BLOCKS * 3 // 4, 0]
     for step, blocks in enumerate(unread):
         assert checked[step]["bytes"] == used_bytes(folder(run, step)) - blocks * BLOCK_BYTES
+
+
+def test_verify_counts_lent_files_once_where_the_manifest_is_lost(
+    run: Path, laststep: Callable
+) -> None:
+    sound = laststep("verify", run, "--step", 2, "--json").json()["checkpoints"][0]
+    (folder(run, 2) / "manifest.json").write_bytes(b"{}")
+    [item] = laststep("verify", folder(run, 2), "--json").json()["checkpoints"]
+    assert [damage["file"] for damage in item["damage"]] == ["manifest.json"]
+    assert (item["files"], item["blocks"]) == (sound["files"], BLOCKS)
+
+
+def test_a_lent_file_that_borrowed_itself_is_no_damage_where_the_manifest_is_lost(
+    tmp_path: Path, laststep: Callable
+) -> None:
+    model = {"w": torch.randn(BLOCKS * BLOCK_BYTES // 4)}
+    with Checkpointer(tmp_path / "run", model=model, flush="thread") as ckpt:
+        ckpt.restore()
+        # Step 2 borrows block 3 of step 1. Step 3 needs nothing of that, and all that step 2 wrote.
+        for step, blocks in enumerate([(), (1, 2, 3), (1, 2, 4), (3,)]):
+            for block in blocks:
+                model["w"][block * BLOCK_BYTES // 4] += 1
+            ckpt.save(step).wait()
+    last = folder(tmp_path / "run", 3)
+    lent = sorted(path.name for path in last.glob("model~*"))
+    assert lent == ["model~1-1.safetensors", "model~1-3.safetensors"]
+    (last / "manifest.json").write_bytes(b"{}")
+    [item] = laststep("verify", last, "--json").json()["checkpoints"]
+    assert [damage["file"] for damage in item["damage"]] == ["manifest.json"]

@@ -115,6 +115,7 @@ class _Check:
         return records
 
     def _files_there(self) -> list[FileRecord]:
+        """The data files by their names, of which only those of lent ones have a `~`."""
         here = self._store.list(self._folder)
         folders = [entry.name for entry in here if entry.is_folder]
         places = [("", here)]
@@ -122,7 +123,7 @@ class _Check:
         return [
             FileRecord(
                 name=place + entry.name, size_bytes=entry.size_bytes, header_bytes=0,
-                header_digest="",
+                header_digest="", lent="~" in entry.name,
             )
             for place, entries in places
             for entry in entries
