@@ -121,7 +121,7 @@ def test_ls_does_not_call_a_checkpoint_of_a_later_format_damaged(maker, laststep
 
 
 def test_a_folder_without_a_run_is_one_message_and_status_1(tmp_path, laststep: Callable) -> None:
-    for command in (["ls"], ["show"], ["verify"], ["prune", "--last", "1"], ["pin", "1"]):
+    for command in (["ls"], ["show"], ["du"], ["verify"], ["prune", "--last", "1"], ["pin", "1"]):
         ended = laststep(command[0], tmp_path / "absent", *command[1:])
         assert (ended.status, ended.out) == (1, "")
         assert ended.err.startswith("laststep: there is no run at ")
@@ -132,7 +132,7 @@ def test_a_folder_without_a_run_is_one_message_and_status_1(tmp_path, laststep: 
 def test_a_path_that_is_a_file_is_called_a_file(tmp_path, laststep: Callable) -> None:
     file = tmp_path / "file"
     file.write_text("no run")
-    for command in (["ls"], ["show"], ["verify"], ["prune", "--last", "1"], ["pin", "1"]):
+    for command in (["ls"], ["show"], ["du"], ["verify"], ["prune", "--last", "1"], ["pin", "1"]):
         ended = laststep(command[0], file, *command[1:])
         assert (ended.status, ended.out) == (1, "")
         assert ended.err == f"laststep: there is no run at {file}: found a file; name a folder\n"
