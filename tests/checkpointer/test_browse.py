@@ -144,7 +144,10 @@ def test_a_newest_checkpoint_that_is_incomplete_is_told_with_the_newest_that_is_
 ) -> None:
     for step in (80, 90):
         path = files(run, step) / "state.safetensors"
-        path.unlink() if size is None else os.truncate(path, size)
+        data = path.read_bytes()
+        path.unlink()  # this name only: others may share the file
+        if size is not None:
+            path.write_bytes(data[:size])
     for call in (
         lambda: laststep.load(run),
         lambda: laststep.open(run).latest().tensors(),

@@ -29,6 +29,8 @@ from laststep.testing.faults import FailingDisk, Kind
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from laststep.flush.lending import Lender
+
 OBJECTS = {"x/~6tree": b"{}", "y/~6tree": b"tree" * 3000}
 
 
@@ -305,3 +307,21 @@ def test_chunks_that_did_not_change_are_granted_where_somebody_lends(tmp_path: P
         assert extent.read(memoryview(got)[start : start + size]) == []
     file.close()
     assert got == data
+
+
+def test_what_did_not_change_outlives_the_folder_that_it_is_borrowed_of(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    data = random.Random(3).randbytes(2 * BLOCK_BYTES)
+    folders = ["step-00000001.1-1", "step-00000002.1-2"]
+    lenders: dict[str, Lender] = {}
+    for folder in folders:
+        store.make_folder(folder)
+        flush = SaveFlush(store, folder, (begin("f.safetensors", len(data)),), lenders)
+        write(flush, 0, data, 0, len(data))
+        if folder == folders[1]:
+            store.delete_folder(folders[0])  # retention, after a commit in between
+        (record,) = flush.finish(())
+        lenders = flush.lenders()
+    assert [path.name for path in (tmp_path / folders[1]).iterdir()] == ["f.safetensors"]
+    assert record.origin == folders[0]
+    open_file(store, folders[1], record).sound().close()

@@ -17,7 +17,7 @@ from laststep.errors import StorageFailed
 from laststep.format.header import Header
 from laststep.format.manifest import FileRecord
 from laststep.plan.load import Read, Want, plan_reads
-from laststep.read.files import DataFile
+from laststep.read.files import DataFile, HeldFile
 from laststep.read.reader import read_all
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
@@ -92,7 +92,7 @@ def zeros(reader: SlowReader) -> tuple[list[DataFile], list[Read]]:
     blocks = block_digests(memoryview(bytes(BLOCK_BYTES))) * (size // BLOCK_BYTES)
     header = Header(item="m", tensors=(), objects=(), tensor_bytes=size, blocks=blocks)
     record = FileRecord(name="f", size_bytes=size, header_bytes=0, header_digest="")
-    file = DataFile(record=record, header=header, reader=reader, where="f")
+    file = DataFile(record=record, header=header, files=(HeldFile(record, header, reader, "f"),))
     return [file], plan_reads(0, size, [Want(0, size, 0)])
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from laststep.capture.early import Remembered
 from laststep.capture.gather import Gatherer
 from laststep.capture.layout import lower
-from laststep.capture.unchanged import Looks
+from laststep.capture.unchanged import ChunkLooks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Copies:
 
     layout: Layout
     """As the last choice of ways has it; known from `go` on."""
-    looks: Looks
+    looks: ChunkLooks
     """What was found of its chunks, which is the capture thread's."""
 
     def __init__(self, plan: SavePlan) -> None:
@@ -51,7 +51,7 @@ class Copies:
         if before is None or before.ways != choice.ways:
             self.layout = lower(self.plan, choice.ways)
             self.gatherers = {d: Gatherer(groups) for d, groups in self.layout.gathers.items()}
-            self.looks = Looks(self.layout)
+            self.looks = ChunkLooks(self.layout)
             self.remembered = None  # those tables of addresses went with their layout
 
     def remember(self, sources: Sequence[torch.Tensor]) -> None:

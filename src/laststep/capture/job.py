@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from laststep.capture.layout import ChunkLayout, Layout
     from laststep.capture.ring import Ring
     from laststep.capture.sources import LiveTensor
-    from laststep.capture.unchanged import Looks
+    from laststep.capture.unchanged import ChunkLooks
     from laststep.errors import LaststepError
     from laststep.memory.filled import Filled
     from laststep.plan.files import SavePlan
@@ -101,7 +101,7 @@ class Job:
     sources: Sequence[torch.Tensor]
     sink: Sink
     began_s: float
-    looks: Looks | None = None
+    looks: ChunkLooks | None = None
     """What was found of the chunks of this layout in earlier saves."""
     timing: CaptureTiming = field(default_factory=CaptureTiming)
     direct: dict[int, LiveTensor] = field(default_factory=dict)

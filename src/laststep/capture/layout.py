@@ -89,7 +89,7 @@ class Layout:
     """Per device: the pieces that are copied straight from it, each once."""
 
 
-class _Stretch(NamedTuple):
+class _StagedRange(NamedTuple):
     """Staged pieces that fill bytes [start, stop) of a file and are neighbours in their staging
     buffer too."""
 
@@ -99,7 +99,7 @@ class _Stretch(NamedTuple):
     staged_at: int
 
 
-class _Run(NamedTuple):
+class _CopyRun(NamedTuple):
     """Neighbouring pieces of a file that are copied alike."""
 
     way: Way
@@ -138,7 +138,7 @@ def lower(plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
     direct: dict[str, list[int]] = defaultdict(list)
     chunks: list[ChunkLayout] = []
     for index, file in enumerate(plan.files):
-        parts: list[_Stretch | _Run] = []
+        parts: list[_StagedRange | _CopyRun] = []
         for run in _runs(plan, file, ways):
             if run.way is Way.STAGED:
                 _stage(run, parts, gathers[run.device])
@@ -155,7 +155,7 @@ def lower(plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
     )
 
 
-def _runs(plan: SavePlan, file: FilePlan, ways: tuple[Way, ...]) -> Iterator[_Run]:
+def _runs(plan: SavePlan, file: FilePlan, ways: tuple[Way, ...]) -> Iterator[_CopyRun]:
     """The pieces of a file in order, as runs, which are long: a file is sorted by device and dtype.
     There are perhaps 100,000 pieces, so none gets a Python call of its own."""
     full = [start != stop for _, _, _, start, stop in file.entries]
@@ -169,21 +169,21 @@ def _runs(plan: SavePlan, file: FilePlan, ways: tuple[Way, ...]) -> Iterator[_Ru
         elements = [(stop - start) // size for _, _, _, start, stop in run]
         spans = zip(numbers[at[0] :], repeat(0), elements, repeat(True), strict=False)  # noqa: FBT003
         bounds = [*map(_START, run), run[-1].stop]
-        yield _Run(way, device, dtype, bounds, list(map(ElementRange._make, spans)))
+        yield _CopyRun(way, device, dtype, bounds, list(map(ElementRange._make, spans)))
 
 
-def _stage(run: _Run, parts: list[_Stretch | _Run], groups: list[StagingGroup]) -> None:
+def _stage(run: _CopyRun, parts: list[_StagedRange | _CopyRun], groups: list[StagingGroup]) -> None:
     """Give a run its place in the staging buffer of its device, of which `groups` is what is there
     already, and enter it into the parts of its file."""
     end = groups[-1].stop if groups else 0
     before = parts[-1] if parts else None
-    if isinstance(before, _Stretch) and before.device == run.device:
+    if isinstance(before, _StagedRange) and before.device == run.device:
         at = end
         parts[-1] = before._replace(stop=run.stop)
     else:
         # A new stretch: aligned, so that copies are wide whatever the file's offsets.
         at = align_up(end, 16)
-        parts.append(_Stretch(run.device, run.start, run.stop, at))
+        parts.append(_StagedRange(run.device, run.start, run.stop, at))
     stop, spans = at + run.stop - run.start, tuple(run.spans)
     if groups and groups[-1].dtype == run.dtype and end == at:
         groups[-1] = replace(groups[-1], stop=stop, spans=groups[-1].spans + spans)
@@ -193,14 +193,16 @@ def _stage(run: _Run, parts: list[_Stretch | _Run], groups: list[StagingGroup]) 
         )
 
 
-def _chunks(index: int, file: FilePlan, parts: list[_Stretch | _Run]) -> Iterator[ChunkLayout]:
+def _chunks(
+    index: int, file: FilePlan, parts: list[_StagedRange | _CopyRun]
+) -> Iterator[ChunkLayout]:
     """Cut a file at chunk boundaries; elements never straddle one, since sizes divide it."""
     chunks: dict[int, tuple[list[Staged], list[StagingGroup]]] = {}
     for part in parts:
         for base in range(part.start // CHUNK_BYTES * CHUNK_BYTES, part.stop, CHUNK_BYTES):
             staged, direct = chunks.setdefault(base, ([], []))
             low, high = max(part.start, base), min(part.stop, base + CHUNK_BYTES)
-            if isinstance(part, _Stretch):
+            if isinstance(part, _StagedRange):
                 start = part.staged_at + low - part.start
                 staged.append(Staged(part.device, start, low - base, high - low))
             else:

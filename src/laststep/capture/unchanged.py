@@ -29,7 +29,7 @@ Place = tuple[int, int]
 """A chunk: its file, and where it begins there."""
 
 
-class Looks:
+class ChunkLooks:
     """What chunks of one layout held in the last saves."""
 
     def __init__(self, layout: Layout) -> None:

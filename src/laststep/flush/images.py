@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Objects = list[tuple[str, bytes]]
 
 
-class Image(Protocol):
+class WrittenImage(Protocol):
     """A file that is being written."""
 
     def write(self, start: int, image: memoryview, size_bytes: int, sums: bytes) -> None:
@@ -185,7 +185,9 @@ class BorrowingImage:
         names = [name for name, _ in own]
         borrowed = [known[name] for name, _ in objects if name not in names]
         if not self._slots and not own and len(objects) == len(before.objects):
-            return self._link_top()
+            records = self._link_top()
+            if records:
+                return records
         used = {0} | {entry.file for entry in borrowed}
         used |= {
             place.file for number, place in enumerate(before.places) if number not in self._slots
@@ -254,15 +256,16 @@ class BorrowingImage:
         return self._changed / max(len(self._before.places), 1)
 
     def _link_top(self) -> tuple[FileRecord, ...]:
-        """Nothing is new: the last file stands here under its own name as well."""
-        before, folder = self._before, self._folder
+        """Nothing is new: the last file stands here under its own name as well. Out of this folder,
+        for the one that it came from may be gone by now. Nothing where that cannot be."""
+        before, folder, name = self._before, self._folder, self._plan.name
         top = before.files.index(before.top)
-        if self._plan.name != before.top.record.name:
-            raise CannotBorrow
+        if name != before.top.record.name or top not in self._links:
+            return ()
+        if not self._store.link(f"{folder}/{self._links[top].name}", f"{folder}/{name}"):
+            return ()
         self._let_go({top})
-        record = _shared(before.top, self._plan.name, lent=False)
-        if not self._store.link(before.top.path, f"{folder}/{record.name}"):
-            raise CannotBorrow
+        record = _shared(before.top, name, lent=False)
         records = {**self._links, top: record}
         files = tuple(
             LentFile(folder, records[number], file.blocks)
@@ -271,7 +274,7 @@ class BorrowingImage:
         self._lender = msgspec.structs.replace(
             before, files=files, top=files[top], changed=self._share()
         )
-        return (record, *(self._links[n] for n in sorted(self._links) if n != top))
+        return (record, *(self._links[n] for n in sorted(self._links)))
 
     def lender(self) -> Lender:
         return self._lender

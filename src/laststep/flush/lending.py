@@ -35,7 +35,7 @@ MAX_SHARERS = 16
 file can take with it. See docs/guides/smaller.md."""
 LEAST_LIVE = 0.25
 """A file of whose blocks a smaller share is still needed costs more room than it saves."""
-MOST_CHANGED = 0.5
+MOST_CHANGED = 0.75
 """An image of which more has changed is written whole: it then stands alone."""
 LEAST_BYTES = 64 << 10
 """A smaller file is written again: a link is a name, and a file to open, too."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import block_digests
 from laststep.errors import Exists, LaststepError, StorageFailed
-from laststep.flush.images import BorrowingImage, CannotBorrow, Image, WholeImage
+from laststep.flush.images import BorrowingImage, CannotBorrow, WholeImage, WrittenImage
 from laststep.flush.lending import MOST_CHANGED
 from laststep.terms import BLOCK_BYTES
 
@@ -33,7 +33,7 @@ class _File:
         self.plan = plan
         self.before = before
         self.choosing = threading.Lock()
-        self.image: Image | None = None
+        self.image: WrittenImage | None = None
         self.written_bytes = 0
         self.records: tuple[FileRecord, ...] = ()
 
@@ -140,7 +140,7 @@ class SaveFlush:
                         file.written_bytes += size
         return tuple(granted)
 
-    def _image(self, file: _File, start: int = 0, sums: bytes = b"") -> Image:
+    def _image(self, file: _File, start: int = 0, sums: bytes = b"") -> WrittenImage:
         """How a file is written: whole where much of it has changed the last time or, where nobody
         knows, in the first chunk that comes; and where nobody can lend."""
         with file.choosing:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from laststep.storage.store import FileReading, Store
 
 
-class _Held(NamedTuple):
+class HeldFile(NamedTuple):
     """A file as far as it holds bytes: blocks one after the other, then objects."""
 
     record: FileRecord
@@ -60,7 +60,7 @@ class DataFile:
     record: FileRecord
     header: Header
     """What it holds, wherever its blocks lie."""
-    files: tuple[_Held, ...]
+    files: tuple[HeldFile, ...]
     """Itself, and the files that are lent to it."""
 
     @property
@@ -210,7 +210,7 @@ def _open_one(store: Store, folder: str, record: FileRecord, *, cached: bool) ->
     try:
         record = record if record.header_digest else _own_record(reader, record.name, where)
         header = _header(reader, record, where)
-        held = _Held(record, header, reader, where)
+        held = HeldFile(record, header, reader, where)
         file = DataFile(record=record, header=header, files=(held,))
     except (Corrupt, StorageFailed) as error:
         # Of one whose length is not known, the bytes that should say it.

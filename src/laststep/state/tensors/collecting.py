@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import compress, repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from laststep.state.layouts import Layout
 
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
 _ARRAYS: Final = frozenset({np.ndarray, np.memmap})
 """Other subclasses, such as masked arrays, hold more than their elements."""
 _ARRAY_DTYPES: Final = frozenset(map(np.dtype, (
@@ -52,6 +54,7 @@ class Collector:
     def __init__(self, volatile: frozenset[Path], *, allow_pickle: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.volatile_names: set[str] = set()
+        self.trained_names: set[str] = set()
         self.layouts: dict[str, Layout] = {}
         self.owners: dict[str, object] = {}
         self._volatile = volatile
@@ -130,13 +133,18 @@ class Collector:
             raise not_backed(tensor, show_path(path))
         detached = tensor.detach() if tensor.requires_grad else tensor
         if tensor.is_conj() or tensor.is_neg():
-            return self._keep(path, detached.resolve_conj().resolve_neg())
-        return self._keep(path, detached)
+            detached = detached.resolve_conj().resolve_neg()
+        ref = self._keep(path, detached)
+        if tensor.requires_grad:
+            self.trained_names.add(ref.name)
+        return ref
 
     def _take_laid(self, path: Path, laid: Laid, owner: object) -> object:
         ref = self._take_tensor(path, laid.local.detach())
         if not isinstance(ref, TensorRef):
             raise Usage("cannot save a part of a tensor that is not plain", where=show_path(path))
+        if getattr(owner, "requires_grad", False):
+            self.trained_names.add(ref.name)
         self.layouts[ref.name] = laid.layout
         self.owners[ref.name] = owner
         return ref
@@ -217,7 +225,9 @@ def collect(
     tree = copy_tree(value, collector, (), allow_pickle=allow_pickle)
     forms = TensorDescriptions(list(collector.tensors.values()))
     return replace(
-        _collected(tree, collector.tensors, forms, collector.volatile_names),
+        _collected(
+            tree, collector.tensors, forms, collector.volatile_names, collector.trained_names
+        ),
         layouts=collector.layouts, owners=collector.owners,
     )  # fmt: skip
 
@@ -241,7 +251,8 @@ def _collect_common(
     tensors = dict(zip(walk.names, memories, strict=True))
     if len(tensors) != len(memories) or not _are_common(memories, places):
         return None
-    collected = _collected(walk.tree, tensors, places.forms, walk.volatile_names)
+    trained = set(compress(walk.names, map(_REQUIRES_GRAD, leaves)))
+    collected = _collected(walk.tree, tensors, places.forms, walk.volatile_names, trained)
     collected = replace(collected, layouts=layouts)
     if collected.views:
         return collected, None
@@ -307,7 +318,11 @@ class _Last:
 
 
 def _collected(
-    tree: object, tensors: dict[str, torch.Tensor], forms: TensorDescriptions, volatile: set[str]
+    tree: object,
+    tensors: dict[str, torch.Tensor],
+    forms: TensorDescriptions,
+    volatile: set[str],
+    trained: set[str],
 ) -> Collected:
     ties, views, bases = _sharing(tensors, forms)
     own = tensors
@@ -317,7 +332,7 @@ def _collected(
     loose = volatile | {view.base for name, view in views.items() if name in volatile}
     return Collected(
         tree=tree,
-        pieces=tuple(_pieces(own, forms, loose)),
+        pieces=tuple(_pieces(own, forms, loose, trained)),
         sources=tuple(own.values()),
         ties=ties,
         views=views,
@@ -325,13 +340,15 @@ def _collected(
     )
 
 
-def _pieces(names: Iterable[str], forms: TensorDescriptions, volatile: set[str]) -> Iterator[Piece]:
+def _pieces(
+    names: Iterable[str], forms: TensorDescriptions, volatile: set[str], trained: set[str]
+) -> Iterator[Piece]:
     return map(
         Piece._make,
         zip(
             names, map(DTYPE_NAMES.__getitem__, forms.dtypes), map(tuple, forms.shapes),
             forms.sizes, forms.devices, forms.contiguous,
-            map(volatile.__contains__, names), repeat(None), forms.trained,
+            map(volatile.__contains__, names), repeat(None), map(trained.__contains__, names),
         ),
     )  # fmt: skip
 

@@ -23,7 +23,6 @@ _T = TypeVar("_T")
 _SHAPE: Final = operator.attrgetter("shape")
 _DTYPE: Final = operator.attrgetter("dtype")
 _NBYTES: Final = operator.attrgetter("nbytes")
-_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 _DEVICE: Final = operator.attrgetter("device")
 _DATA_PTR: Final = torch.Tensor.data_ptr
 _OFFSET: Final = torch.Tensor.storage_offset
@@ -80,19 +79,17 @@ class TensorForms:
 
 
 class TensorDescriptions(TensorForms):
-    """With what is not compared: sizes, devices, places in storages, who wants gradients."""
+    """With what follows from these, and is not compared: sizes, devices, places in storages."""
 
     def __init__(self, memories: Sequence[torch.Tensor]) -> None:
         self.sizes: list[int] = []
         self.devices: list[str] = []
         self.offsets: list[int] = []
-        self.trained: list[bool] = []
         super().__init__(memories)
 
     def _look_at(self, some: Sequence[torch.Tensor]) -> None:
         super()._look_at(some)
         self.sizes += map(_NBYTES, some)
-        self.trained += map(_REQUIRES_GRAD, some)
         self.offsets += map(_OFFSET, some)  # type: ignore[arg-type]
         devices = list(map(_DEVICE, some))
         names = {device: _device_name(device) for device in set(devices)}
