@@ -35,7 +35,7 @@ def save_often(run: str, cut: int, steps: list[int]) -> list[int]:
             state["w1"].to_local().copy_(changed.to_local())
             handle = c.save(step)
             handle.wait()
-            written.append(handle.report.size_bytes)
+            written.append(handle.report.written_bytes or 0)
     return written
 
 
