@@ -183,9 +183,18 @@ class GPTTraining(Training):
         self.iteration_s(2)
         return batch
 
+    @property
+    def module(self) -> GPT:
+        return self._module
+
+    def loss(self) -> Tensor:
+        """Of the tokens that set the pace."""
+        loss: Tensor = self._module(self._tokens)
+        return loss
+
     def forward_backward(self) -> None:
         self._adamw.zero_grad()
-        self._module(self._tokens).backward()
+        self.loss().backward()
 
     def update(self) -> None:
         self._adamw.step()
