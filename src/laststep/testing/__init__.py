@@ -1,4 +1,5 @@
-"""What others need to test their own stores and what they build on ours.
+"""What others need to test their own stores and codecs, and what they build on ours.
 
-`stores` is the suite that every store has to pass, `faults` a disk that fails or records.
+`stores` is the suite that every store has to pass, `codecs` the checks of a codec of blocks,
+`faults` a disk that fails or records.
 """

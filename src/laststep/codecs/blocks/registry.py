@@ -1,0 +1,66 @@
+"""The one place where codecs of blocks are found, by the names that files call them.
+
+Those that laststep brings are imported when they are first asked for. Others are registered, in
+each process that needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import TYPE_CHECKING
+
+from laststep.errors import Usage
+
+if TYPE_CHECKING:
+    from laststep.codecs.blocks.codec import BlockCodec
+
+OURS = ("patches", "planes", "raw", "subtract")
+_EXTRAS = {"zstandard": "'laststep[compress]'"}
+"""The extra of laststep that brings a module."""
+_registered: dict[str, BlockCodec] = {}
+
+
+def register(codec: BlockCodec) -> None:
+    """Make a codec known in this process. `Usage` where another one has its name: two that call
+    themselves the same would decode each other's blocks."""
+    if re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", codec.name) is None:
+        raise Usage(
+            "cannot register a codec under this name", found=repr(codec.name),
+            expected="up to 32 lower-case letters, digits and dashes",
+        )  # fmt: skip
+    # One act for "is it free" and "take it": two threads cannot both find it free.
+    holder = None if codec.name in OURS else _registered.setdefault(codec.name, codec)
+    if holder is not codec:
+        taken_by = "a codec of laststep" if holder is None else repr(holder)
+        raise Usage(
+            "cannot register a codec under this name", expected="a name that is free",
+            found=f"{codec.name!r} is taken by {taken_by}", remedy="give it a name of its own",
+        )  # fmt: skip
+
+
+def codec_named(name: str) -> BlockCodec:
+    """The codec of that name; `Usage`, naming what is missing, where it cannot be had."""
+    codec = _ours(name) if name in OURS else _registered.get(name)
+    if codec is None:
+        raise Usage(
+            f"no codec is registered under the name {name!r}",
+            expected=f"one of {', '.join(sorted({*OURS, *_registered}))}", found=repr(name),
+            remedy="install or register the codec that wrote this, or upgrade laststep",
+        )  # fmt: skip
+    if codec.needs is not None:
+        try:
+            importlib.import_module(codec.needs)
+        except ImportError as error:
+            raise Usage(
+                f"the codec {name!r} needs the module {codec.needs}, which cannot be imported",
+                found=str(error),
+                remedy=f"pip install {_EXTRAS.get(codec.needs, codec.needs)}",
+            ) from error
+    return codec
+
+
+def _ours(name: str) -> BlockCodec:
+    module = importlib.import_module(f"laststep.codecs.blocks.{name}")
+    codec: BlockCodec = module.CODEC
+    return codec

@@ -1,0 +1,117 @@
+"""Finding codecs of blocks by name: ours, those of others, and those that cannot be had."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from laststep.codecs.blocks import registry
+from laststep.codecs.blocks.raw import Raw
+from laststep.codecs.blocks.registry import OURS, codec_named, register
+from laststep.errors import Usage
+
+NEEDY = [name for name in OURS if name != "raw"]
+
+
+class Theirs(Raw):
+    def __init__(self, name: str = "theirs", needs: str | None = None) -> None:
+        self.name = name
+        self.needs = needs
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is registered by a test is forgotten after it."""
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours_are_found_by_the_names_that_they_have(name: str) -> None:
+    assert codec_named(name).name == name
+    assert codec_named(name).lossless
+    assert codec_named(name) is codec_named(name)
+
+
+def test_what_is_registered_is_found() -> None:
+    codec = Theirs()
+    register(codec)
+    register(codec)
+    assert codec_named("theirs") is codec
+
+
+def test_a_name_that_nobody_has_is_named_with_those_that_there_are() -> None:
+    register(Theirs())
+    with pytest.raises(Usage, match=r"'zipped'.*patches, planes, raw, subtract, theirs"):
+        codec_named("zipped")
+
+
+def test_two_of_one_name_are_refused() -> None:
+    first = Theirs()
+    register(first)
+    with pytest.raises(Usage, match="'theirs' is taken"):
+        register(Theirs())
+    assert codec_named("theirs") is first
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_names_are_ours(name: str) -> None:
+    with pytest.raises(Usage, match="taken by a codec of laststep"):
+        register(Theirs(name))
+
+
+def test_of_many_who_register_one_name_exactly_one_does() -> None:
+    together = threading.Barrier(8)
+    won: list[Theirs] = []
+
+    def contend() -> None:
+        mine = Theirs()
+        together.wait()
+        try:
+            register(mine)
+        except Usage:
+            return
+        won.append(mine)
+
+    threads = [threading.Thread(target=contend) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert won == [codec_named("theirs")]
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "a b", "a/b", "a_b", "-a", "a\n", "x" * 33])
+def test_a_name_that_a_file_cannot_have_is_refused(name: str) -> None:
+    with pytest.raises(Usage, match="lower-case letters, digits and dashes"):
+        register(Theirs(name))
+
+
+@pytest.mark.parametrize("name", NEEDY)
+def test_without_zstandard_the_error_names_what_to_install(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(Usage, match=rf"{name}.*zstandard.*pip install 'laststep\[compress\]'"):
+        codec_named(name)
+    assert codec_named("raw").encode(memoryview(b"x"), 1, None) == b"x"
+
+
+def test_what_a_codec_of_others_needs_is_named_too() -> None:
+    register(Theirs(needs="not_there_at_all"))
+    with pytest.raises(Usage, match=r"theirs.*pip install not_there_at_all"):
+        codec_named("theirs")
+
+
+def test_raw_blocks_need_neither_numpy_nor_zstandard() -> None:
+    script = (
+        "import sys\nfrom laststep.codecs.blocks.registry import codec_named\n"
+        "codec_named('raw').encode(memoryview(b'x'), 1, None)\n"
+        "print(*sys.modules.keys() & {'numpy', 'zstandard'})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []

@@ -1,0 +1,300 @@
+"""Codecs of blocks: what they keep, how small they make it, and what they refuse."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laststep.codecs.blocks.codec import ELEMENT_BYTES
+from laststep.codecs.blocks.registry import OURS, codec_named
+from laststep.errors import Corrupt
+from laststep.terms import BLOCK_BYTES
+from laststep.testing.codecs import check_codec
+
+if TYPE_CHECKING:
+    from laststep.codecs.blocks.codec import BlockCodec
+
+PLANES, SUBTRACT, PATCHES = (codec_named(name) for name in ("planes", "subtract", "patches"))
+EVERY = pytest.mark.parametrize("codec", [codec_named(name) for name in OURS], ids=OURS)
+widths = st.sampled_from(ELEMENT_BYTES)
+
+
+def weights(size_bytes: int) -> np.ndarray:
+    return (np.random.default_rng(0).standard_normal(size_bytes // 4) * 0.02).astype("<f4")
+
+
+def bf16(numbers: np.ndarray) -> np.ndarray:
+    return (numbers.view("<u4") >> 16).astype("<u2")
+
+
+def encoded(codec: BlockCodec, data: bytes, width: int, before: bytes | None = None) -> bytes:
+    found = codec.encode(memoryview(data), width, None if before is None else memoryview(before))
+    assert found is not None
+    return found
+
+
+def decoded(
+    codec: BlockCodec, stored: bytes, size: int, width: int, before: bytes | None = None
+) -> bytes:
+    view = None if before is None else memoryview(before)
+    return codec.decode(memoryview(stored), size, width, view)
+
+
+@EVERY
+def test_it_passes_the_checks_for_everybody(codec: BlockCodec) -> None:
+    check_codec(codec)
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[bytes, int, bytes]:
+    """A block that has something to gain, the width of its elements, and an earlier one."""
+    width = draw(widths)
+    pool = draw(st.lists(st.binary(min_size=width, max_size=width), min_size=1, max_size=4))
+    count = draw(st.integers(0, 3000))
+    chosen = np.random.default_rng(draw(st.integers(0, 99))).integers(0, len(pool), count)
+    data = b"".join(pool[index] for index in chosen) + draw(st.binary(max_size=width - 1))
+    before = bytearray(data)
+    for at in draw(st.lists(st.integers(0, max(0, len(data) - 1)), max_size=30)):
+        before[at : at + 1] = draw(st.binary(min_size=1, max_size=1)) if data else b""
+    return data, width, bytes(before)
+
+
+@EVERY
+@given(block=blocks())
+def test_what_was_encoded_is_decoded(codec: BlockCodec, block: tuple[bytes, int, bytes]) -> None:
+    data, width, before = block
+    stored = codec.encode(memoryview(data), width, memoryview(before))
+    if stored is not None:
+        assert len(stored) <= len(data)
+        assert decoded(codec, stored, len(data), width, before) == data
+
+
+@EVERY
+@given(block=blocks(), damage=st.data())
+def test_whatever_is_stored_it_is_the_declared_size_or_corrupt(
+    codec: BlockCodec, block: tuple[bytes, int, bytes], damage: st.DataObject
+) -> None:
+    data, width, before = block
+    stored = bytearray(codec.encode(memoryview(data), width, memoryview(before)) or b"")
+    for _ in range(damage.draw(st.integers(0, 4))):
+        at = damage.draw(st.integers(0, len(stored)))
+        until = damage.draw(st.integers(at, min(at + 8, len(stored))))
+        stored[at:until] = damage.draw(st.binary(max_size=8))
+    size = damage.draw(st.sampled_from([len(data), len(data) + 1, 0, BLOCK_BYTES, 1 << 40]))
+    try:
+        found = decoded(codec, bytes(stored), size, width, before)
+    except Corrupt:
+        return
+    assert len(found) == size
+
+
+@EVERY
+@given(noise=st.binary(max_size=200), size=st.integers(0, 400), width=widths)
+def test_noise_is_the_declared_size_or_corrupt(
+    codec: BlockCodec, noise: bytes, size: int, width: int
+) -> None:
+    try:
+        found = decoded(codec, noise, size, width, bytes(size))
+    except Corrupt:
+        return
+    assert len(found) == size
+
+
+@EVERY
+def test_more_than_a_block_is_not_encoded(codec: BlockCodec) -> None:
+    data = memoryview(bytes(BLOCK_BYTES + 1))
+    assert codec.encode(data, 4, data) is None
+
+
+@EVERY
+def test_elements_of_another_size_are_not_encoded(codec: BlockCodec) -> None:
+    data = memoryview(bytes(300))
+    assert codec.encode(data, 3, data) is None
+
+
+@EVERY
+def test_a_view_of_numbers_is_encoded_as_its_bytes(codec: BlockCodec) -> None:
+    numbers = np.zeros((30, 50), "<f4")
+    data = numbers.tobytes()
+    found = codec.encode(memoryview(numbers), 4, memoryview(numbers))
+    assert found == encoded(codec, data, 4, data)
+
+
+@EVERY
+def test_memory_that_lies_at_an_odd_address_is_encoded_alike(codec: BlockCodec) -> None:
+    data = weights(4096).tobytes() + bytes(4096)
+    shifted = memoryview(b"x" + data)[1:]
+    assert codec.encode(shifted, 4, shifted) == codec.encode(memoryview(data), 4, memoryview(data))
+
+
+# How small
+
+
+def test_planes_of_floats_are_as_small_as_their_exponents_allow() -> None:
+    full = weights(BLOCK_BYTES)
+    half = bf16(weights(2 * BLOCK_BYTES)).tobytes()
+    assert len(full.tobytes()) / len(encoded(PLANES, full.tobytes(), 4)) > 1.18
+    assert len(half) / len(encoded(PLANES, half, 2)) > 1.45
+
+
+def test_noise_is_left_to_others() -> None:
+    noise = memoryview(np.random.default_rng(0).bytes(BLOCK_BYTES))
+    assert PLANES.encode(noise, 4, None) is None
+    assert SUBTRACT.encode(noise, 4, memoryview(bytes(BLOCK_BYTES))) is None
+
+
+def test_small_differences_of_either_sign_are_small() -> None:
+    old = weights(BLOCK_BYTES).view("<u4")
+    steps = np.random.default_rng(1).integers(-100, 101, len(old)).astype("<u4", casting="unsafe")
+    data = (old + steps).tobytes()
+    assert len(data) / len(encoded(SUBTRACT, data, 4, old.tobytes())) > 3.9
+
+
+def test_few_elements_that_differ_take_little() -> None:
+    old = bf16(weights(2 * BLOCK_BYTES))
+    new = old.copy()
+    new[::200] += 1
+    assert len(old.tobytes()) / len(encoded(PATCHES, new.tobytes(), 2, old.tobytes())) > 100
+    assert len(encoded(PATCHES, old.tobytes(), 2, old.tobytes())) < 40
+
+
+def test_patches_are_for_less_than_an_eighth() -> None:
+    old = bf16(weights(8000))
+    new = old.copy()
+    new[: len(new) // 8] += 1
+    assert PATCHES.encode(memoryview(new), 2, memoryview(old)) is not None
+    new[len(new) // 8] += 1
+    assert PATCHES.encode(memoryview(new), 2, memoryview(old)) is None
+
+
+@pytest.mark.parametrize("codec", [SUBTRACT, PATCHES])
+def test_without_a_block_before_there_is_no_difference(codec: BlockCodec) -> None:
+    data = memoryview(bytes(1000))
+    assert codec.encode(data, 4, None) is None
+    assert codec.encode(data, 4, data[1:]) is None
+    stored = encoded(codec, bytes(data), 4, bytes(data))
+    for before in (None, bytes(999), bytes(1001)):
+        with pytest.raises(Corrupt, match="an earlier block of 1000 bytes"):
+            decoded(codec, stored, 1000, 4, before)
+
+
+@pytest.mark.parametrize("gap", [0, 1, 127, 128, 129, 16383, 16384, 100_000, BLOCK_BYTES - 1])
+def test_a_gap_of_any_length_comes_back(gap: int) -> None:
+    old = bytes(BLOCK_BYTES)
+    new = bytearray(old)
+    new[gap] = new[-1] = 7
+    assert decoded(PATCHES, encoded(PATCHES, bytes(new), 1, old), len(old), 1, old) == new
+
+
+# What is stored
+
+
+def frame(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(data)
+
+
+def test_the_layout_of_planes_stays() -> None:
+    packed = frame(bytes(50))
+    stored = struct.pack("<2I", 50, len(packed)) + bytes(range(50)) + packed + b"t"
+    expected = b"".join(bytes([low, 0]) for low in range(50)) + b"t"
+    assert decoded(PLANES, stored, 101, 2) == expected
+
+
+def test_the_layout_of_differences_stays() -> None:
+    # Folded: 0 is 0, -1 is 1, 1 is 2; the tail is stored as it is.
+    stored = struct.pack("<1I", 4) + bytes([0, 1, 2, 255])
+    assert decoded(SUBTRACT, stored, 4, 1, bytes([9, 0, 255, 0])) == bytes([9, 255, 0, 128])
+
+
+def patches(count: int, gaps: bytes, folded: bytes, *, gap_bytes: int | None = None) -> bytes:
+    """Patches of elements of 1 byte, nothing packed."""
+    told = len(gaps) if gap_bytes is None else gap_bytes
+    return (
+        struct.pack("<4I", count, told, len(gaps), len(folded))[:12]
+        + gaps
+        + struct.pack("<I", len(folded))
+        + folded
+    )
+
+
+def test_the_layout_of_patches_stays() -> None:
+    new = decoded(PATCHES, patches(2, b"\x03\x82\x01", b"\x02\x01"), 200, 1, bytes(200))
+    expected = bytearray(200)
+    expected[3], expected[3 + 130 + 1] = 1, 255
+    assert new == expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "found"),
+    [
+        (b"", "0"),
+        (patches(26, bytes(26), bytes(26)), "26 in gaps"),
+        (patches(2, b"\x03", b"\x02\x01"), "2 in gaps of 1"),
+        (patches(1, b"\x83\x80\x80\x00", b"\x02"), "1 in gaps of 4"),
+        (patches(2, b"\x83\x80\x80\x00", b"\x02\x02"), "1 that end"),
+        (patches(3, b"\x83\x80\x80\x00\x00\x00", b"\x02\x02\x02"), "3 that end"),
+        (patches(2, b"\x03\x83", b"\x02\x02"), "1 that end"),
+        (patches(2, b"\x83\x83", b"\x02\x02"), "0 that end"),
+        (patches(2, b"\x03\x03\x83", b"\x02\x02"), "2 that end"),
+        (patches(1, b"\xc8\x01", b"\x02"), "one at 200"),
+        (patches(1, b"\x03", b"\x02", gap_bytes=2), "gap"),
+        (patches(1, b"\x03", b"\x02\x02"), "planes of"),
+        (patches(1, b"\x03", b"\x02") + b"x", "1"),
+    ],
+)
+def test_patches_that_do_not_fit_are_corrupt(stored: bytes, found: str) -> None:
+    with pytest.raises(Corrupt, match=found if found != "gap" else "frame"):
+        decoded(PATCHES, stored, 200, 1, bytes(200))
+
+
+def one_plane(packed: bytes) -> bytes:
+    return struct.pack("<I", len(packed)) + packed
+
+
+def far_window() -> bytes:
+    """A frame of 1,000 zeros that asks for a window of 128 MiB: one block of one repeated byte."""
+    block = (1000 << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"\0"
+    return b"\x28\xb5\x2f\xfd\x40" + bytes([17 << 3]) + struct.pack("<H", 1000 - 256) + block
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        frame(bytes(1 << 24)),
+        frame(bytes(999)),
+        frame(bytes(1001)),
+        frame(bytes(1000))[:-1],
+        frame(bytes(1000)) + b"x",
+        frame(bytes(1000)) + frame(b""),
+        zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1000)),
+        b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd" + frame(bytes(1000)),
+        far_window()[:-1],
+        b"noise",
+        b"",
+    ],
+    ids=["bomb", "short", "long", "cut", "behind", "two", "no size", "skipped", "window", "noise",
+         "nothing"],
+)  # fmt: skip
+def test_a_frame_that_is_not_of_this_plane_is_corrupt(packed: bytes) -> None:
+    assert decoded(PLANES, one_plane(frame(bytes(1000))), 1000, 1) == bytes(1000)
+    with pytest.raises(Corrupt, match="frame"):
+        decoded(PLANES, one_plane(packed), 1000, 1)
+
+
+def test_a_window_is_never_made_that_is_larger_than_a_block() -> None:
+    assert decoded(PLANES, one_plane(far_window()), 1000, 1) == bytes(1000)  # it needs none
+    with pytest.raises(Corrupt, match="too much memory"):
+        decoded(PLANES, one_plane(far_window()[:-1]), 1000, 1)
+
+
+@pytest.mark.parametrize("size", [-1, BLOCK_BYTES + 1, 1 << 60])
+@EVERY
+def test_a_size_that_no_block_has_is_corrupt(codec: BlockCodec, size: int) -> None:
+    with pytest.raises(Corrupt, match="at most 1048576 bytes"):
+        decoded(codec, b"", size, 4, b"")
