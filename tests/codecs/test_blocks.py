@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import sys
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +20,8 @@ from laststep.terms import BLOCK_BYTES
 from laststep.testing.codecs import check_codec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from laststep.codecs.blocks.codec import BlockCodec
 
 PLANES, SUBTRACT, PATCHES = (codec_named(name) for name in ("planes", "subtract", "patches"))
@@ -131,6 +135,39 @@ def test_memory_that_lies_at_an_odd_address_is_encoded_alike(codec: BlockCodec) 
     data = weights(4096).tobytes() + bytes(4096)
     shifted = memoryview(b"x" + data)[1:]
     assert codec.encode(shifted, 4, shifted) == codec.encode(memoryview(data), 4, memoryview(data))
+
+
+@pytest.fixture
+def no_switching() -> Iterator[None]:
+    """Another thread of Python runs only where this one lets go of the GIL by itself."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.parametrize("name", ["planes", "subtract", "patches"])
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_other_threads_run_meanwhile(name: str, way: str, no_switching: None) -> None:
+    codec = codec_named(name)
+    before = weights(BLOCK_BYTES).tobytes()
+    data = bytes([before[0] ^ 1]) + before[1:]
+    stored = memoryview(encoded(codec, data, 4, before))
+    views = memoryview(data), memoryview(before)
+    gate, ran = threading.Lock(), []
+    gate.acquire()
+    other = threading.Thread(target=lambda: ran.append(gate.acquire()))
+    other.start()
+    gate.release()
+    for _ in range(10_000):  # the system may let the other one wait, however long the GIL is free
+        if way == "encode":
+            codec.encode(views[0], 4, views[1])
+        else:
+            codec.decode(stored, len(data), 4, views[1])
+        if ran:
+            break
+    assert ran
+    other.join()
 
 
 # How small
