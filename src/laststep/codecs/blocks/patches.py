@@ -4,7 +4,7 @@ Layout: three numbers of 32 bits, little-endian (how many elements differ, how m
 take, how many of these are stored); the gaps, packed; the folded differences of these elements in
 byte planes; the tail. A gap is how many equal elements lie in front of one that differs, seven bits
 a byte, lowest first, with the eighth bit where more follow. Differences, not values: at a low
-learning rate most are one step up or down, and take 1 bit instead of 8.
+learning rate most are one step up or down, and take about 1 bit instead of 11.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Memory of each thread that codecs work in, kept from block to block.
 
-An array of a megabyte that is made anew for each block comes from the system page by page and goes
-back to it: 250 page faults, which took six times as long as what was then done with the array. Who
-asks again under the same name gets the same memory, so no view of it may outlive the call of a
-codec.
+An array of a megabyte that is made anew for each block may come from the system page by page and go
+back to it: with 250 page faults for each of two arrays, splitting a block into planes took six
+times as long. Who asks again under the same name gets the same memory, so no view of it may outlive
+the call of a codec.
 """
 
 from __future__ import annotations
