@@ -16,10 +16,10 @@ from tally import Tally, Violation
 import laststep
 import state
 from laststep.catalog.run import Run
-from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import Corrupt
 from laststep.format import manifest
-from laststep.format.header import decode_header
+from laststep.read.blocks import Extent
+from laststep.read.files import open_file
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
@@ -71,29 +71,32 @@ def flip(run: Path, seed: int, tally: Tally, *, flips: int) -> None:
 
 
 def covered_bytes(folder: Path, name: str) -> tuple[Covered, ...]:
-    """What of a file of a sound checkpoint is under a digest, by the manifest and the headers."""
+    """What of a file of a sound checkpoint is under a digest, by the manifest and the headers; of
+    a file that is lent, what the others need of it."""
     decided = manifest.decode((folder / MANIFEST_NAME).read_bytes(), where=str(folder))
     if not isinstance(decided, manifest.Commit):
         raise Violation("wrong", f"{folder} is no checkpoint")
     if name == MANIFEST_NAME:
         # Its digest covers the content, and the document is that content and its digest, no more.
         return (Covered(0, (folder / name).stat().st_size, "the manifest"),)
-    records = [record for record in decided.files if record.name == name]
-    if not records:
+    records = {record.name: record for record in decided.files}
+    if name not in records:
         return ()  # the format knows no such file
-    (record,) = records
-    data = (folder / name).read_bytes()
-    at = record.header_bytes
-    header = decode_header(data[:at], data_bytes=len(data) - at, where=name)
-    ranges = [Covered(0, at, "the header")]
-    for number in range(len(header.blocks) // DIGEST_BYTES):
-        start = number * BLOCK_BYTES
-        stop = min(start + BLOCK_BYTES, header.tensor_bytes)
-        ranges.append(Covered(at + start, at + stop, f"block {number}"))
-    ranges += [
-        Covered(at + entry.start, at + entry.stop, f"object {entry.name}")
-        for entry in header.objects
-    ]
+    ranges = [Covered(0, records[name].header_bytes, "the header")]
+    for record in records.values():
+        if record.lent:
+            continue
+        store = DirectoryStore(folder.parent)
+        file = open_file(store, folder.name, record, records).sound()
+        size = file.header.tensor_bytes
+        blocks = [file.blocks(at, min(at + 1, size)) for at in range(0, size, BLOCK_BYTES)]
+        extents = [*blocks, *map(file.object, file.header.objects)]
+        file.close()
+        ranges += [
+            Covered(extent.start, extent.stop, extent.what or f"block {extent.first}")
+            for extent in extents
+            if isinstance(extent, Extent) and extent.file == name
+        ]
     return tuple(ranges)
 
 

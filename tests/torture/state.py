@@ -9,12 +9,17 @@ import torch
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _SIZES = {"large": 200_000, "small": 1_000, "tiny": 3}
 _HALVES = 60_000
+_BLOCK = 1 << 17
+"""Elements of a block."""
+_BLOCKS = 4
 
 
 class Live(TypedDict):
     """What the trainer passes as items."""
 
     weights: dict[str, torch.Tensor]
+    slow: dict[str, torch.Tensor]
+    """Of which each step changes one block in four, the last of them a short one."""
     counters: dict[str, object]
 
 
@@ -22,12 +27,13 @@ def new() -> Live:
     """A live state before any step."""
     weights = {name: torch.zeros(size, dtype=torch.int64) for name, size in _SIZES.items()}
     weights["halves"] = torch.zeros(_HALVES, dtype=torch.bfloat16)
-    return {"weights": weights, "counters": {"step": -1, "history": []}}
+    slow = {"slow": torch.zeros(_BLOCKS * _BLOCK - 99, dtype=torch.int64)}
+    return {"weights": weights, "slow": slow, "counters": {"step": -1, "history": []}}
 
 
 def advance(live: Live, step: int) -> None:
     """Make it the state of that step, in place."""
-    for name, tensor in live["weights"].items():
+    for name, tensor in (live["weights"] | live["slow"]).items():
         tensor.copy_(expected(name, step))
     live["counters"]["step"] = step
     live["counters"]["history"] = [step, -step, f"step {step}", 1.0 / (step + 1)]
@@ -35,6 +41,10 @@ def advance(live: Live, step: int) -> None:
 
 def expected(name: str, step: int) -> torch.Tensor:
     """One tensor at one step."""
+    if name == "slow":
+        last = [step - (step - block) % _BLOCKS for block in range(_BLOCKS)]
+        blocks = [torch.arange(_BLOCK) + 1_000_003 * changed for changed in last]
+        return (torch.cat(blocks) * _ODD)[:-99]
     if name == "halves":
         return (torch.arange(_HALVES) % 251 + step % 7).to(torch.bfloat16)
     size = _SIZES[name]
@@ -46,7 +56,7 @@ def wrong(live: Live, step: int) -> list[str]:
     """All that is not as it was at that step."""
     found = [
         name
-        for name, tensor in live["weights"].items()
+        for name, tensor in (live["weights"] | live["slow"]).items()
         if not torch.equal(tensor, expected(name, step))
     ]
     counters = live["counters"]

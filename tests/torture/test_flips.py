@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 def test_every_byte_of_every_file_is_under_a_digest(run_folder: Path) -> None:
     newer = flips._make(run_folder)
     for file in newer.iterdir():
+        if "~" in file.name:  # lent, of which only some is needed
+            continue
         at = 0
         for part in sorted(flips.covered_bytes(newer, file.name)):
             assert part.start == at, (file.name, part)
