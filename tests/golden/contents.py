@@ -98,3 +98,13 @@ def values() -> dict[str, object]:
 def of_rank(rank: int) -> dict[str, object]:
     """What each rank has for itself."""
     return {"rank": rank, "seen": pattern((3 + rank,), 40 + rank), "name": f"rank {rank}"}
+
+
+def borrowed(step: int) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """A model that changes with step 2 only, and a small item whose tensor stays while a value
+    changes: files that are linked whole, and one that borrows its block and not its tree."""
+    weight = torch.arange(5_000, dtype=torch.int32) // 100
+    if step == 2:
+        weight[:10] = 7
+    kept = torch.arange(15_000, dtype=torch.int32) // 1000
+    return {"w": weight}, {"seen": 4096 * step, "kept": kept}

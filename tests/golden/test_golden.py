@@ -135,3 +135,15 @@ def test_what_dcp_wrote_through_us_loads() -> None:
     assert_same(state["model"], dict(wanted))
     assert state["step"] == 9
     assert_same(state["tensor"], contents.pattern((6,), 9))
+
+
+def test_checkpoints_that_borrow_restore_and_each_stands_alone(tmp_path: Path) -> None:
+    run = RUNS.parent / "version-2" / "borrowed"
+    for step in range(3):
+        [folder] = run.glob(f"step-{step:08d}.*")
+        model, position = contents.borrowed(step)
+        alone = Path(shutil.copytree(folder, tmp_path / str(step)))
+        assert_same(laststep.load(alone), {"model": model, "position": position})
+        checkpoint = laststep.open(run)[step]
+        assert not checkpoint.verify().damage
+    assert [len(list(run.glob(f"step-{step:08d}.*/*~*"))) for step in range(3)] == [0, 1, 1]

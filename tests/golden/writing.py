@@ -94,3 +94,13 @@ def through_dcp(run: str) -> None:
     items = contents.training(9)
     state = {"model": items["model"].state_dict(), "step": 9, "tensor": contents.pattern((6,), 9)}
     dcp.save(state, storage_writer=Writer(run, step=9))
+
+
+def borrowed(run: str) -> None:
+    model, position = contents.borrowed(0)
+    with laststep.Checkpointer(run, model=model, position=position) as ckpt:
+        ckpt.restore()
+        for step in range(3):
+            position["seen"] = contents.borrowed(step)[1]["seen"]
+            model["w"].copy_(contents.borrowed(step)[0]["w"])
+            ckpt.save(step).wait()

@@ -128,6 +128,8 @@ class BorrowingImage:
         self._slots: dict[int, int] = {}
         """The blocks of the image that are held here, and as which."""
         self._sums = bytearray(before.digests)
+        self._tail: bytes | None = None
+        """The last block, if it is short and held here: it goes behind all others."""
         self._changed = 0
 
     def write(self, start: int, image: memoryview, size_bytes: int, sums: bytes) -> None:
@@ -153,17 +155,17 @@ class BorrowingImage:
         return all(self._before.places[block].file not in self._retired for block in blocks)
 
     def _hold(self, blocks: range, data: memoryview) -> None:
-        """Write blocks that follow each other in the image, behind all others."""
+        """Write blocks that follow each other in the image, behind all others so far."""
+        if len(data) % BLOCK_BYTES:
+            blocks, whole = blocks[:-1], len(blocks[:-1]) * BLOCK_BYTES
+            data, self._tail = data[:whole], bytes(data[whole:])
+        if not data:
+            return
         with self._lock:
             slot = len(self._slots)
             self._slots.update(zip(blocks, range(slot, slot + len(blocks)), strict=True))
             writer = self._opened()
-        at = self._region + slot * BLOCK_BYTES
-        whole = len(data) // ALIGN_BYTES * ALIGN_BYTES
-        if whole:
-            writer.write_at(at, data[:whole])
-        if whole < len(data):  # the last block of the image: what lies behind it is nobody's
-            _write_aligned(writer, at + whole, bytes(data[whole:]))
+        writer.write_at(self._region + slot * BLOCK_BYTES, data)
 
     def _opened(self) -> FileWriting:
         if self._writer is None:
@@ -174,6 +176,8 @@ class BorrowingImage:
 
     def finish(self, objects: Objects) -> tuple[FileRecord, ...]:
         before, plan = self._before, self._plan
+        if self._tail is not None:
+            self._slots[len(before.places) - 1] = len(self._slots)
         known = {
             name: entry for name, entry in before.objects.items() if entry.file not in self._retired
         }
@@ -195,11 +199,12 @@ class BorrowingImage:
         self._let_go(set(self._links) - used)
         number_of = {file: number for number, file in enumerate(sorted(used), 1)}
         held = {slot: number for number, slot in self._slots.items()}
-        writer = self._opened()
+        writer, tail = self._opened(), self._tail or b""
+        whole = (len(held) - bool(tail)) * BLOCK_BYTES
         header = Header(
             item=plan.item, tensors=(), tensor_bytes=plan.tensor_bytes,
             objects=(
-                *_entries(own, len(held) * BLOCK_BYTES),
+                *_entries(own, whole + len(tail)),
                 *(msgspec.structs.replace(e, file=number_of[e.file]) for e in borrowed),
             ),
             blocks=b"".join(_sum(self._sums, held[slot]) for slot in range(len(held))),
@@ -211,10 +216,9 @@ class BorrowingImage:
                 for number, place in enumerate(before.places)
             ),
         )  # fmt: skip
-        if own:
-            _write_aligned(
-                writer, self._region + header.held_bytes, b"".join(data for _, data in own)
-            )
+        if tail or own:
+            behind = tail + b"".join(data for _, data in own)
+            _write_aligned(writer, self._region + whole, behind)
         record = _sealed(writer, plan.name, header, self._region)
         lent = tuple(self._links[file] for file in sorted(used))
         self._lender = self._lender_of(record, lent, header, number_of)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from laststep.codecs.digests import DIGEST_BYTES
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -68,6 +69,14 @@ def cut(stretches: Sequence[Stretch], first: int, last: int) -> Iterator[tuple[i
             return
 
 
+def held_bytes(stretches: Sequence[Stretch], image_bytes: int, digests: bytes) -> int:
+    """What the blocks take that the file itself holds, of which these are the digests: the last one
+    of the image may be short, and lies behind the others."""
+    whole = len(digests) // DIGEST_BYTES * BLOCK_BYTES
+    short = -image_bytes % BLOCK_BYTES
+    return whole - short if stretches and stretches[-1].file == 0 else whole
+
+
 def problem(
     stretches: Sequence[Stretch], *, image_bytes: int, held: int, lent: Sequence[str]
 ) -> str | None:
@@ -89,4 +98,8 @@ def problem(
         return f"stretches of {count} blocks for an image of {image_bytes} bytes"
     if any(times != 1 for times in used):
         return "a block of its own that is used twice, or never"
+    if image_bytes % BLOCK_BYTES and stretches[-1].file == 0:
+        last = stretches[-1].first + stretches[-1].blocks
+        if last != held:
+            return f"a short block that is number {last - 1} of {held}"
     return None

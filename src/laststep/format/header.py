@@ -18,6 +18,7 @@ import msgspec
 from laststep.codecs import strict
 from laststep.codecs.digests import DIGEST_BYTES
 from laststep.errors import Corrupt, Usage
+from laststep.format import borrowing
 from laststep.format.borrowing import Stretch
 from laststep.format.soundness import (
     MAX_OFFSET,
@@ -27,7 +28,7 @@ from laststep.format.soundness import (
     tensor_problem,
 )
 from laststep.format.versions import refuse_later
-from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, DTYPES, MAX_HEADER_BYTES, align_up
+from laststep.terms import ALIGN_BYTES, DTYPES, MAX_HEADER_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -95,7 +96,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         """The bytes in front of the objects: the tensor area, or the blocks of it that are here."""
         if not self.lent:
             return self.tensor_bytes
-        return len(self.blocks) // DIGEST_BYTES * BLOCK_BYTES
+        return borrowing.held_bytes(self.stretches, self.tensor_bytes, self.blocks)
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_OFFSET)]
@@ -274,8 +275,7 @@ def decode_header(region: bytes | memoryview, *, data_bytes: int, where: str) ->
     borrows = document.version > 1
     if borrows != bool(lent) or borrows != (document.stretches is not msgspec.UNSET):
         raise _corrupt(where, f"version {document.version} with {len(lent)} lent files")
-    if borrows:
-        _check_held(entries.pop(HELD_NAME, None), len(blocks) // DIGEST_BYTES, where)
+    held = entries.pop(HELD_NAME, None) if borrows else None
     tensors, objects = _sorted_out(entries, digests, document.dtypes, where)
     header = Header(
         item=document.item,
@@ -291,14 +291,11 @@ def decode_header(region: bytes | memoryview, *, data_bytes: int, where: str) ->
     problem = header_problem(header)
     if problem is not None:
         raise _corrupt(where, problem)
+    size = header.held_bytes
+    if borrows and held != _RawEntry("U8", (size,), (0, size)):
+        raise _corrupt(where, f"{held} for {size} bytes of blocks of its own")
     _check_end(objects[-1].stop if objects else header.held_bytes, data_bytes, where)
     return header
-
-
-def _check_held(entry: _RawEntry | None, held: int, where: str) -> None:
-    size = held * BLOCK_BYTES
-    if entry != _RawEntry("U8", (size,), (0, size)):
-        raise _corrupt(where, f"{entry} for {held} blocks of its own")
 
 
 def _borrowed(document: _Laststep, where: str) -> tuple[ObjectEntry, ...]:
