@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -271,3 +272,90 @@ def test_a_report_tells_the_state_from_what_is_written_and_what_is_shared(
     assert durable[0].shared_bytes == 0
     committed = [event for event in told if isinstance(event, laststep.events.Committed)]
     assert [event.size_bytes for event in committed] == [report.size_bytes] * 3
+
+
+def test_what_a_restore_passed_over_is_not_borrowed_of(training: Training) -> None:
+    training.save(1)
+    training.change(3)
+    training.save(2)
+    for path in training.folder(2).glob("model.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-200_000] ^= 1
+        path.write_bytes(data)
+    model = training.model["w"].clone()
+    restored = training.ckpt.restore()
+    assert (restored.step, len(restored.skipped)) == (1, 1)
+    training.model["w"].copy_(model)
+    for step in (2, 3):
+        training.save(step)
+    assert [stored.step for stored in laststep.open(training.run)][-2:] == [2, 3]
+    training.check()
+
+
+def test_a_file_that_is_not_as_long_as_it_was_is_not_linked(training: Training) -> None:
+    training.save(0)
+    path = training.folder(0) / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 5)
+    training.change(1)
+    assert training.save(1) > 12 * BLOCK_BYTES
+    assert not list(training.folder(1).glob("*~*"))
+    shutil.rmtree(training.folder(0))
+    training.check()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_where_a_link_fails_none_is_left_and_everything_is_written(
+    training: Training, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.save(0)
+    training.change(1)
+    training.save(1)
+    link, calls = DirectoryStore.link, []
+
+    def fails(store: DirectoryStore, name: str, new: str) -> bool:
+        if "model" in new:
+            calls.append(new)
+            if len(calls) == failing:
+                raise laststep.StorageFailed("a link", found="ESTALE")
+        return link(store, name, new)
+
+    monkeypatch.setattr(DirectoryStore, "link", fails)
+    training.change(2)
+    training.save(2)
+    monkeypatch.undo()
+    assert len(calls) == failing
+    assert not list(training.folder(2).glob("model~*"))
+    training.check()
+
+
+def test_the_files_of_a_checkpoint_hold_at_most_half_as_much_again(training: Training) -> None:
+    for step in range(12):
+        training.change(*range(step % 3, 12, 2))  # half of the blocks
+        training.save(step)
+        sizes = [path.stat().st_size for path in training.folder(step).glob("model*")]
+        assert sum(sizes) < 1.55 * 13 * BLOCK_BYTES, step
+    training.check()
+
+
+def test_more_plain_items_than_before_find_room_in_the_header(tmp_path: Path) -> None:
+    kept = {"t": torch.arange(30_000)}
+    for names in ((), tuple(f"an item with quite a long name {n}"[:60] for n in range(60))):
+        items: dict[str, object] = {"kept": kept}
+        items |= {name.replace(" ", "-"): {"n": 1} for name in names}
+        with laststep.Checkpointer(tmp_path, items=items, flush="thread") as ckpt:
+            ckpt.restore(strict=False)
+            ckpt.save(len(items)).wait()
+    assert torch.equal(laststep.load(tmp_path)["kept"]["t"], kept["t"])
+
+
+def test_a_file_of_plain_values_alone_borrows_all_or_nothing(tmp_path: Path) -> None:
+    values = {"text": "x" * 100_000, "n": 0}
+    with laststep.Checkpointer(tmp_path, values=values, flush="thread") as ckpt:
+        ckpt.restore()
+        for step in range(4):
+            values["n"] = step // 2
+            ckpt.save(step).wait()
+    names = [sorted(p.name for p in f.glob("*.safetensors")) for f in tmp_path.glob("step-*")]
+    assert names == [["shared.safetensors"]] * 4
+    links = sorted(p.stat().st_nlink for p in tmp_path.glob("step-*/*.safetensors"))
+    assert links == [2, 2, 2, 2]

@@ -121,13 +121,14 @@ def test_an_idle_flusher_that_dies_during_a_restore_is_just_replaced(
     ) as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
         client, lease = checkpointer._client, Pool.lease
-        pid, died = client.helper_pid, threading.Event()
+        pid, died, killing = client.helper_pid, threading.Event(), threading.Lock()
 
         def kill_and_lease(pool: Pool, timeout_s: float | None = None, **how: bool) -> int | None:
-            if not died.is_set():
-                os.kill(pid, signal.SIGKILL)
-                client._receiver.join()
-                died.set()
+            with killing:  # several threads read
+                if not died.is_set():
+                    os.kill(pid, signal.SIGKILL)
+                    client._receiver.join()
+                    died.set()
             return lease(pool, timeout_s, **how)
 
         for tensor in state.values():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES, digest, digest_text
-from laststep.errors import Exists, NotFound
+from laststep.errors import LaststepError
 from laststep.flush.lending import Lender, LentFile
 from laststep.format.borrowing import BlockPlace, stretches_of
 from laststep.format.header import Header, ObjectEntry, encode_header, reserve_borrowing_bytes
@@ -113,14 +113,17 @@ class BorrowingImage:
         self._plan = plan
         self._before = before
         self._retired = before.retired()
-        # From here on nobody can take away what is borrowed of.
-        self._links = {
-            number: self._linked(file)
-            for number, file in enumerate(before.files)
-            if number not in self._retired
-        }
+        self._links: dict[int, FileRecord] = {}
+        try:  # once this is done, nobody can take away what is borrowed of
+            for number, file in enumerate(before.files):
+                if number not in self._retired:
+                    self._links[number] = self._linked(file)
+        except CannotBorrow:
+            self._let_go(set(self._links))
+            raise
         self._region = reserve_borrowing_bytes(
-            item=plan.item, object_names=before.objects, tensor_bytes=plan.tensor_bytes,
+            item=plan.item, object_names={*before.objects, *plan.object_names},
+            tensor_bytes=plan.tensor_bytes,
             lent=[record.name for record in self._links.values()],
         )  # fmt: skip
         self._lock = threading.Lock()
@@ -288,14 +291,25 @@ class BorrowingImage:
             self._writer.close()
 
     def _linked(self, file: LentFile) -> FileRecord:
+        """Link a file into this folder, and see that it has the size that it was written with."""
         name = file.name_elsewhere()
         if name is None:
             raise CannotBorrow
+        path = f"{self._folder}/{name}"
         try:
-            if not self._store.link(file.path, f"{self._folder}/{name}"):
+            if not self._store.link(file.path, path):
                 raise CannotBorrow
-        except (NotFound, Exists):
-            raise CannotBorrow from None
+        except LaststepError as error:
+            raise CannotBorrow from error
+        try:
+            reader = self._store.open_reader(path, cached=True)
+            there_bytes = reader.size_bytes
+            reader.close()
+        except LaststepError:
+            there_bytes = -1
+        if there_bytes != file.record.size_bytes:
+            self._store.delete(path)
+            raise CannotBorrow
         return _shared(file, name, lent=True)
 
     def _let_go(self, numbers: set[int]) -> None:

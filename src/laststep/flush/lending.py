@@ -14,14 +14,14 @@ import msgspec
 from laststep.catalog import decision
 from laststep.catalog.groups import files_of
 from laststep.catalog.names import parse_folder
-from laststep.codecs.digests import DIGEST_BYTES
+from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import LaststepError
 from laststep.format.borrowing import BlockPlace, places_of
 from laststep.format.header import ObjectEntry, PartEntry, TensorEntry
 from laststep.format.manifest import Commit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from laststep.flush.protocol import FileBegin
     from laststep.format.manifest import FileRecord
@@ -35,6 +35,8 @@ MAX_SHARERS = 16
 file can take with it. See docs/guides/smaller.md."""
 LEAST_LIVE = 0.25
 """A file of whose blocks a smaller share is still needed costs more room than it saves."""
+LEAST_USED = 2 / 3
+"""The files that an image draws on hold at most half as much again as the image itself."""
 MOST_CHANGED = 0.75
 """An image of which more has changed is written whole: it then stands alone."""
 LEAST_BYTES = 64 << 10
@@ -110,7 +112,25 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
         left = sorted(set(range(1, len(self.files))) - out, key=lambda number: live[number])
         too_many = len(self.files) - len(out) + 1 - MAX_FILES
         out.update(left[: max(too_many, 0)])
+        # The least used go, until all that is left and what comes anew is little enough.
+        blocks = len(self.places)
+        changed = 0.0 if self.changed is None else self.changed * blocks
+        used = sorted(
+            set(range(len(self.files))) - out,
+            key=lambda number: live[number] / max(self.files[number].blocks, 1),
+        )
+        while used:
+            held = sum(self.files[number].blocks for number in used)
+            anew = changed + sum(live[number] for number in out)
+            if (held + anew) * LEAST_USED <= blocks:
+                break
+            out.add(used.pop(0))
         return frozenset(out)
+
+    def has(self, objects: Sequence[tuple[str, bytes]]) -> bool:
+        """Whether it has just these objects."""
+        known = {name: entry.digest for name, entry in self.objects.items()}
+        return known == {name: digest(data) for name, data in objects}
 
     def same(self, number: int, sums: bytes) -> list[bool]:
         """Of blocks from that one on, with these digests: whether each is the one that there is."""

@@ -43,12 +43,15 @@ class FileBegin(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     has_objects: bool
     entries: tuple[TensorEntry, ...]
     parts: dict[str, PartEntry] = {}
+    object_names: tuple[str, ...] = ()
+    """As far as they are known."""
 
     @classmethod
     def of(cls, file: FilePlan) -> FileBegin:
         return cls(
             name=file.name, item=file.item, region_bytes=file.region_bytes, entries=file.entries,
             tensor_bytes=file.tensor_bytes, has_objects=bool(file.object_names), parts=file.parts,
+            object_names=file.object_names,
         )  # fmt: skip
 
 

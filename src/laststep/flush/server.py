@@ -92,10 +92,10 @@ class Flusher:
         self._epoch = WriterEpoch(self._store, trainer, keep, connection.peer_is_dead)
         self._witness: tuple[str, Lock] | None = None
         self._given_up = False
-        self._lenders: dict[str, Lender] = {}
-        """The files of the last checkpoint that this flusher committed, or went on from."""
-        self._lender = 0
-        """The number of the save that committed it; 0 where that was another flusher's."""
+        self._lending: tuple[int, dict[str, Lender]] = (0, {})
+        """The files of the last checkpoint that this flusher committed, or went on from, and the
+        number of the save that committed it; 0 where that was another flusher's. One value: two
+        threads set it."""
         self._saves: dict[int, Save] = {}
         self._chunks: queue.SimpleQueue[tuple[Save, Filled] | None] = queue.SimpleQueue()
         self._order: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
@@ -141,6 +141,9 @@ class Flusher:
         if isinstance(message, Begin):
             self._begin(message)
         elif isinstance(message, Continue):
+            # What it goes on from has just been read, and found sound; others may have been passed
+            # over as damaged.
+            self._lending = (0, {})
             self._epoch.continue_from(message)
         elif isinstance(message, Witness):
             self._hold(message)
@@ -213,11 +216,11 @@ class Flusher:
         """Begin to write a save; what the last checkpoint has already is borrowed of it."""
         assert save.at is not None  # noqa: S101 (the caller knows it)
         files, before = save.begin.files, self._epoch.before
-        if not self._lenders and before is not None:
+        save.lender, lenders = self._lending
+        if not lenders and before is not None:
             names = [file.name for file in files]
-            self._lenders, self._lender = lending.of_checkpoint(self._store, before, names), 0
-        save.lender = self._lender
-        return SaveFlush(self._store, save.at.folder, files, self._lenders)
+            save.lender, lenders = 0, lending.of_checkpoint(self._store, before, names)
+        return SaveFlush(self._store, save.at.folder, files, lenders)
 
     def _grant(self, save: Save) -> None:
         """Answer which of the chunks that did not change need not come."""
@@ -341,7 +344,7 @@ class Flusher:
             self._epoch.commit(save.at, commit)
         else:
             self._decided_by_all(save)
-        self._lenders, self._lender = save.flush.lenders(), save.begin.save
+        self._lending = save.begin.save, save.flush.lenders()
         self._send_decided(save)
         if not save.is_member:
             self._epoch.retain(save.at, overwritten=save.begin.overwrite, tell=self._send)

@@ -188,6 +188,9 @@ class SaveFlush:
         error = self.error
         if error is not None:
             raise error
+        if file.image is None and file.before is not None and not file.before.has(objects):
+            # There were no tensors to decide it.
+            file.image = WholeImage(self._store, self.folder, file.plan, file.before)
         file.records = self._image(file).finish(objects)
         return file.records
 

@@ -8,6 +8,8 @@ the others are the lent ones by their place in its list.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.codecs.digests import DIGEST_BYTES
@@ -56,17 +58,23 @@ def places_of(stretches: Iterable[Stretch]) -> Iterator[BlockPlace]:
             yield BlockPlace(file, block)
 
 
-def cut(stretches: Sequence[Stretch], first: int, last: int) -> Iterator[tuple[int, Stretch]]:
-    """The stretches that blocks [first, last) of an image lie in, cut to these, each with the
-    number of its first block in the image."""
-    at = 0
-    for count, file, start in stretches:
-        low, high = max(first, at), min(last, at + count)
-        if low < high:
-            yield low, Stretch(high - low, file, start + low - at)
-        at += count
-        if at >= last:
-            return
+class BlockMap:
+    """The stretches of an image, to be asked for some of its blocks."""
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        self._stretches = stretches
+        self._starts = list(accumulate((s.blocks for s in stretches), initial=0))
+
+    def cut(self, first: int, last: int) -> Iterator[tuple[int, Stretch]]:
+        """The stretches that blocks [first, last) of the image lie in, cut to these, each with the
+        number of its first block in the image."""
+        at = bisect_right(self._starts, first) - 1
+        while first < last:
+            blocks, file, start = self._stretches[at]
+            skipped = first - self._starts[at]
+            count = min(blocks - skipped, last - first)
+            yield first, Stretch(count, file, start + skipped)
+            first, at = first + count, at + 1
 
 
 def held_bytes(stretches: Sequence[Stretch], image_bytes: int, digests: bytes) -> int:
@@ -83,21 +91,19 @@ def problem(
     """Why these are not the blocks of an image, of which the file itself holds so many, or None."""
     if not lent or len(lent) > MAX_LENT or len(set(lent)) != len(lent):
         return f"blocks borrowed of {len(lent)} files, or of one twice"
-    used = [0] * held
-    count = 0
-    for stretch in stretches:
-        if stretch.blocks < 1 or stretch.file > len(lent):
-            return f"the stretch {list(stretch)}"
-        count += stretch.blocks
-        if stretch.file == 0:
-            if stretch.first + stretch.blocks > held:
-                return f"the stretch {list(stretch)} of {held} blocks"
-            for block in range(stretch.first, stretch.first + stretch.blocks):
-                used[block] += 1
+    if any(s.blocks < 1 or s.file > len(lent) for s in stretches):
+        return "a stretch of no blocks, or of no file"
+    count = sum(stretch.blocks for stretch in stretches)
     if count != -(-image_bytes // BLOCK_BYTES):
         return f"stretches of {count} blocks for an image of {image_bytes} bytes"
-    if any(times != 1 for times in used):
-        return "a block of its own that is used twice, or never"
+    own = [stretch for stretch in stretches if stretch.file == 0]
+    if sum(stretch.blocks for stretch in own) != held:
+        return f"other than the {held} blocks of its own"
+    at = 0
+    for first, blocks in sorted((stretch.first, stretch.blocks) for stretch in own):
+        if first != at:
+            return "a block of its own that is used twice, or never"
+        at += blocks
     if image_bytes % BLOCK_BYTES and stretches[-1].file == 0:
         last = stretches[-1].first + stretches[-1].blocks
         if last != held:

@@ -62,6 +62,8 @@ class DataFile:
     """What it holds, wherever its blocks lie."""
     files: tuple[HeldFile, ...]
     """Itself, and the files that are lent to it."""
+    lies: borrowing.BlockMap | None = None
+    """Where its blocks lie, if not all in it, one after the other."""
 
     @property
     def where(self) -> str:
@@ -76,11 +78,11 @@ class DataFile:
         """The whole blocks that hold bytes [start, stop) of its tensors."""
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         end = self.header.tensor_bytes
-        if not self.header.stretches:
+        if self.lies is None:
             return self.files[0].blocks(first, last - first, first, end)
         parts = [
             self.files[there.file].blocks(there.first, there.blocks, at, end)
-            for at, there in borrowing.cut(self.header.stretches, first, last)
+            for at, there in self.lies.cut(first, last)
         ]
         return parts[0] if len(parts) == 1 else Extents(parts)
 
@@ -142,21 +144,27 @@ def open_file(
     if file is None or not file.header.lent:
         return opened
     damage, others = list(opened.damage), list[Opened]()
+    whole: DataFile | None = None
     try:
         for name in file.header.lent:
-            if among is None or name not in among:
-                raise _lends_nothing(file.where, f"{name!r}, which the manifest does not name")
-            others.append(_open_one(store, folder, among[name], cached=cached))
+            others.append(_open_one(store, folder, _named(name, among, file.where), cached=cached))
             damage += others[-1].damage
         lent = [other.file for other in others if other.file is not None]
-        whole = _put_together(file, lent) if len(lent) == len(others) else None
+        if len(lent) == len(others):
+            whole = _put_together(file, lent)
     except Corrupt as error:
-        whole = None
         damage.append(damage_of(error, file=record.name, what="header", stop=record.header_bytes))
-    if whole is None:
-        for every in (opened, *others):
-            every.close()
+    finally:
+        if whole is None:
+            for every in (opened, *others):
+                every.close()
     return replace(opened, damage=tuple(damage), file=whole)
+
+
+def _named(name: str, among: Mapping[str, FileRecord] | None, where: str) -> FileRecord:
+    if among is None or name not in among:
+        raise _lends_nothing(where, f"{name!r}, which is none of the checkpoint's files")
+    return among[name]
 
 
 def _put_together(file: DataFile, lent: Sequence[DataFile]) -> DataFile:
@@ -182,7 +190,9 @@ def _put_together(file: DataFile, lent: Sequence[DataFile]) -> DataFile:
         for s in header.stretches
     )
     whole = structs.replace(header, tensors=image.tensors, parts=image.parts, blocks=blocks)
-    return DataFile(record=file.record, header=whole, files=files)
+    return DataFile(
+        record=file.record, header=whole, files=files, lies=borrowing.BlockMap(header.stretches)
+    )
 
 
 def _lends_nothing(where: str, found: str) -> Corrupt:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 _MAX_TOUCHED = 100
-_OPEN_FILES = 256
+_OPEN_FILES = 64
 """So many are open at a time: a job of many ranks wrote more than a process may have."""
 
 Progress = Callable[[int, int], None]
