@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "format"))
 import second_reader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 BLOCK = BLOCK_BYTES // 4
 """Elements of a block."""
@@ -328,12 +328,29 @@ def test_where_a_link_fails_none_is_left_and_everything_is_written(
     training.check()
 
 
-def test_the_files_of_a_checkpoint_hold_at_most_half_as_much_again(training: Training) -> None:
+@pytest.mark.parametrize(("blocks", "at_most"), [
+    (lambda step: range(0, 12, 2), 1.6), (lambda step: range(step % 3, 12, 2), 2.3)
+], ids=["the same", "others"])  # fmt: skip
+def test_the_files_of_a_checkpoint_hold_little_more_than_it(
+    training: Training, blocks: Callable[[int], range], at_most: float
+) -> None:
     for step in range(12):
-        training.change(*range(step % 3, 12, 2))  # half of the blocks
+        training.change(*blocks(step))
         training.save(step)
         sizes = [path.stat().st_size for path in training.folder(step).glob("model*")]
-        assert sum(sizes) < 1.55 * 13 * BLOCK_BYTES, step
+        assert sum(sizes) < at_most * 13 * BLOCK_BYTES, step
+    training.check()
+
+
+def test_where_a_whole_save_would_not_fit_any_more_nothing_is_borrowed(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.save(0)
+    for free, linked in ((14 * BLOCK_BYTES, False), (40 * BLOCK_BYTES, True)):
+        monkeypatch.setattr(DirectoryStore, "free_bytes", lambda _, free=free: free)
+        training.change(2)
+        training.save(free)
+        assert bool(list(training.folder(free).glob("model~*"))) == linked
     training.check()
 
 

@@ -35,8 +35,8 @@ MAX_SHARERS = 16
 file can take with it. See docs/guides/smaller.md."""
 LEAST_LIVE = 0.25
 """A file of whose blocks a smaller share is still needed costs more room than it saves."""
-LEAST_USED = 2 / 3
-"""The files that an image draws on hold at most half as much again as the image itself."""
+MOST_HELD = 1.75
+"""The files that an image draws on are to hold at most so many times what the image does."""
 MOST_CHANGED = 0.75
 """An image of which more has changed is written whole: it then stands alone."""
 LEAST_BYTES = 64 << 10
@@ -112,17 +112,20 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
         left = sorted(set(range(1, len(self.files))) - out, key=lambda number: live[number])
         too_many = len(self.files) - len(out) + 1 - MAX_FILES
         out.update(left[: max(too_many, 0)])
-        # The least used go, until all that is left and what comes anew is little enough.
-        blocks = len(self.places)
+        # The least used go, until all that is left and what comes anew is little enough. What has
+        # changed the last time, and lies in the newest, is taken for what changes now.
+        blocks, newest = len(self.places), len(self.files) - 1
         changed = 0.0 if self.changed is None else self.changed * blocks
         used = sorted(
             set(range(len(self.files))) - out,
             key=lambda number: live[number] / max(self.files[number].blocks, 1),
         )
         while used:
-            held = sum(self.files[number].blocks for number in used)
-            anew = changed + sum(live[number] for number in out)
-            if (held + anew) * LEAST_USED <= blocks:
+            held = sum(self.files[number].blocks for number in used if number not in (0, newest))
+            held += self.files[0].blocks if 0 in used else 0
+            last = self.files[newest].blocks if newest in used and newest else 0
+            anew = max(changed, last) + sum(live[number] for number in out)
+            if held + anew <= MOST_HELD * blocks:
                 break
             out.add(used.pop(0))
         return frozenset(out)

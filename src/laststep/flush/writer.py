@@ -37,6 +37,12 @@ class _File:
         self.written_bytes = 0
         self.records: tuple[FileRecord, ...] = ()
 
+    def likely_change(self) -> float:
+        """The share of it that is to be written, as far as can be told."""
+        if self.before is None:
+            return 1.0
+        return MOST_CHANGED if self.before.changed is None else self.before.changed
+
 
 class SaveFlush:
     """The files of one save in their attempt's folder."""
@@ -65,12 +71,23 @@ class SaveFlush:
                 before = (lenders or {}).get(plan.name)
                 if before is not None and not before.has_the_image_of(plan):
                     before = None
-                file = _File(plan, before)
-                self._files.append(file)
-                if before is None or not before.lends():
-                    file.image = WholeImage(store, folder, plan, before)
+                self._files.append(_File(plan, before))
+            roomy = self._is_roomy()
+            for file in self._files:
+                if file.before is None or not file.before.lends() or not roomy:
+                    file.image = WholeImage(store, folder, file.plan, file.before)
         except LaststepError as error:
             self.fail(error)
+
+    def _is_roomy(self) -> bool:
+        """Whether there is room to write everything anew another time, after this save. What is
+        borrowed keeps old files: where room is short, they go with the checkpoints they are of."""
+        if all(file.before is None for file in self._files):
+            return True
+        free_bytes = self._store.free_bytes()
+        whole = sum(file.plan.tensor_bytes for file in self._files)
+        changed = sum(file.plan.tensor_bytes * file.likely_change() for file in self._files)
+        return free_bytes is None or free_bytes >= whole + changed
 
     @property
     def error(self) -> LaststepError | None:

@@ -96,8 +96,7 @@ def start_preflight(
     """Say what every save will need; the thread, which ends by itself, measures the disk with a
     small file, unless the state is smaller than that or the room for it could be missed."""
     kept = None if keep is None else keep.bound()
-    # The files that a checkpoint draws on may hold three quarters as much again as its state.
-    needed = state_bytes * ((kept or 1) + 1) + state_bytes * 3 // 4
+    needed = state_bytes * ((kept or 1) + 1)
 
     def run() -> None:
         probe = min(state_bytes // CHUNK_BYTES * CHUNK_BYTES, _PROBE_BYTES)
