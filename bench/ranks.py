@@ -79,7 +79,7 @@ def _run(chosen: argparse.Namespace, ranks: int) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _work(chosen: argparse.Namespace, ranks: int) -> None:  # noqa: PLR0915 (one script)
+def _work(chosen: argparse.Namespace, ranks: int) -> None:  # noqa: C901, PLR0915 (one script)
     """One rank."""
     import torch
     import torch.distributed as dist
@@ -102,10 +102,15 @@ def _work(chosen: argparse.Namespace, ranks: int) -> None:  # noqa: PLR0915 (one
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+
+    def train() -> None:
+        """Change all of the state: what stays as it was is not written again."""
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
     size = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
     found: dict[str, dict[str, list[float]]] = {}
 
@@ -141,6 +146,7 @@ def _work(chosen: argparse.Namespace, ranks: int) -> None:  # noqa: PLR0915 (one
         run = chosen.dir / f"run{rep}"
         with laststep.Checkpointer(run, model=model, optimizer=optimizer, progress=False) as ckpt:
             for step, name in ((0, "first"), (1, "next")):
+                train()
                 dist.barrier()
                 began = time.perf_counter()
                 handle = ckpt.save(step)
