@@ -376,3 +376,20 @@ def test_a_file_of_plain_values_alone_borrows_all_or_nothing(tmp_path: Path) -> 
     assert names == [["shared.safetensors"]] * 4
     links = sorted(p.stat().st_nlink for p in tmp_path.glob("step-*/*.safetensors"))
     assert links == [2, 2, 2, 2]
+
+
+def test_where_what_did_not_change_cannot_be_linked_by_its_name_it_is_borrowed(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.save(0)
+    link = DirectoryStore.link
+
+    def fails(store: DirectoryStore, name: str, new: str) -> bool:
+        if new.endswith("/model.safetensors"):
+            raise laststep.StorageFailed("a link", found="EIO")
+        return link(store, name, new)
+
+    monkeypatch.setattr(DirectoryStore, "link", fails)
+    assert training.save(1) < BLOCK_BYTES
+    assert (training.folder(1) / "model~1-1.safetensors").exists()
+    training.check()

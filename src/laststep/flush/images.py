@@ -269,8 +269,11 @@ class BorrowingImage:
         top = before.files.index(before.top)
         if name != before.top.record.name or top not in self._links:
             return ()
-        if not self._store.link(f"{folder}/{self._links[top].name}", f"{folder}/{name}"):
-            return ()
+        try:
+            if not self._store.link(f"{folder}/{self._links[top].name}", f"{folder}/{name}"):
+                return ()
+        except LaststepError:
+            return ()  # a file that holds nothing of its own says the same
         self._let_go({top})
         record = _shared(before.top, name, lent=False)
         records = {**self._links, top: record}

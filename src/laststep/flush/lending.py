@@ -121,10 +121,9 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
             key=lambda number: live[number] / max(self.files[number].blocks, 1),
         )
         while used:
-            held = sum(self.files[number].blocks for number in used if number not in (0, newest))
-            held += self.files[0].blocks if 0 in used else 0
-            last = self.files[newest].blocks if newest in used and newest else 0
-            anew = max(changed, last) + sum(live[number] for number in out)
+            held = sum(self.files[number].blocks for number in used)
+            again = self.files[newest].blocks if newest > 0 and newest in used else 0
+            anew = max(changed - again, 0) + sum(live[number] for number in out)
             if held + anew <= MOST_HELD * blocks:
                 break
             out.add(used.pop(0))
