@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 from torch import nn
 
 import laststep
+from waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 PATIENCE_S = 60
@@ -32,13 +31,6 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(subprocess, "Popen", start)
     return found
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_it_runs_when_a_restore_returns_and_goes_with_who_only_restored(

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ import torch
 
 import laststep
 from laststep.flush.protocol import Flushed
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -247,13 +247,6 @@ def test_a_save_in_the_midst_of_its_capture_is_given_up_and_cleaned_up(
     assert laststep.open(run_folder).steps() == [1, 2]
     assert len(folders(run_folder)) == 2
     assert numbers(run_folder) == (2, 2.0)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def nobody_listens() -> bool:

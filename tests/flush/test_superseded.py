@@ -20,6 +20,7 @@ from laststep.flush import epoch
 from laststep.flush import server as serving
 from laststep.flush.protocol import Begin, Connection, Continue, Failed
 from laststep.storage.directory import DirectoryStore
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,6 +135,7 @@ def test_retention_does_not_take_what_was_resumed_from_meanwhile(
         checkpointer.save(2).wait(PATIENCE_S)
         assert planned.wait(PATIENCE_S)
         assert checkpointer.restore(1).step == 1
-        checkpointer.save(7)  # the flusher has heard of it before that
+        checkpointer.save(7)
+        wait_until(lambda: any(run_folder.glob("step-00000007*")))  # the flusher hears in order
         resumed.set()
     assert 1 in laststep.open(run_folder).steps()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
 import pytest
 from hypothesis import settings
@@ -14,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from laststep.errors import StorageFailed, Usage
 from laststep.memory.slots import Slots
 from laststep.process import interrupts
+from waiting import wait_until
 
 PATIENCE_S = 10.0
 
@@ -89,14 +89,6 @@ TestSlots = SlotsMachine.TestCase
 TestSlots.settings = settings(max_examples=60, stateful_step_count=30)
 
 
-def until(condition: object) -> None:
-    """Wait for other threads, within a bound that only a hang reaches."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_waiters_are_served_in_order_of_arrival() -> None:
     slots = Slots()
     served: list[int] = []
@@ -111,10 +103,10 @@ def test_waiters_are_served_in_order_of_arrival() -> None:
     for number in range(6):
         threads.append(threading.Thread(target=wait, args=(number,)))
         threads[-1].start()
-        until(lambda n=number: slots.waiting == n + 1)
+        wait_until(lambda n=number: slots.waiting == n + 1)
     for number in range(6):
         slots.add(range(number, number + 1))
-        until(lambda n=number: len(served) == n + 1)
+        wait_until(lambda n=number: len(served) == n + 1)
     for thread in threads:
         thread.join()
     assert served == list(range(6))
@@ -124,7 +116,7 @@ def test_one_who_gives_up_waiting_does_not_hold_up_the_next() -> None:
     slots = Slots()
     impatient = threading.Thread(target=slots.lease, args=(0.02,))
     impatient.start()
-    until(lambda: slots.waiting == 1)
+    wait_until(lambda: slots.waiting == 1)
     got: list[int | None] = []
     patient = threading.Thread(target=lambda: got.append(slots.lease(20)))
     patient.start()
@@ -146,7 +138,7 @@ def test_a_failure_reaches_everybody_who_waits_or_comes_to_wait() -> None:
     threads = [threading.Thread(target=wait) for _ in range(3)]
     for thread in threads:
         thread.start()
-    until(lambda: slots.waiting == 3)
+    wait_until(lambda: slots.waiting == 3)
     slots.fail(StorageFailed("gone"))
     for thread in threads:
         thread.join()
@@ -165,7 +157,7 @@ def test_a_restore_goes_on_without_the_flusher_and_saves_do_not() -> None:
     got: list[int | None] = []
     reading = threading.Thread(target=lambda: got.append(slots.lease(PATIENCE_S)))
     reading.start()
-    until(lambda: slots.waiting == 1)
+    wait_until(lambda: slots.waiting == 1)
     slots.lose_flusher(StorageFailed("gone"))
     with pytest.raises(StorageFailed, match="gone"):
         slots.lease(for_save=True)

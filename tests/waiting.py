@@ -1,0 +1,20 @@
+"""Waiting for what other threads and processes do, within a bound that only a hang reaches."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATIENCE_S = 60.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Until that is true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("it does not happen")
+        time.sleep(0.005)
