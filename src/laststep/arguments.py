@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from laststep.catalog.retention import Keep
 from laststep.checks import checked, plain, shown
+from laststep.codecs.blocks.registry import codec_named
 from laststep.errors import Usage
-from laststep.settings import Settings
+from laststep.settings import ALL_ITEMS, Compression, Settings
 from laststep.state.tensors import is_tensor
 from laststep.terms import with_article
 
@@ -130,6 +131,40 @@ def callables(subscribers: object) -> tuple[Subscriber, ...]:
         subscribers, callable, "subscribers is not a sequence of functions",
         expected="functions that take an event", remedy="pass subscribers=[on_event]",
     )  # fmt: skip
+
+
+def compression(asked: object) -> str | dict[str, str]:
+    """How blocks are encoded, in a form of its own."""
+    asked = dict(asked) if isinstance(asked, Mapping) else asked
+    return checked("compression", asked, str | dict[str, str])  # type: ignore[no-any-return]
+
+
+def check_compression(asked: str | dict[str, str], items: Iterable[str]) -> None:
+    """Words that mean something, for items that there are; codecs that can be had, and give back
+    what they were given."""
+    names = [*items, ALL_ITEMS]
+    for item, word in {ALL_ITEMS: asked}.items() if isinstance(asked, str) else asked.items():
+        if item not in names:
+            near = difflib.get_close_matches(item, names, n=1)
+            raise Usage(
+                f"compression names {item!r}, which is no item",
+                expected=f"one of {', '.join(names)}", found=repr(item),
+                remedy=f"did you mean {near[0]!r}?" if near else "'*' stands for all others",
+            )  # fmt: skip
+        if word in (Compression.NONE, Compression.ADAPTIVE):
+            continue
+        near = difflib.get_close_matches(word, list(Compression), n=1)
+        if near and word != near[0]:
+            raise Usage(
+                "there is no such compression", expected=f"one of {', '.join(Compression)}, or "
+                "the name of a codec", found=repr(word), remedy=f"did you mean {near[0]!r}?",
+            )  # fmt: skip
+        codec = codec_named("planes" if word == Compression.MAX else word)
+        if not codec.lossless:
+            raise Usage(
+                "compression does not change values", found=f"the codec {word!r}, which does",
+                expected="a codec that is lossless",
+            )  # fmt: skip
 
 
 def check_metrics(metrics: object) -> None:

@@ -85,6 +85,7 @@ class Checkpointer(single.OnlyOne):
         progress: bool | None = DEFAULTS.progress,
         deadline_s: float = DEFAULTS.deadline_s,
         compare_replicas: CompareReplicas | str = DEFAULTS.compare_replicas,
+        compression: str | Mapping[str, str] = DEFAULTS.compression,
         new_lineage: bool = DEFAULTS.new_lineage,
         subscribers: Sequence[Subscriber] = (),
         **more_items: object,
@@ -96,8 +97,9 @@ class Checkpointer(single.OnlyOne):
             host_memory_bytes=host_memory_bytes, device_margin_bytes=device_margin_bytes,
             allow_pickle=allow_pickle, writers=writers, progress=progress, deadline_s=deadline_s,
             compare_replicas=compare_replicas, new_lineage=new_lineage,  # type: ignore[arg-type]
+            compression=arguments.compression(compression),
         )  # fmt: skip
-        keep = arguments.rules(keep)
+        self._keep = arguments.rules(keep)
         subscribers = arguments.callables(subscribers)
         self._rank = self._who()
         self._group: Ranks | None = None
@@ -120,10 +122,10 @@ class Checkpointer(single.OnlyOne):
         self._store = open_store(run, shared=by_others)
         self.path = self._store.url
         self._providers = providers_for(arguments.all_items(items, more_items))
+        arguments.check_compression(self._settings.compression, self._providers)
         if self._rank.ranks > 1:
             teaming.check_own(self._providers)
         places.look_at(self._store)
-        self._keep = keep
         self._bus = Bus()
         watch(self._bus, subscribers, progress=self._settings.progress)
         with interrupts.held():

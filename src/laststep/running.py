@@ -51,14 +51,15 @@ def launcher(
     """How to start a flusher for that run."""
 
     def launch(end: socket.socket) -> Helper:
-        writers = settings.writers
+        writers, compression = settings.writers, settings.compression
         if settings.flush is FlushIn.THREAD:
             return starting.start_thread(
-                end, pool.memory(), run=run, trainer=trainer, writers=writers, keep=keep
-            )
+                end, pool.memory(), run=run, trainer=trainer, writers=writers, keep=keep,
+                compression=compression,
+            )  # fmt: skip
         return starting.start_process(
             end, run=run, trainer=trainer, pool_fd=pool.fd, pool_bytes=pool.cap_bytes,
-            writers=writers, keep=keep,
+            writers=writers, keep=keep, compression=compression,
         )  # fmt: skip
 
     return launch

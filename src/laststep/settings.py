@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
 from laststep.checks import Checked
 from laststep.terms import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 WAIT_FOR_OTHERS_S = 120.0
 """So long a restore waits for a save that another process has not finished."""
@@ -44,6 +47,20 @@ class OnBusy(StrEnum):
 
     WAIT = "wait"
     SKIP = "skip"
+
+
+class Compression(StrEnum):
+    """How blocks are encoded; any other word is the name of a codec."""
+
+    NONE = "none"
+    ADAPTIVE = "adaptive"
+    """By what makes a save durable soonest, on cores that have nothing else to do."""
+    MAX = "max"
+    """As small as it gets."""
+
+
+ALL_ITEMS = "*"
+"""In settings that are made for each item: all others."""
 
 
 class CompareReplicas(StrEnum):
@@ -82,6 +99,8 @@ class Settings(Checked, frozen=True, kw_only=True):
     """In a job of several ranks: how long a rank may lag behind the first before a save fails."""
     compare_replicas: CompareReplicas = CompareReplicas.FIRST
     """In a job of several ranks: when plain tensors that they hold alike are compared."""
+    compression: str | dict[str, str] = Compression.NONE.value
+    """One of `Compression` or the name of a codec, for all items or for each by its name."""
     new_lineage: bool = False
     """Whether saves may leave the checkpoints of a run behind that were not restored."""
 
@@ -95,6 +114,14 @@ class Settings(Checked, frozen=True, kw_only=True):
         """Threads that read on restore; ranks of one machine share them."""
         alone = max(2 * self.writers, min(4 * self.writers, os.cpu_count() or 1))
         return max(alone // ranks_here, min(alone, _READERS_OF_ONE))
+
+
+def compression_of(item: str | None, asked: str | Mapping[str, str]) -> str:
+    """How the files of an item are encoded; None: those that small items share."""
+    if isinstance(asked, str):
+        return asked
+    others = asked.get(ALL_ITEMS, Compression.NONE.value)
+    return others if item is None else asked.get(item, others)
 
 
 DEFAULTS = Settings()

@@ -15,9 +15,10 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """The latest that is read. What is written has the lowest in which it can be said."""
 FIRST_FORMAT = 1
+SHARING_FORMAT = 2
 
 BLOCK_BYTES = 1 << 20
 """What one digest covers. Every byte that is used is verified, so reads are whole blocks."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Saved = Callable[..., list[str]]
 
-LATER = {"format": 3, "laststep": "7.1.0", "new": [1]}
-REFUSAL = r"found format 3, written by laststep 7\.1\.0; upgrade laststep .* version 7\.1\.0"
+LATER = {"format": 9, "laststep": "7.1.0", "new": [1]}
+REFUSAL = r"found format 9, written by laststep 7\.1\.0; upgrade laststep .* version 7\.1\.0"
 
 
 def sealed_epoch(content: dict[str, object]) -> bytes:
@@ -44,8 +44,8 @@ def test_a_run_of_a_later_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_later_format_that_names_nobody_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_bytes(b'{"format": 3, "shape": "other"}')
-    with pytest.raises(Usage, match=r"found format 3; upgrade laststep .* that writes format 3"):
+    (tmp_path / "run.json").write_bytes(b'{"format": 9, "shape": "other"}')
+    with pytest.raises(Usage, match=r"found format 9; upgrade laststep .* that writes format 9"):
         Run.open(DirectoryStore(tmp_path))
 
 

@@ -17,15 +17,9 @@ from laststep import cli
 from laststep.catalog.run import Run
 from laststep.codecs import objects
 from laststep.codecs.digests import block_digests, digest, digest_text
-from laststep.format.header import (
-    Header,
-    ObjectEntry,
-    PartEntry,
-    TensorEntry,
-    encode_header,
-    reserve_bytes,
-)
+from laststep.format.header import Header, ObjectEntry, PartEntry, encode_header, reserve_bytes
 from laststep.format.manifest import Commit, FileRecord, ItemRecord
+from laststep.format.safetensors import TensorEntry
 from laststep.plan.files import tree_name
 from laststep.storage.directory import DirectoryStore
 

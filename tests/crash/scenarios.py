@@ -28,8 +28,9 @@ from laststep.flush import lending
 from laststep.flush.protocol import FileBegin
 from laststep.flush.writer import SaveFlush
 from laststep.format.group import GroupManifest
-from laststep.format.header import TensorEntry, reserve_bytes
+from laststep.format.header import reserve_bytes
 from laststep.format.manifest import Commit, FileRecord, ItemRecord
+from laststep.format.safetensors import TensorEntry
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import ALIGN_BYTES, align_up
 from laststep.testing.faults import Change, RecordingDisk

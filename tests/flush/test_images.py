@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laststep.errors import Corrupt, NotFound, StorageFailed
-from laststep.flush import images
+from laststep.flush import files
 from laststep.flush.protocol import FileBegin
 from laststep.flush.writer import SaveFlush
-from laststep.format.header import TensorEntry, decode_header, reserve_bytes
+from laststep.format.header import decode_header, reserve_bytes
+from laststep.format.safetensors import TensorEntry
 from laststep.plan.load import Read, Want, plan_reads
 from laststep.read.files import DataFile, open_file
 from laststep.read.reader import read_all
@@ -235,7 +236,7 @@ def test_a_writer_that_fails_in_an_unknown_way_fails_the_save_and_not_its_thread
     def broken(*_: object, **__: object) -> None:
         raise MemoryError("no memory for the header")
 
-    monkeypatch.setattr(images, "encode_header", broken)
+    monkeypatch.setattr(files, "encode_header", broken)
     write(flush, 0, data, 0, len(data))  # completes the file, and with it writes its header
     with pytest.raises(StorageFailed, match="no memory for the header"):
         flush.finish(())

@@ -43,8 +43,8 @@ from laststep.flush.protocol import (
     Witness,
     WrittenBytes,
 )
-from laststep.format.header import TensorEntry
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
+from laststep.format.safetensors import TensorEntry
 from laststep.format.spans import Span
 
 if TYPE_CHECKING:

@@ -19,13 +19,11 @@ from laststep.errors import Corrupt, Usage
 from laststep.format.header import (
     Header,
     ObjectEntry,
-    TensorEntry,
     decode_header,
-    decode_plain,
     encode_header,
-    region_bytes_of,
     reserve_bytes,
 )
+from laststep.format.safetensors import TensorEntry, decode_plain, region_bytes_of
 from laststep.terms import BLOCK_BYTES, DTYPES
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from laststep import errors
 from laststep.codecs import objects
 from laststep.codecs.digests import digest_text
 from laststep.format import group, manifest
-from laststep.format.header import decode_header, decode_plain, region_bytes_of
+from laststep.format.header import decode_header
+from laststep.format.safetensors import decode_plain, region_bytes_of
 
 FOLDER = Path(__file__).parent.parent / "hostile"
 # Lets this import what makes the files by its name, as make.py does.

@@ -12,6 +12,7 @@ from laststep.errors import Usage
 from laststep.format import group, manifest
 from laststep.format.envelope import seal
 from laststep.format.header import decode_header
+from laststep.terms import FORMAT_VERSION
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
@@ -21,12 +22,12 @@ Fields = dict[str, object]
 
 
 def read_manifest(fields: Fields) -> None:
-    content = json.dumps({"format": 3, "decision": "commit", **fields}).encode()
+    content = json.dumps({"format": 9, "decision": "commit", **fields}).encode()
     manifest.decode(seal(content, member="manifest"), where="here")
 
 
 def read_group(fields: Fields) -> None:
-    content = json.dumps({"format": 3, **fields}).encode()
+    content = json.dumps({"format": 9, **fields}).encode()
     record = manifest.GroupRecord(
         name="groups/r00000.json", digest=digest_text(content), first=0, ranks=2, files=2,
         size_bytes=0,
@@ -35,7 +36,7 @@ def read_group(fields: Fields) -> None:
 
 
 def read_data_file(fields: Fields) -> None:
-    document = json.dumps({"version": 3, **fields})
+    document = json.dumps({"version": 9, **fields})
     text = json.dumps({"__metadata__": {"format": "pt", "laststep": document}}).encode()
     region = (4096 - 8).to_bytes(8, "little") + text.ljust(4096 - 8)
     decode_header(region, data_bytes=0, where="here")
@@ -48,10 +49,10 @@ READERS = {"manifest": read_manifest, "group manifest": read_group, "data file":
 @pytest.mark.parametrize(
     ("writer", "found", "remedy"),
     [
-        ({"laststep": "7.1.0"}, "format 3, written by laststep 7.1.0", "version 7.1.0 or a later"),
-        ({}, "format 3", "a version that writes format 3"),
-        ({"laststep": "\x1b[2J"}, "format 3", "a version that writes format 3"),
-        ({"laststep": ["7"]}, "format 3", "a version that writes format 3"),
+        ({"laststep": "7.1.0"}, "format 9, written by laststep 7.1.0", "version 7.1.0 or a later"),
+        ({}, "format 9", "a version that writes format 9"),
+        ({"laststep": "\x1b[2J"}, "format 9", "a version that writes format 9"),
+        ({"laststep": ["7"]}, "format 9", "a version that writes format 9"),
     ],
     ids=["named", "unnamed", "hostile", "nonsense"],
 )
@@ -63,7 +64,7 @@ def test_a_later_format_is_refused_with_who_reads_it(
         read({**writer, "new": [1]})
     error = caught.value
     assert (error.what, error.where) == (f"cannot read a {what} of a later format", "here")
-    assert error.expected == f"format 2, the latest that laststep {VERSION} reads"
+    assert error.expected == f"format {FORMAT_VERSION}, the latest that laststep {VERSION} reads"
     assert error.found == found
     assert error.remedy is not None
     assert error.remedy.startswith("upgrade laststep (`pip install --upgrade laststep`) to ")

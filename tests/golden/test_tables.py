@@ -10,7 +10,8 @@ import pytest
 from laststep.catalog.groups import files_of
 from laststep.catalog.run import Run
 from laststep.codecs.digests import digest
-from laststep.format.header import Header, decode_header, region_bytes_of
+from laststep.format.header import Header, decode_header
+from laststep.format.safetensors import region_bytes_of
 from laststep.plan.files import TABLE_NAME
 from laststep.plan.tables import agree, decode_table
 from laststep.read.entries import stored_in

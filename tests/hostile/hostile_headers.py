@@ -199,7 +199,7 @@ def header_cases() -> Iterator[Case]:
     for name, why, data in _text_cases():
         whole = data if len(data) < 100 else data + DATA
         yield Case(name=f"header-{name}.safetensors", raises="Corrupt", why=why, data=whole)
-    newer = header_text(entries(), {**document(), "version": 3, "new": [1]})
+    newer = header_text(entries(), {**document(), "version": 9, "new": [1]})
     yield Case(
         name="header-version-newer.safetensors",
         raises="Usage",

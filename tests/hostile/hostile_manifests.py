@@ -200,7 +200,7 @@ def group_cases() -> Iterator[Case]:
         name="group-format-newer.json",
         raises="Usage",
         why="a later format, which needs a later laststep",
-        data=sealed(b'{"format": 3, "new": true}', "group"),
+        data=sealed(b'{"format": 9, "new": true}', "group"),
     )
 
 
@@ -231,5 +231,5 @@ def manifest_cases() -> Iterator[Case]:
         name="manifest-format-newer.json",
         raises="Usage",
         why="a later format, which needs a later laststep",
-        data=sealed(b'{"format": 3, "decision": "commit", "new": true}'),
+        data=sealed(b'{"format": 9, "decision": "commit", "new": true}'),
     )

@@ -12,8 +12,9 @@ import pytest
 
 from laststep.codecs.digests import block_digests, digest, digest_text
 from laststep.errors import Corrupt, Usage
-from laststep.format.header import Header, ObjectEntry, TensorEntry, encode_header, reserve_bytes
+from laststep.format.header import Header, ObjectEntry, encode_header, reserve_bytes
 from laststep.format.manifest import FileRecord
+from laststep.format.safetensors import TensorEntry
 from laststep.read.files import open_file
 from laststep.storage.directory import DirectoryStore
 

@@ -32,6 +32,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     trainer_pidfd: int
     writers: int
     keep: Keep | None
+    compression: str | dict[str, str]
     rank: int | None = None
     """Which of several ranks the trainer is, for the log."""
 
@@ -49,7 +50,7 @@ def main(text: str) -> None:
     mapping = Mapping(setup.pool_fd, setup.pool_bytes)
     flusher = Flusher(
         connection, mapping.view, run=setup.run, trainer=setup.trainer,
-        writers=setup.writers, keep=setup.keep,
+        writers=setup.writers, keep=setup.keep, compression=setup.compression,
     )  # fmt: skip
     flusher.start()
     flusher.serve()

@@ -328,6 +328,7 @@ class Client:
             report = save.handle.report
         report.durable_s, report.size_bytes = save.handle.since_began_s(), message.size_bytes
         report.written_bytes, report.shared_bytes = message.written_bytes, message.shared_bytes
+        report.coding = message.coding
         report.opened_s, report.written_s = message.opened_s, message.written_s
         save.files = message.files
         save.handle.durable.reach()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from laststep.errors import LaststepError
+    from laststep.flush.protocol import CodingReport
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,9 @@ class SaveReport:
     """Of the files of earlier checkpoints that it shares instead of writing them again."""
     unchanged_bytes: int = 0
     """What did not leave its device, because the last checkpoint has it."""
+    coding: tuple[CodingReport, ...] = ()
+    """With compression: of each file what was picked, why, and what came of it; known once
+    durable."""
     tensors: int = 0
     capture: str = ""
     """How bytes were captured, e.g. `device staged 7.26 GB, host staged 1.28 kB`: staged is copied

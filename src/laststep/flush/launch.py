@@ -22,6 +22,7 @@ from laststep.flush.__main__ import NOT_FOR_THE_HELPER, Setup
 from laststep.flush.protocol import Connection
 from laststep.flush.server import Flusher
 from laststep.process import logs, threads
+from laststep.settings import Compression
 from laststep.storage.registry import import_path
 
 if TYPE_CHECKING:
@@ -119,17 +120,18 @@ def start_process(
     pool_bytes: int,
     writers: int,
     keep: Keep | None,
+    compression: str | dict[str, str],
 ) -> Helper:
     """Start the helper process; it inherits the pool and its end of the connection only."""
     # Opened here, where the number surely is the trainer's: it may be gone, and its number
     # another's, before the helper runs. What was handed over until then is finished all the same.
     pidfd = os.pidfd_open(os.getpid())
     opener = import_path(run)
-    places = _places(foreign=opener is not None)
+    places = _places(foreign=opener is not None or compression != Compression.NONE)
     setup = Setup(
         run=run, opener=opener, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
         trainer=trainer, trainer_pidfd=pidfd, writers=writers, keep=keep,
-        rank=logs.speaks_as(),
+        compression=compression, rank=logs.speaks_as(),
     )  # fmt: skip
     # Blocked signals are inherited: the helper is deaf to them from its first instruction on.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_HELPER)
@@ -156,16 +158,20 @@ def start_thread(
     trainer: Trainer,
     writers: int,
     keep: Keep | None,
+    compression: str | dict[str, str],
 ) -> Helper:
     """The same flusher on a thread of this process, where a helper cannot be had."""
     return HelperThread(
-        Flusher(Connection(end), pool, run=run, trainer=trainer, writers=writers, keep=keep)
-    )
+        Flusher(
+            Connection(end), pool, run=run, trainer=trainer, writers=writers, keep=keep,
+            compression=compression,
+        )
+    )  # fmt: skip
 
 
 def _places(*, foreign: bool) -> list[str]:
     """Where the helper finds this very package, and the others that it needs, however the trainer
-    found them; with a store of somebody else's, whatever the trainer finds."""
+    found them; with a store or a codec of somebody else's, whatever the trainer finds."""
     needed = [str(Path(module.__file__ or "").resolve().parents[1]) for module in (msgspec, xxhash)]
     needed += [str(Path(place).resolve()) for place in sys.path] if foreign else []
     return [str(Path(__file__).resolve().parents[2]), *dict.fromkeys(needed)]

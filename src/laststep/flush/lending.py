@@ -17,8 +17,10 @@ from laststep.catalog.names import parse_folder
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import LaststepError
 from laststep.format.borrowing import BlockPlace, places_of
-from laststep.format.header import ObjectEntry, PartEntry, TensorEntry
+from laststep.format.header import ObjectEntry, PartEntry
 from laststep.format.manifest import Commit
+from laststep.format.safetensors import TensorEntry
+from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,6 +53,11 @@ class LentFile(NamedTuple):
     blocks: int
     """How many it holds."""
 
+    def worth(self) -> float:
+        """How many blocks it takes the room of: encoded ones take less than they are."""
+        data_bytes = self.record.size_bytes - self.record.header_bytes
+        return min(self.blocks, data_bytes / BLOCK_BYTES)
+
     @property
     def path(self) -> str:
         return f"{self.folder}/{self.record.name}"
@@ -72,6 +79,13 @@ class LentFile(NamedTuple):
         return f"{stem}~{at.epoch}-{at.attempt}.safetensors"
 
 
+class Anchor(NamedTuple):
+    """A block that others may be coded against: it has no anchor itself."""
+
+    place: BlockPlace
+    digest: bytes
+
+
 class Lender(msgspec.Struct, frozen=True, kw_only=True):
     """A data file of the last checkpoint, with the files that its blocks lie in."""
 
@@ -84,12 +98,21 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
     """Where each of them lies, as numbers of `files`."""
     files: tuple[LentFile, ...]
     """The first one says what tensors there are."""
-    top: LentFile
-    """The file of the checkpoint itself: the first, or that which borrows of the others."""
+    top: int
+    """Which of them is the file of the checkpoint itself: the only one, or that which borrows."""
     objects: dict[str, ObjectEntry]
     """By name; they lie in the file of that number."""
     changed: float | None = None
     """The share of its blocks that had changed when it was written; None where nobody knows."""
+    anchors: dict[int, Anchor] = {}
+    """Of the blocks that are coded against another: that one."""
+
+    def anchor(self, number: int) -> Anchor:
+        """What a block of the image is, or is coded against."""
+        at = number * DIGEST_BYTES
+        return self.anchors.get(number) or Anchor(
+            self.places[number], self.digests[at : at + DIGEST_BYTES]
+        )
 
     def has_the_image_of(self, plan: FileBegin) -> bool:
         """Whether the tensors of a planned file lie just as in this one."""
@@ -102,7 +125,7 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
     def retired(self) -> frozenset[int]:
         """The files that no more is borrowed of: what still lies in them is written anew."""
         live = [0] * len(self.files)
-        for place in self.places:
+        for place in (*self.places, *(anchor.place for anchor in self.anchors.values())):
             live[place.file] += 1
         out = {
             number
@@ -121,8 +144,8 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
             key=lambda number: live[number] / max(self.files[number].blocks, 1),
         )
         while used:
-            held = sum(self.files[number].blocks for number in used)
-            again = self.files[newest].blocks if newest > 0 and newest in used else 0
+            held = sum(self.files[number].worth() for number in used)
+            again = self.files[newest].worth() if newest > 0 and newest in used else 0
             anew = max(changed - again, 0) + sum(live[number] for number in out)
             if held + anew <= MOST_HELD * blocks:
                 break
@@ -184,9 +207,24 @@ def _lender_of(folder: str, file: DataFile) -> Lender:
     return Lender(
         item=header.item, entries=header.tensors, parts=header.parts, digests=header.blocks,
         places=tuple(BlockPlace(number_of[place.file], place.block) for place in places),
-        files=(*lent, own), top=own,
+        files=(*lent, own), top=len(lent), anchors=_anchors(file, number_of),
         objects={
             entry.name: msgspec.structs.replace(entry, file=number_of[entry.file])
             for entry in header.objects
         },
     )  # fmt: skip
+
+
+def _anchors(file: DataFile, number_of: Sequence[int]) -> dict[int, Anchor]:
+    """What blocks of the image are coded against, wherever these lie."""
+    by_name = {there.record.name: number for number, there in enumerate(file.files)}
+    found: dict[int, Anchor] = {}
+    for number, (where, block) in enumerate(places_of(file.header.stretches)):
+        held = file.files[where].header
+        anchor = None if held.coded is None else held.coded[block].anchor
+        if anchor is not None:
+            there = by_name[held.lent[anchor.file - 1]]
+            digests, at = file.files[there].header.blocks, anchor.block * DIGEST_BYTES
+            place = BlockPlace(number_of[there], anchor.block)
+            found[number] = Anchor(place, digests[at : at + DIGEST_BYTES])
+    return found

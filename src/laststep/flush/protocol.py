@@ -21,8 +21,9 @@ import msgspec
 
 from laststep.catalog.lineage import Seen
 from laststep.catalog.names import AttemptName
-from laststep.format.header import PartEntry, TensorEntry
+from laststep.format.header import PartEntry
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
+from laststep.format.safetensors import TensorEntry
 from laststep.memory.filled import Filled
 
 if TYPE_CHECKING:
@@ -180,6 +181,23 @@ class WrittenBytes(_Message, frozen=True, kw_only=True):
     done_bytes: int
 
 
+class CodingReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the blocks of one file."""
+
+    file: str
+    mode: str
+    """What was asked for: `adaptive`, `max` or the name of a codec."""
+    picked: str
+    """`raw`, or the codecs that were used, by how many blocks each has."""
+    why: str
+    raw_bytes: int = 0
+    """Of the blocks that were encoded, or could have been, as they are."""
+    stored_bytes: int = 0
+    """The same as stored."""
+    encode_s: float = 0.0
+    """The CPU time that it took, of all threads together."""
+
+
 class Flushed(_Message, frozen=True, kw_only=True):
     """All files of a save are durable."""
 
@@ -194,6 +212,8 @@ class Flushed(_Message, frozen=True, kw_only=True):
     written_s: float
     seconds: float
     files: tuple[FileRecord, ...] = ()
+    coding: tuple[CodingReport, ...] = ()
+    """Of the files for which compression was asked."""
 
 
 class Grouped(_Message, frozen=True, kw_only=True):

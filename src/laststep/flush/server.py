@@ -23,6 +23,7 @@ from laststep.catalog import groups, starts
 from laststep.codecs import objects
 from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.flush import lending
+from laststep.flush.coder import Compressor
 from laststep.flush.epoch import WriterEpoch
 from laststep.flush.protocol import (
     Begin,
@@ -54,6 +55,7 @@ from laststep.flush.writer import SaveFlush
 from laststep.format.group import GroupManifest
 from laststep.format.manifest import Abort, Commit, FileRecord, shared_bytes
 from laststep.process import threads
+from laststep.settings import Compression
 from laststep.storage import locks
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES
@@ -85,11 +87,17 @@ class Flusher:
         trainer: Trainer,
         writers: int,
         keep: Keep | None,
+        compression: str | dict[str, str] = Compression.NONE,
     ) -> None:
         self._connection = connection
         self._pool = pool
         self._store = open_store(run)
         self._epoch = WriterEpoch(self._store, trainer, keep, connection.peer_is_dead)
+        self._compressor = (
+            None
+            if compression == Compression.NONE
+            else Compressor(compression, memory_bytes=len(pool) // 2, threads=writers)
+        )
         self._witness: tuple[str, Lock] | None = None
         self._given_up = False
         self._lending: tuple[int, dict[str, Lender]] = (0, {})
@@ -220,7 +228,7 @@ class Flusher:
         if not lenders and before is not None:
             names = [file.name for file in files]
             save.lender, lenders = 0, lending.of_checkpoint(self._store, before, names)
-        return SaveFlush(self._store, save.at.folder, files, lenders)
+        return SaveFlush(self._store, save.at.folder, files, lenders, self._compressor)
 
     def _grant(self, save: Save) -> None:
         """Answer which of the chunks that did not change need not come."""
@@ -331,7 +339,8 @@ class Flusher:
         self._send(
             Flushed(save=number, size_bytes=size, written_bytes=written, shared_bytes=shared,
                     opened_s=save.opened_s, written_s=written_s, seconds=durable_s,
-                    files=() if save.begin.role == "alone" else records)
+                    files=() if save.begin.role == "alone" else records,
+                    coding=save.flush.coding())
         )  # fmt: skip
         if not save.is_member:
             commit = self._commit_record(save, save.seal, records)

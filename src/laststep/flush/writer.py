@@ -1,4 +1,4 @@
-"""Write the images of one save to a store, and choose how: whole, or what has changed.
+"""Write the images of one save, and choose how: whole or what has changed, encoded or not.
 
 Knows nothing of who commits, of other saves or of torch. Chunks may arrive in any order and be
 written by several threads at once. The first error is kept, and after it nothing more is written or
@@ -13,17 +13,24 @@ from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import block_digests
 from laststep.errors import Exists, LaststepError, StorageFailed
-from laststep.flush.images import BorrowingImage, CannotBorrow, WholeImage, WrittenImage
+from laststep.flush.images import WholeImage, WrittenImage
 from laststep.flush.lending import MOST_CHANGED
+from laststep.flush.pace import PacedWriting
+from laststep.flush.packed import CannotBorrow, PackedImage
+from laststep.settings import Compression
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from laststep.flush.coder import Compressor, FileCoder
     from laststep.flush.lending import Lender
-    from laststep.flush.protocol import FileBegin
+    from laststep.flush.protocol import CodingReport, FileBegin
     from laststep.format.manifest import FileRecord
-    from laststep.storage.store import Store
+    from laststep.storage.store import FileWriting, Store
+
+
+_NOTHING = memoryview(b"")
 
 
 class _File:
@@ -34,6 +41,8 @@ class _File:
         self.before = before
         self.choosing = threading.Lock()
         self.image: WrittenImage | None = None
+        self.coder: FileCoder | None = None
+        """Chosen with the image; None where compression was not asked for."""
         self.written_bytes = 0
         self.records: tuple[FileRecord, ...] = ()
 
@@ -53,11 +62,14 @@ class SaveFlush:
         folder: str,
         files: tuple[FileBegin, ...],
         lenders: Mapping[str, Lender] | None = None,
+        compressor: Compressor | None = None,
     ) -> None:
-        """`lenders` are the files of the last checkpoint, by name."""
+        """`lenders` are the files of the last checkpoint, by name; without a compressor nothing
+        is encoded."""
         self.folder = folder
         self.written_bytes = 0
         self._store = store
+        self._compressor = compressor
         self._lock = threading.Lock()
         self._error: LaststepError | None = None
         self._files: list[_File] = []
@@ -72,12 +84,32 @@ class SaveFlush:
                 if before is not None and not before.has_the_image_of(plan):
                     before = None
                 self._files.append(_File(plan, before))
-            roomy = self._is_roomy()
+            self._roomy = self._is_roomy()
             for file in self._files:
-                if file.before is None or not file.before.lends() or not roomy:
-                    file.image = WholeImage(store, folder, file.plan, file.before)
+                if not self._lends(file) and not self._compresses(file):
+                    file.image = WholeImage(self._open, folder, file.plan, file.before)
+            if compressor is not None:
+                compressor.begin_save()
         except LaststepError as error:
             self.fail(error)
+
+    def _open(self, path: str, expected_bytes: int) -> FileWriting:
+        writer = self._store.open_writer(path, expected_bytes=expected_bytes)
+        if self._compressor is None:
+            return writer
+        return PacedWriting(writer, self._compressor.pace)
+
+    def _compresses(self, file: _File) -> bool:
+        """Whether that was asked for."""
+        return (
+            self._compressor is not None
+            and file.plan.tensor_bytes > 0
+            and self._compressor.mode(file.plan) != Compression.NONE
+        )
+
+    def _lends(self, file: _File) -> bool:
+        """Whether something may be borrowed for it."""
+        return file.before is not None and self._roomy and file.before.lends()
 
     def _is_roomy(self) -> bool:
         """Whether there is room to write everything anew another time, after this save. What is
@@ -120,8 +152,9 @@ class SaveFlush:
             )
 
     def _write(self, target: _File, start: int, image: memoryview, size_bytes: int) -> None:
-        sums = block_digests(image[:size_bytes])
-        self._image(target, start, sums).write(start, image, size_bytes, sums)
+        data = image[:size_bytes]
+        sums = block_digests(data)
+        self._image(target, start, data, sums).write(start, image, size_bytes, sums)
         with self._lock:
             self.written_bytes += size_bytes
             target.written_bytes += size_bytes
@@ -147,7 +180,7 @@ class SaveFlush:
             except LaststepError as error:
                 self.fail(error)
                 continue
-            if not isinstance(image, BorrowingImage):
+            if not isinstance(image, PackedImage):
                 continue
             for start, size in parts:
                 blocks = range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES))
@@ -157,23 +190,45 @@ class SaveFlush:
                         file.written_bytes += size
         return tuple(granted)
 
-    def _image(self, file: _File, start: int = 0, sums: bytes = b"") -> WrittenImage:
-        """How a file is written: whole where much of it has changed the last time or, where nobody
-        knows, in the first chunk that comes; and where nobody can lend."""
+    def _image(
+        self, file: _File, start: int = 0, data: memoryview = _NOTHING, sums: bytes = b""
+    ) -> WrittenImage:
+        """How a file is written, by the first bytes of it that come: whole where much of it has
+        changed the last time or, where nobody knows, in these; and where nobody can lend."""
         with file.choosing:
             if file.image is None:
                 plan, before = file.plan, file.before
-                assert before is not None  # noqa: S101 (or it was chosen at the beginning)
-                changed = before.changed if sums else 0.0  # without, somebody knows better
-                if changed is None:
-                    same = before.same(start // BLOCK_BYTES, sums)
-                    changed = same.count(False) / len(same)
-                if changed <= MOST_CHANGED:
+                if self._compressor is not None and self._compresses(file):
+                    known = before is not None
+                    file.coder = self._compressor.coder(plan, start, data, known=known)
+                coder = file.coder if file.coder is not None and file.coder.encodes else None
+                if self._lends(file) and (
+                    self._changed(file, start, sums) <= MOST_CHANGED
+                    or (coder is not None and coder.has_anchors)
+                ):
                     with contextlib.suppress(CannotBorrow):
-                        file.image = BorrowingImage(self._store, self.folder, plan, before)
+                        file.image = self._packed(file, coder, borrows=True)
+                if file.image is None and coder is not None:
+                    file.image = self._packed(file, coder, borrows=False)
                 if file.image is None:
-                    file.image = WholeImage(self._store, self.folder, plan, before)
+                    file.image = WholeImage(self._open, self.folder, plan, before)
             return file.image
+
+    def _packed(self, file: _File, coder: FileCoder | None, *, borrows: bool) -> PackedImage:
+        return PackedImage(
+            self._store, self._open, self.folder, file.plan, before=file.before, borrows=borrows,
+            coder=coder,
+        )  # fmt: skip
+
+    def _changed(self, file: _File, start: int, sums: bytes) -> float:
+        """The share of an image that has changed, as far as can be told."""
+        assert file.before is not None  # noqa: S101 (somebody lends)
+        if not sums:
+            return 0.0  # somebody knows better
+        if file.before.changed is not None:
+            return file.before.changed
+        same = file.before.same(start // BLOCK_BYTES, sums)
+        return same.count(False) / len(same)
 
     def finish(self, objects: tuple[tuple[int, str, bytes], ...]) -> tuple[FileRecord, ...]:
         """Append objects, write headers, make every file and the folder durable; all chunks MUST
@@ -190,6 +245,10 @@ class SaveFlush:
             self._store.sync_folder(place)
         return tuple(records)
 
+    def coding(self) -> tuple[CodingReport, ...]:
+        """What was chosen for the files for which compression was asked, and what came of it."""
+        return tuple(file.coder.report() for file in self._files if file.coder is not None)
+
     def close(self) -> None:
         """Close what is open; does nothing to finished files."""
         for file in self._files:
@@ -205,9 +264,9 @@ class SaveFlush:
         error = self.error
         if error is not None:
             raise error
-        if file.image is None and file.before is not None and not file.before.has(objects):
+        if file.image is None and (file.before is None or not file.before.has(objects)):
             # There were no tensors to decide it.
-            file.image = WholeImage(self._store, self.folder, file.plan, file.before)
+            file.image = WholeImage(self._open, self.folder, file.plan, file.before)
         file.records = self._image(file).finish(objects)
         return file.records
 

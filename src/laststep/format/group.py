@@ -24,7 +24,7 @@ from laststep.format.manifest import (
     parse_content,
     shared_bytes,
 )
-from laststep.terms import FIRST_FORMAT, FORMAT_VERSION
+from laststep.terms import FIRST_FORMAT, SHARING_FORMAT
 
 GROUPS_FOLDER = "groups"
 _WHAT = "group manifest"
@@ -45,7 +45,7 @@ class GroupManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def encode(group: GroupManifest) -> tuple[GroupRecord, bytes]:
     """What the manifest of the checkpoint says of it, and the bytes of the file."""
     shared = shared_bytes(group.files)
-    lowest = FORMAT_VERSION if shared else FIRST_FORMAT
+    lowest = SHARING_FORMAT if shared else FIRST_FORMAT
     content = msgspec.json.encode(msgspec.structs.replace(group, format=lowest))
     data = seal(content, member="group")
     record = GroupRecord(

@@ -5,27 +5,39 @@ Knows nothing of how bytes get there, what tensors mean or how files are named. 
 `encode_header` gives is accepted by the safetensors library; what `decode_header` gives covers the
 data exactly, in order, without holes, so a reader need check nothing again. `decode_*` raise only
 `Corrupt`, and `Usage` for a file that needs something newer or other than this library. A file that
-borrows blocks (`format.borrowing`) has those that it holds as one entry of bytes, and no tensors.
+borrows blocks (`format.borrowing`) or has them coded (`format.coding`) has those that it holds as
+one entry of bytes, and no tensors.
 """
 
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+import math
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 from laststep.codecs import strict
 from laststep.codecs.digests import DIGEST_BYTES
-from laststep.errors import Corrupt, Usage
-from laststep.format import borrowing
-from laststep.format.borrowing import Stretch
+from laststep.errors import Usage
+from laststep.format import borrowing, coding
+from laststep.format.borrowing import BlockPlace, Stretch
+from laststep.format.coding import CodedBlock, CodedBy, CodingDocument
+from laststep.format.safetensors import (
+    LENGTH_BYTES,
+    RawEntry,
+    Size,
+    TensorEntry,
+    corrupt,
+    entries_of,
+    parse,
+    tensor_of,
+)
 from laststep.format.soundness import (
     MAX_OFFSET,
     METADATA,
     block_count,
     header_problem,
-    tensor_problem,
 )
 from laststep.format.versions import refuse_later
 from laststep.terms import ALIGN_BYTES, DTYPES, MAX_HEADER_BYTES, align_up
@@ -33,26 +45,8 @@ from laststep.terms import ALIGN_BYTES, DTYPES, MAX_HEADER_BYTES, align_up
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_LENGTH_BYTES = 8
-_MAX_PLAIN_BYTES = 100_000_000
-"""What the safetensors library takes as a header; `MAX_HEADER_BYTES` is our own, lower limit."""
-
 HELD_NAME = "~6blocks"
-"""The entry of a file that borrows: the blocks that it holds itself."""
-_NAME_OF_CODE = {dtype.code: dtype.name for dtype in DTYPES.values() if dtype.code is not None}
-_SUB_BYTE_CODES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
-
-
-class TensorEntry(NamedTuple):
-    """A tensor and its bytes' place in the data; `dtype` is a key of `terms.DTYPES`.
-
-    A named tuple, because a header may have 100,000 of them."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+"""The entry of a file that borrows, or has its blocks coded: those that it holds itself."""
 
 
 class PartEntry(NamedTuple):
@@ -90,43 +84,51 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """The files that blocks are borrowed of; the first says what tensors there are."""
     stretches: tuple[Stretch, ...] = ()
     """Where the blocks of the tensor area lie, if not all in this file."""
+    coded: tuple[CodedBlock, ...] | None = None
+    """How the blocks that the file holds are encoded; None: not at all."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the data are blocks that are not simply the tensor area."""
+        return bool(self.lent) or self.coded is not None
+
+    @property
+    def version(self) -> Literal[1, 2, 3]:
+        """The lowest format in which this can be said."""
+        if self.coded is not None:
+            return 3
+        return 2 if self.lent else 1
 
     @property
     def held_bytes(self) -> int:
         """The bytes in front of the objects: the tensor area, or the blocks of it that are here."""
+        if self.coded is not None:
+            return coding.held_bytes(self.coded)
         if not self.lent:
             return self.tensor_bytes
         return borrowing.held_bytes(self.stretches, self.tensor_bytes, self.blocks)
 
 
-_Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_OFFSET)]
-
-
-class _RawEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One entry as safetensors writes it."""
-
-    dtype: str
-    shape: tuple[_Size, ...]
-    data_offsets: tuple[_Size, _Size]
-
-
 class _Laststep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The document under `laststep` in the metadata."""
 
-    version: Literal[1, 2] = 1
+    version: Literal[1, 2, 3] = 1
     item: str | None
     digest: Literal["xxh3-128"] = "xxh3-128"
     block_bytes: Literal[1048576] = 1048576
-    tensor_bytes: _Size
+    tensor_bytes: Size
     blocks: str
     objects: dict[str, str]
-    dtypes: dict[str, tuple[str, tuple[_Size, ...]]]
+    dtypes: dict[str, tuple[str, tuple[Size, ...]]]
     codec: Literal["raw"] = "raw"
     parts: dict[str, PartEntry] | msgspec.UnsetType = msgspec.UNSET
     lent: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
-    stretches: tuple[tuple[_Size, _Size, _Size], ...] | msgspec.UnsetType = msgspec.UNSET
-    borrowed: dict[str, tuple[_Size, _Size, _Size, str]] | msgspec.UnsetType = msgspec.UNSET
+    stretches: tuple[tuple[Size, Size, Size], ...] | msgspec.UnsetType = msgspec.UNSET
+    borrowed: dict[str, tuple[Size, Size, Size, str]] | msgspec.UnsetType = msgspec.UNSET
     """Objects of lent files: the number of the file, where it lies there, its digest."""
+    coding: CodingDocument | msgspec.UnsetType = msgspec.UNSET
+    tensors: tuple[tuple[str, str, tuple[Size, ...]], ...] | msgspec.UnsetType = msgspec.UNSET
+    """Of a file that holds a whole image of coded blocks: name, dtype and shape, in order."""
 
 
 class _Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,7 +158,7 @@ def reserve_bytes(
         item=item, tensors=tuple(tensors), objects=objects, tensor_bytes=tensor_bytes,
         blocks=blocks, parts=parts or {},
     )  # fmt: skip
-    region_bytes = align_up(_LENGTH_BYTES + len(_json_of(header)), ALIGN_BYTES)
+    region_bytes = align_up(LENGTH_BYTES + len(_json_of(header)), ALIGN_BYTES)
     if region_bytes > MAX_HEADER_BYTES:
         raise Usage(
             "cannot lay out a data file",
@@ -167,22 +169,28 @@ def reserve_bytes(
     return region_bytes
 
 
-def reserve_borrowing_bytes(
-    *, item: str | None, object_names: Iterable[str], tensor_bytes: int, lent: Sequence[str]
-) -> int:
-    """The same for a file that borrows of these others, whichever of its blocks it holds."""
-    count, widest = block_count(tensor_bytes), MAX_OFFSET
-    stretches = (Stretch(count, len(lent), count),) * count
+def reserve_packed_bytes(header: Header, *, codecs: Sequence[str] = ()) -> int:
+    """The same for a file that borrows of those which `header` names, or has blocks coded by some
+    of these codecs, whichever of its blocks it holds; objects may lie in any file."""
+    count, widest, lent = block_count(header.tensor_bytes), MAX_OFFSET, len(header.lent)
     objects = tuple(
         ObjectEntry(name=name, start=widest, stop=widest, digest=bytes(DIGEST_BYTES), file=file)
-        for name in object_names
-        for file in (0, len(lent))
+        for name in {entry.name for entry in header.objects}
+        for file in ((0, lent) if lent else (0,))
     )
-    header = Header(
-        item=item, tensors=(), objects=objects, tensor_bytes=tensor_bytes,
-        blocks=bytes(count * DIGEST_BYTES), lent=tuple(lent), stretches=stretches,
+    ways = [CodedBy(codec, 16, anchored) for codec in codecs for anchored in (False, True)]
+    ways = [way._replace(element_bytes=size) for way in ways for size in (1, 2, 4, 8, 16)]
+    # No two of these anchors follow each other, and no way is left out.
+    coded = tuple(
+        CodedBlock(widest, 0, ways[number % len(ways)], BlockPlace(lent, widest))
+        for number in range(max(count, len(ways)) if ways else 0)
+    )
+    largest = msgspec.structs.replace(
+        header, objects=objects, blocks=bytes(count * DIGEST_BYTES),
+        stretches=(Stretch(count, lent, count),) * count if lent else (),
+        coded=coded if codecs else None,
     )  # fmt: skip
-    return align_up(_LENGTH_BYTES + len(_json_of(header)), ALIGN_BYTES)
+    return align_up(LENGTH_BYTES + len(_json_of(largest)), ALIGN_BYTES)
 
 
 def encode_header(header: Header, *, region_bytes: int) -> bytes:
@@ -197,14 +205,14 @@ def encode_header(header: Header, *, region_bytes: int) -> bytes:
     if problem is not None:
         raise Usage("cannot write a header", found=problem)
     text = _json_of(header)
-    if _LENGTH_BYTES + len(text) > region_bytes:
+    if LENGTH_BYTES + len(text) > region_bytes:
         raise Usage(
             "cannot write a header",
             expected=f"at most the {region_bytes} bytes that were reserved",
-            found=f"{_LENGTH_BYTES + len(text)} bytes",
+            found=f"{LENGTH_BYTES + len(text)} bytes",
         )
-    length = region_bytes - _LENGTH_BYTES
-    return length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length)
+    length = region_bytes - LENGTH_BYTES
+    return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
 
 
 def _json_of(header: Header) -> bytes:
@@ -214,19 +222,21 @@ def _json_of(header: Header) -> bytes:
         known = DTYPES.get(dtype)
         if known is None:
             raise Usage("cannot write a header", where=name, found=f"unknown dtype {dtype!r}")
+        if header.is_packed:
+            continue
         if known.code is None:
             dtypes[name] = (dtype, shape)
-            entries[name] = _RawEntry("U8", (stop - start,), (start, stop))
+            entries[name] = RawEntry("U8", (stop - start,), (start, stop))
         else:
-            entries[name] = _RawEntry(known.code, shape, (start, stop))
-    if header.lent:
-        entries[HELD_NAME] = _RawEntry("U8", (header.held_bytes,), (0, header.held_bytes))
+            entries[name] = RawEntry(known.code, shape, (start, stop))
+    if header.is_packed:
+        entries[HELD_NAME] = RawEntry("U8", (header.held_bytes,), (0, header.held_bytes))
     own = [stored for stored in header.objects if stored.file == 0]
     for stored in own:
         size = stored.stop - stored.start
-        entries[stored.name] = _RawEntry("U8", (size,), (stored.start, stored.stop))
+        entries[stored.name] = RawEntry("U8", (size,), (stored.start, stored.stop))
     document = _Laststep(
-        version=2 if header.lent else 1,
+        version=header.version,
         item=header.item,
         tensor_bytes=header.tensor_bytes,
         blocks=base64.b64encode(header.blocks).decode("ascii"),
@@ -241,7 +251,10 @@ def _json_of(header: Header) -> bytes:
             if stored.file
         }
         or msgspec.UNSET,
-    )
+        coding=msgspec.UNSET if header.coded is None else coding.encode(header.coded),
+        tensors=msgspec.UNSET if header.coded is None or header.lent
+        else tuple((name, dtype, shape) for name, dtype, shape, _, _ in header.tensors),
+    )  # fmt: skip
     try:
         entries[METADATA] = _Metadata(laststep=msgspec.json.encode(document).decode())
         return msgspec.json.encode(entries)
@@ -252,31 +265,23 @@ def _json_of(header: Header) -> bytes:
 # --- decoding ---------------------------------------------------------------------------------
 
 
-def region_bytes_of(prefix: bytes | memoryview, *, size_bytes: int, where: str) -> int:
-    """The length of the header region of a file of `size_bytes` that begins with `prefix`."""
-    if len(prefix) < _LENGTH_BYTES:
-        raise _corrupt(where, f"only {len(prefix)} bytes")
-    length = int.from_bytes(prefix[:_LENGTH_BYTES], "little")
-    if length > min(_MAX_PLAIN_BYTES, size_bytes - _LENGTH_BYTES):
-        raise _corrupt(where, f"a header of {length} bytes in a file of {size_bytes}")
-    return _LENGTH_BYTES + length
-
-
 def decode_header(region: bytes | memoryview, *, data_bytes: int, where: str) -> Header:
     """The header of a file of ours that has `data_bytes` behind its header region."""
     if len(region) % ALIGN_BYTES:
-        raise _corrupt(where, f"a region of {len(region)} bytes, no multiple of {ALIGN_BYTES}")
-    parsed = _parse(region, where)
+        raise corrupt(where, f"a region of {len(region)} bytes, no multiple of {ALIGN_BYTES}")
+    parsed = parse(region, where)
     document = _document(parsed.pop(METADATA, None), where)
     digests = {name: _digest(text, name, where) for name, text in document.objects.items()}
-    entries = _entries(parsed, where)
+    entries = entries_of(parsed, where)
     blocks = _blocks(document.blocks, where)
     lent = () if document.lent is msgspec.UNSET else document.lent
-    borrows = document.version > 1
-    if borrows != bool(lent) or borrows != (document.stretches is not msgspec.UNSET):
-        raise _corrupt(where, f"version {document.version} with {len(lent)} lent files")
-    held = entries.pop(HELD_NAME, None) if borrows else None
+    coded = _coded(document, len(blocks) // DIGEST_BYTES, len(lent), where)
+    held = entries.pop(HELD_NAME, None) if lent or coded is not None else None
     tensors, objects = _sorted_out(entries, digests, document.dtypes, where)
+    if document.tensors is not msgspec.UNSET:
+        if tensors:
+            raise corrupt(where, "tensors beside those of coded blocks")
+        tensors = _in_order(document.tensors, where)
     header = Header(
         item=document.item,
         tensors=tensors,
@@ -287,74 +292,69 @@ def decode_header(region: bytes | memoryview, *, data_bytes: int, where: str) ->
         lent=lent,
         stretches=() if document.stretches is msgspec.UNSET
         else tuple(map(Stretch._make, document.stretches)),
+        coded=coded,
     )  # fmt: skip
+    _check_kind(document, header, where)
     problem = header_problem(header)
     if problem is not None:
-        raise _corrupt(where, problem)
+        raise corrupt(where, problem)
     size = header.held_bytes
-    if borrows and held != _RawEntry("U8", (size,), (0, size)):
-        raise _corrupt(where, f"{held} for {size} bytes of blocks of its own")
+    if header.is_packed and held != RawEntry("U8", (size,), (0, size)):
+        raise corrupt(where, f"{held} for {size} bytes of blocks of its own")
     _check_end(objects[-1].stop if objects else header.held_bytes, data_bytes, where)
     return header
+
+
+def _check_kind(document: _Laststep, header: Header, where: str) -> None:
+    """A document says just what its version can, and needs."""
+    lends, whole = bool(header.lent), header.coded is not None and not header.lent
+    if (
+        document.version != header.version
+        or lends != (document.stretches is not msgspec.UNSET)
+        or whole != (document.tensors is not msgspec.UNSET)
+    ):
+        raise corrupt(where, f"version {document.version} with {len(header.lent)} lent files")
+
+
+def _coded(document: _Laststep, held: int, lent: int, where: str) -> tuple[CodedBlock, ...] | None:
+    if document.coding is msgspec.UNSET:
+        return None
+    try:
+        return coding.decode(document.coding, held=held, lent=lent)
+    except ValueError as error:
+        raise corrupt(where, str(error)) from None
+
+
+def _in_order(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], where: str
+) -> tuple[TensorEntry, ...]:
+    """Tensors that lie one after the other in an image."""
+    entries, at = [], 0
+    for name, dtype, shape in tensors:
+        if dtype not in DTYPES:
+            raise corrupt(where, f"the unknown dtype {dtype[:100]!r} for {name!r}")
+        size = math.prod(shape) * DTYPES[dtype].size_bytes
+        entries.append(TensorEntry(name, dtype, shape, at, at + size))
+        at += size
+    return tuple(entries)
 
 
 def _borrowed(document: _Laststep, where: str) -> tuple[ObjectEntry, ...]:
     """The objects that lie in lent files."""
     borrowed = {} if document.borrowed is msgspec.UNSET else document.borrowed
     if any(file < 1 or start > stop for file, start, stop, _ in borrowed.values()):
-        raise _corrupt(where, "an object that is borrowed of no file, or ends before it begins")
+        raise corrupt(where, "an object that is borrowed of no file, or ends before it begins")
     return tuple(
         ObjectEntry(name=name, start=start, stop=stop, digest=_digest(text, name, where), file=file)
         for name, (file, start, stop, text) in borrowed.items()
     )
 
 
-def decode_plain(
-    region: bytes | memoryview, *, data_bytes: int, where: str
-) -> tuple[TensorEntry, ...]:
-    """The tensors of any safetensors file, in the order of their bytes."""
-    parsed = _parse(region, where)
-    try:
-        msgspec.convert(parsed.pop(METADATA, None), dict[str, str] | None)
-    except msgspec.ValidationError as error:
-        raise _corrupt(where, f"metadata that is no map of strings: {error}") from None
-    entries = _entries(parsed, where)
-    tensors = [_tensor(name, entry, where) for name, entry in entries.items()]
-    tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
-    problem = tensor_problem(tensors, data_bytes)
-    if problem is not None:
-        raise _corrupt(where, problem)
-    return tuple(tensors)
-
-
-def _corrupt(where: str, found: str) -> Corrupt:
-    return Corrupt(
-        "cannot read a data file's header",
-        where=where,
-        found=found,
-        remedy="`laststep verify` lists all damage",
-    )
-
-
-def _parse(region: bytes | memoryview, where: str) -> dict[str, object]:
-    """The members of the header's JSON, with the length field checked."""
-    whole = region_bytes_of(region, size_bytes=len(region), where=where)
-    if whole != len(region):
-        raise _corrupt(where, f"a length field for {whole} of {len(region)} bytes")
-    text = bytes(region[_LENGTH_BYTES:])
-    if not text.startswith(b"{"):
-        raise _corrupt(where, f"a header that begins with {text[:1]!r}, not with '{{'")
-    parsed = strict.parse(text.rstrip(b" "), where=where)
-    if not isinstance(parsed, dict):
-        raise _corrupt(where, "JSON that is no object")
-    return parsed
-
-
 def _document(metadata: object, where: str) -> _Laststep:
     try:
         text = msgspec.convert(metadata, _Metadata).laststep
     except msgspec.ValidationError as error:
-        raise _corrupt(where, f"metadata not of laststep: {error}") from None
+        raise corrupt(where, f"metadata not of laststep: {error}") from None
     document = strict.parse(text.encode(), where=where)
     if isinstance(document, dict):
         writer = document.get("laststep")
@@ -362,14 +362,7 @@ def _document(metadata: object, where: str) -> _Laststep:
     try:
         return msgspec.convert(document, _Laststep)
     except msgspec.ValidationError as error:
-        raise _corrupt(where, f"unsound metadata: {error}") from None
-
-
-def _entries(parsed: dict[str, object], where: str) -> dict[str, _RawEntry]:
-    try:
-        return msgspec.convert(parsed, dict[str, _RawEntry])
-    except msgspec.ValidationError as error:
-        raise _corrupt(where, f"an unsound entry: {error}") from None
+        raise corrupt(where, f"unsound metadata: {error}") from None
 
 
 def _digest(text: str, name: str, where: str) -> bytes:
@@ -378,7 +371,7 @@ def _digest(text: str, name: str, where: str) -> bytes:
     except ValueError:
         value = b""
     if len(value) != DIGEST_BYTES or value.hex() != text:
-        raise _corrupt(where, f"{text[:100]!r} as the digest of {name!r}")
+        raise corrupt(where, f"{text[:100]!r} as the digest of {name!r}")
     return value
 
 
@@ -386,26 +379,11 @@ def _blocks(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
-        raise _corrupt(where, "block digests that are no base64") from None
-
-
-def _tensor(name: str, entry: _RawEntry, where: str) -> TensorEntry:
-    dtype = _NAME_OF_CODE.get(entry.dtype)
-    if dtype is None:
-        if entry.dtype in _SUB_BYTE_CODES:
-            raise Usage(
-                "cannot read a tensor of less than a byte per element",
-                where=where,
-                found=f"dtype {entry.dtype} for {name!r}",
-                remedy="read it with safetensors, and save it as uint8",
-            )
-        raise _corrupt(where, f"the unknown dtype {entry.dtype[:100]!r} for {name!r}")
-    start, stop = entry.data_offsets
-    return TensorEntry(name=name, dtype=dtype, shape=entry.shape, start=start, stop=stop)
+        raise corrupt(where, "block digests that are no base64") from None
 
 
 def _sorted_out(
-    entries: dict[str, _RawEntry],
+    entries: dict[str, RawEntry],
     digests: dict[str, bytes],
     dtypes: dict[str, tuple[str, tuple[int, ...]]],
     where: str,
@@ -424,7 +402,7 @@ def _sorted_out(
             objects.append(stored)
             continue
         if objects:
-            raise _corrupt(where, f"the tensor {name!r} behind an object")
+            raise corrupt(where, f"the tensor {name!r} behind an object")
         if name in dtypes:
             described += 1
             dtype, shape = dtypes[name]
@@ -433,26 +411,26 @@ def _sorted_out(
             )
         tensors.append(tensor)
     if len(objects) != len(digests):
-        raise _corrupt(where, "a digest of an object that is not there")
+        raise corrupt(where, "a digest of an object that is not there")
     if described != len(dtypes):
-        raise _corrupt(where, "a dtype of a tensor that is not there")
+        raise corrupt(where, "a dtype of a tensor that is not there")
     return tuple(tensors), tuple(objects)
 
 
-def _own_tensor(name: str, entry: _RawEntry, where: str) -> TensorEntry:
+def _own_tensor(name: str, entry: RawEntry, where: str) -> TensorEntry:
     try:
-        return _tensor(name, entry, where)
+        return tensor_of(name, entry, where)
     except Usage as error:  # we never write such a dtype
-        raise _corrupt(where, error.found or error.what) from None
+        raise corrupt(where, error.found or error.what) from None
 
 
 def _check_bytes(tensor: TensorEntry, where: str) -> None:
     """An object, and a tensor with a dtype of its own, MUST be stored as a row of bytes."""
     if tensor.dtype != "uint8" or tensor.shape != (tensor.stop - tensor.start,):
         shape = list(tensor.shape)
-        raise _corrupt(where, f"{tensor.name!r} as {tensor.dtype} {shape}, not as a row of bytes")
+        raise corrupt(where, f"{tensor.name!r} as {tensor.dtype} {shape}, not as a row of bytes")
 
 
 def _check_end(stop: int, data_bytes: int, where: str) -> None:
     if stop != data_bytes:
-        raise _corrupt(where, f"{data_bytes} bytes of data where entries end at byte {stop}")
+        raise corrupt(where, f"{data_bytes} bytes of data where entries end at byte {stop}")

@@ -23,7 +23,7 @@ from laststep.format import envelope
 from laststep.format.envelope import corrupt, is_digest, seal, unseal
 from laststep.format.spans import RanksOf, Span, cover_once
 from laststep.format.versions import refuse_later
-from laststep.terms import ALIGN_BYTES, FIRST_FORMAT, FORMAT_VERSION, with_article
+from laststep.terms import ALIGN_BYTES, FIRST_FORMAT, SHARING_FORMAT, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -131,7 +131,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def format(self) -> int:
         """The lowest format in which this can be said."""
-        return FORMAT_VERSION if self.shared_bytes else FIRST_FORMAT
+        return SHARING_FORMAT if self.shared_bytes else FIRST_FORMAT
 
     @property
     def size_bytes(self) -> int:

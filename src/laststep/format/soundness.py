@@ -10,13 +10,14 @@ import math
 from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import DIGEST_BYTES
-from laststep.format import borrowing
+from laststep.format import borrowing, coding
 from laststep.terms import BLOCK_BYTES, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.format.header import Header, ObjectEntry, TensorEntry
+    from laststep.format.header import Header, ObjectEntry
+    from laststep.format.safetensors import TensorEntry
 
 METADATA = "__metadata__"
 MAX_OFFSET = (1 << 63) - 1
@@ -34,11 +35,17 @@ def header_problem(header: Header) -> str | None:
         return "a name twice"
     if METADATA in names:
         return f"an entry named {METADATA}"
+    if header.coded is not None:
+        if len(header.coded) * DIGEST_BYTES != len(header.blocks):
+            return f"{len(header.coded)} coded blocks, {len(header.blocks)} bytes of their digests"
+        problem = coding.overlap(header.coded)
+        if problem is not None:
+            return problem
     if header.lent:
         return _borrowing_problem(header)
     return (
         tensor_problem(header.tensors, header.tensor_bytes)
-        or _object_problem(header.objects, header.tensor_bytes)
+        or _object_problem(header.objects, header.held_bytes)
         or _block_problem(header)
         or _part_problem(header)
     )

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Final
 
-from laststep.format.header import PartEntry, TensorEntry, reserve_bytes
+from laststep.format.header import PartEntry, reserve_bytes
+from laststep.format.safetensors import TensorEntry
 from laststep.terms import DTYPES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:

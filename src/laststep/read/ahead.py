@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
     from concurrent.futures import Future
 
-    from laststep.read.blocks import Damage, Extent, Extents
+    from laststep.read.blocks import Damage, Readable
 
 
 def read_ahead(
-    extents: Iterable[Extent | Extents], *, threads: int
+    extents: Iterable[Readable], *, threads: int
 ) -> Generator[tuple[memoryview, list[Damage]], None, None]:
     """The bytes of each extent, in order, and what is wrong with them. The bytes are gone when the
     next ones are asked for."""

@@ -8,7 +8,7 @@ block hides no other, and each caller decides whether to list it or to raise it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, block_digests, digest, digest_text
 from laststep.errors import Corrupt, LaststepError, StorageFailed
@@ -66,6 +66,11 @@ class Extent(NamedTuple):
     @property
     def size_bytes(self) -> int:
         return self.stop - self.start
+
+    @property
+    def stored_bytes(self) -> int:
+        """Those of them that the file has."""
+        return max(0, min(self.stop, self.reader.size_bytes) - self.start)
 
     def read(self, into: memoryview) -> list[Damage]:
         """Fill `into`, which may be larger, and say what is wrong: nothing, mostly. A device that
@@ -136,15 +141,38 @@ class Extent(NamedTuple):
         )
 
 
+class Readable(Protocol):
+    """Bytes of a checkpoint that are read and verified together: an `Extent`, or what is to be used
+    as one."""
+
+    @property
+    def what(self) -> str | None: ...
+
+    @property
+    def size_bytes(self) -> int:
+        """How many they are, decoded."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """What they take in files."""
+
+    def read(self, into: memoryview) -> list[Damage]: ...
+
+    def fill(self, into: memoryview) -> int: ...
+
+    def verify(self, image: memoryview, got: int) -> list[Damage]: ...
+
+
 class Extents:
     """Blocks of an image that lie in several files, or not one after the other in one; to be read
     as an `Extent` is."""
 
     what: None = None
 
-    def __init__(self, parts: Sequence[Extent]) -> None:
+    def __init__(self, parts: Sequence[Readable]) -> None:
         self._parts = parts
         self.size_bytes = sum(part.size_bytes for part in parts)
+        self.stored_bytes = sum(part.stored_bytes for part in parts)
 
     def read(self, into: memoryview) -> list[Damage]:
         return [damage for part, view in self._views(into) for damage in part.read(view)]
@@ -159,7 +187,7 @@ class Extents:
         views = self._views(image)
         return [damage for part, view in views for damage in part.verify(view, part.size_bytes)]
 
-    def _views(self, image: memoryview) -> Iterator[tuple[Extent, memoryview]]:
+    def _views(self, image: memoryview) -> Iterator[tuple[Readable, memoryview]]:
         at = 0
         for part in self._parts:  # each but the last of whole blocks, so all views are aligned
             yield part, image[at : at + part.size_bytes]

@@ -15,7 +15,8 @@ from laststep.state.boxes import Box, whole
 from laststep.state.stored_items import TensorSpec
 
 if TYPE_CHECKING:
-    from laststep.format.header import Header, TensorEntry
+    from laststep.format.header import Header
+    from laststep.format.safetensors import TensorEntry
 
 
 class StoredBox(NamedTuple):

@@ -14,15 +14,18 @@ from msgspec import structs
 from laststep.codecs.digests import DIGEST_BYTES, digest_text
 from laststep.errors import Corrupt, NotFound, StorageFailed
 from laststep.format import borrowing
-from laststep.format.header import Header, decode_header, region_bytes_of
+from laststep.format.header import Header, decode_header
 from laststep.format.manifest import DAMAGE_REMEDY, FileRecord
+from laststep.format.safetensors import region_bytes_of
 from laststep.read.blocks import OBJECT, Damage, Extent, Extents, damage_of, refuse
+from laststep.read.coded import CodedExtent
 from laststep.terms import BLOCK_BYTES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from laststep.format.header import ObjectEntry
+    from laststep.read.blocks import Readable
     from laststep.storage.store import FileReading, Store
 
 
@@ -33,10 +36,19 @@ class HeldFile(NamedTuple):
     header: Header
     reader: FileReading
     where: str
+    lenders: Mapping[str, HeldFile] = {}
+    """The files that its blocks may be coded against, by name."""
 
-    def blocks(self, first: int, count: int, image_first: int, end: int) -> Extent:
+    def blocks(
+        self, first: int, count: int, image_first: int, end: int, *, as_anchor: bool = False
+    ) -> Extent | CodedExtent:
         """So many of its blocks from that one on; they are those of the image from `image_first`
         on, which has `end` bytes."""
+        if self.header.coded is not None:
+            coded = list(self.header.coded[first : first + count])
+            return CodedExtent(
+                self, coded, first=first, image_first=image_first, end=end, as_anchor=as_anchor
+            )
         image_at = image_first * BLOCK_BYTES
         size = min((image_first + count) * BLOCK_BYTES, end) - image_at
         digests = self.header.blocks[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
@@ -74,7 +86,7 @@ class DataFile:
         """Of the file itself."""
         return self.files[0].reader
 
-    def blocks(self, start: int, stop: int) -> Extent | Extents:
+    def blocks(self, start: int, stop: int) -> Readable:
         """The whole blocks that hold bytes [start, stop) of its tensors."""
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         end = self.header.tensor_bytes
@@ -185,6 +197,7 @@ def _put_together(file: DataFile, lent: Sequence[DataFile]) -> DataFile:
             problem = f"{entry.name} behind the end of {there.record.name}"
     if problem is not None:
         raise _lends_nothing(file.where, problem)
+    files = tuple(_with_lenders(there, files) for there in files)
     blocks = b"".join(
         files[s.file].header.blocks[s.first * DIGEST_BYTES : (s.first + s.blocks) * DIGEST_BYTES]
         for s in header.stretches
@@ -193,6 +206,27 @@ def _put_together(file: DataFile, lent: Sequence[DataFile]) -> DataFile:
     return DataFile(
         record=file.record, header=whole, files=files, lies=borrowing.BlockMap(header.stretches)
     )
+
+
+def _with_lenders(file: HeldFile, among: Sequence[HeldFile]) -> HeldFile:
+    """A file with those at hand that its blocks are coded against. Of each it has to be whole what
+    is an anchor, so that a block takes one other at the most."""
+    header = file.header
+    anchored = {block.anchor for block in header.coded or () if block.anchor is not None}
+    if not anchored:
+        return file
+    by_name = {other.record.name: other for other in among}
+    for place in anchored:
+        name = header.lent[place.file - 1]
+        there = by_name.get(name)
+        count = 0 if there is None else len(there.header.blocks) // DIGEST_BYTES
+        if there is None or place.block >= count:
+            raise _lends_nothing(
+                file.where, f"block {place.block} of {count} of {name} as an anchor"
+            )
+        if there.header.coded is not None and there.header.coded[place.block].anchor is not None:
+            raise _lends_nothing(file.where, f"block {place.block} of {name}, which has an anchor")
+    return file._replace(lenders=by_name)
 
 
 def _lends_nothing(where: str, found: str) -> Corrupt:

@@ -21,7 +21,7 @@ from laststep.process import threads as threads_of
 from laststep.read.blocks import refuse
 
 if TYPE_CHECKING:
-    from laststep.read.blocks import Extent, Extents
+    from laststep.read.blocks import Readable
     from laststep.read.files import DataFile
 
 _log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class _Pipeline:
                 break
         self._landed.put(None)  # wakes the next deliverer, which does the same
 
-    def _extent(self, read: Read) -> Extent | Extents:
+    def _extent(self, read: Read) -> Readable:
         return self._files[read.file].blocks(read.start, read.stop)
 
     def _lease(self) -> int | None:

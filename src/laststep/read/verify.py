@@ -21,13 +21,14 @@ from laststep.format import manifest
 from laststep.format.group import GROUPS_FOLDER
 from laststep.format.manifest import FileRecord
 from laststep.read.ahead import read_ahead
-from laststep.read.blocks import OBJECT, Damage, Extent, Extents, damage_of
+from laststep.read.blocks import OBJECT, Damage, Extent, Readable, damage_of
 from laststep.read.entries import item_of_object, object_text, stored_in
 from laststep.read.files import open_file
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from laststep.format.header import ObjectEntry, TensorEntry
+    from laststep.format.header import ObjectEntry
+    from laststep.format.safetensors import TensorEntry
     from laststep.read.files import DataFile
     from laststep.storage.store import Store
 
@@ -184,7 +185,7 @@ class _Check:
         stack.callback(opened.close)
         file, there_bytes = opened.file, opened.there_bytes
         lost: tuple[str, ...] = ()
-        if file is not None and opened.damage and not file.header.lent:  # its size only
+        if file is not None and opened.damage and not file.header.is_packed:  # its size only
             data_at = record.header_bytes
             lost = self._touched(
                 file, file.reader.size_bytes - data_at, record.size_bytes - data_at
@@ -210,20 +211,18 @@ class _Check:
             for (file, part), (_, damage) in zip(parts, reads, strict=True):
                 self._note(file, part, damage)
 
-    def _note(self, file: DataFile, part: Extent | Extents, damage: list[Damage]) -> None:
+    def _note(self, file: DataFile, part: Readable, damage: list[Damage]) -> None:
         ends = {held.record.name: held.reader.size_bytes for held in file.files}
         # What is missing behind the end of a short file is one damage already: its size.
         self.damage += [
             replace(wrong, touches=self._touched_by(file, wrong))
             for wrong in damage
-            if wrong.start < ends[wrong.file] or not part.size_bytes or file.header.lent
+            if wrong.start < ends[wrong.file] or not part.size_bytes or file.header.is_packed
         ]
-        there_bytes = part.size_bytes
-        if isinstance(part, Extent):
-            there_bytes = max(0, min(part.stop, ends[part.file]) - part.start)
-        self.bytes += there_bytes
+        self.bytes += part.stored_bytes
         if part.what is None:
-            self.blocks += -(-there_bytes // BLOCK_BYTES)
+            is_there = part.stored_bytes if isinstance(part, Extent) else part.size_bytes
+            self.blocks += -(-is_there // BLOCK_BYTES)
         self._tell()
 
     def _touched_by(self, file: DataFile, wrong: Damage) -> tuple[str, ...]:
@@ -241,7 +240,7 @@ class _Check:
         tensors = itertools.islice(filter(lies_there, file.header.tensors), _MAX_TOUCHED)
         boxes = [stored_in(file.header, entry) for entry in tensors]
         texts = [box.text + self._whose(file, box.item) for box in boxes]
-        if not file.header.lent:
+        if not file.header.is_packed:
             names = [entry.name for entry in filter(lies_there, file.header.objects)]
             texts += [object_text(name) + self._whose(file, item_of_object(name)) for name in names]
         return tuple(texts[:_MAX_TOUCHED])
@@ -251,11 +250,11 @@ class _Check:
         return f" of rank {file.record.rank}" if item in self._per_rank else ""
 
 
-def _extents(file: DataFile) -> Iterator[Extent | Extents]:
+def _extents(file: DataFile) -> Iterator[Readable]:
     """All data of a file that are there, in chunks of whole blocks and single objects."""
     header = file.header
     ends = {held.record.name: held.reader.size_bytes for held in file.files}
-    parts: Iterator[Extent | Extents] = itertools.chain(
+    parts: Iterator[Readable] = itertools.chain(
         (
             file.blocks(start, min(start + CHUNK_BYTES, header.tensor_bytes))
             for start in range(0, header.tensor_bytes, CHUNK_BYTES)
@@ -263,5 +262,5 @@ def _extents(file: DataFile) -> Iterator[Extent | Extents]:
         map(file.object, header.objects),
     )
     for part in parts:
-        if isinstance(part, Extents) or part.start < ends[part.file] or not part.size_bytes:
+        if not isinstance(part, Extent) or part.start < ends[part.file] or not part.size_bytes:
             yield part

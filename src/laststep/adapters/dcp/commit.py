@@ -25,8 +25,9 @@ from laststep.codecs.objects import TensorRef
 from laststep.errors import Aborted, Usage
 from laststep.flush.protocol import FileBegin
 from laststep.flush.writer import SaveFlush
-from laststep.format.header import TensorEntry, reserve_bytes
+from laststep.format.header import reserve_bytes
 from laststep.format.manifest import Commit, FileRecord, ItemRecord
+from laststep.format.safetensors import TensorEntry
 from laststep.plan.files import SHARED_FILE, tree_name
 from laststep.read.entries import box_text
 from laststep.state.boxes import covers_once

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laststep.errors import Corrupt
-from laststep.format.header import TensorEntry, decode_plain, region_bytes_of
+from laststep.format.safetensors import TensorEntry, decode_plain, region_bytes_of
 from laststep.state import tensors
 
 if TYPE_CHECKING:
