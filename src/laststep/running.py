@@ -19,7 +19,7 @@ from laststep.catalog.starts import Start
 from laststep.errors import LaststepError, StorageFailed
 from laststep.flush import launch as starting
 from laststep.flush.client import Client
-from laststep.flush.protocol import Continue
+from laststep.flush.protocol import Continue, Orders
 from laststep.process import interrupts, lifetimes, threads
 from laststep.settings import FlushIn
 
@@ -51,16 +51,17 @@ def launcher(
     """How to start a flusher for that run."""
 
     def launch(end: socket.socket) -> Helper:
-        writers, compression = settings.writers, settings.compression
+        orders = Orders(
+            writers=settings.writers, keep=keep, compression=settings.compression,
+            lossy=settings.lossy,
+        )  # fmt: skip
         if settings.flush is FlushIn.THREAD:
             return starting.start_thread(
-                end, pool.memory(), run=run, trainer=trainer, writers=writers, keep=keep,
-                compression=compression,
-            )  # fmt: skip
+                end, pool.memory(), run=run, trainer=trainer, orders=orders
+            )
         return starting.start_process(
-            end, run=run, trainer=trainer, pool_fd=pool.fd, pool_bytes=pool.cap_bytes,
-            writers=writers, keep=keep, compression=compression,
-        )  # fmt: skip
+            end, run=run, trainer=trainer, pool_fd=pool.fd, pool_bytes=pool.cap_bytes, orders=orders
+        )
 
     return launch
 

@@ -15,7 +15,17 @@ import laststep
 from laststep.catalog.epochs import new_start
 from laststep.catalog.lineage import Seen
 from laststep.flush import server as serving
-from laststep.flush.protocol import Begin, Bye, Connection, Continue, Decide, Decided, Failed, Seal
+from laststep.flush.protocol import (
+    Begin,
+    Bye,
+    Connection,
+    Continue,
+    Decide,
+    Decided,
+    Failed,
+    Orders,
+    Seal,
+)
 from laststep.storage.disk import Disk
 
 if TYPE_CHECKING:
@@ -65,7 +75,7 @@ def test_the_first_of_several_ranks_does_not_tell_them_of_what_is_not_durable(
     trainer = Connection(ours)
     flusher = serving.Flusher(
         Connection(theirs), memoryview(b""), run=str(run_folder), trainer=new_start(),
-        writers=1, keep=None,
+        orders=Orders(writers=1),
     )  # fmt: skip
     flusher.start()
     thread = threading.Thread(target=flusher.serve)

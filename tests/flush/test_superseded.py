@@ -18,7 +18,7 @@ from laststep.catalog.lineage import Seen
 from laststep.catalog.run import Run
 from laststep.flush import epoch
 from laststep.flush import server as serving
-from laststep.flush.protocol import Begin, Connection, Continue, Failed
+from laststep.flush.protocol import Begin, Connection, Continue, Failed, Orders
 from laststep.storage.directory import DirectoryStore
 from waiting import wait_until
 
@@ -37,7 +37,7 @@ def test_no_epoch_is_claimed_for_a_dead_trainer_of_several_ranks(run_folder: Pat
     dead.send(Begin(save=1, step=1, overwrite=False, files=(), role="first"))
     flusher = serving.Flusher(
         Connection(theirs, peer=pidfd), memoryview(b""), run=str(run_folder),
-        trainer=new_start(), writers=1, keep=None,
+        trainer=new_start(), orders=Orders(writers=1),
     )  # fmt: skip
     flusher.start()
     flusher.serve()

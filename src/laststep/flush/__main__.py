@@ -8,8 +8,7 @@ import socket
 import msgspec
 
 from laststep.catalog.epochs import Trainer
-from laststep.catalog.retention import Keep
-from laststep.flush.protocol import Connection
+from laststep.flush.protocol import Connection, Orders
 from laststep.flush.server import Flusher
 from laststep.memory.shared import Mapping
 from laststep.process import logs
@@ -30,9 +29,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     socket_fd: int
     trainer: Trainer
     trainer_pidfd: int
-    writers: int
-    keep: Keep | None
-    compression: str | dict[str, str]
+    orders: Orders
     rank: int | None = None
     """Which of several ranks the trainer is, for the log."""
 
@@ -50,7 +47,7 @@ def main(text: str) -> None:
     mapping = Mapping(setup.pool_fd, setup.pool_bytes)
     flusher = Flusher(
         connection, mapping.view, run=setup.run, trainer=setup.trainer,
-        writers=setup.writers, keep=setup.keep, compression=setup.compression,
+        orders=setup.orders,
     )  # fmt: skip
     flusher.start()
     flusher.serve()

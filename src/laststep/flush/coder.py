@@ -19,16 +19,17 @@ from laststep.errors import Usage
 from laststep.flush.earlier import Earlier
 from laststep.flush.pace import IdleCores, Pace
 from laststep.flush.protocol import CodingReport
+from laststep.flush.rounding import Rounding
 from laststep.format.coding import RAW, CodedBy
 from laststep.settings import Compression, compression_of
 from laststep.terms import BLOCK_BYTES, DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from laststep.codecs.blocks.codec import BlockCodec
     from laststep.flush.lending import Anchor
-    from laststep.flush.protocol import FileBegin
+    from laststep.flush.protocol import FileBegin, Orders
 
 _CODEC = "planes"
 _SAMPLE_BYTES = 64 << 10
@@ -59,30 +60,37 @@ class Estimate(NamedTuple):
 class Compressor:
     """What a flusher knows that matters for the choice; shared by all of its saves."""
 
-    def __init__(self, asked: str | Mapping[str, str], *, memory_bytes: int, threads: int) -> None:
-        """`asked` is what the user wants, of all items or of each."""
-        self._asked = asked
+    def __init__(self, orders: Orders, *, memory_bytes: int) -> None:
+        self._orders = orders
         self.pace = Pace()
         self.earlier = Earlier(memory_bytes)
-        self._threads = threads
         self._idle = IdleCores()
         self._idle_cores = 0.0
 
     def mode(self, plan: FileBegin) -> str:
         """What is asked for a file."""
-        return compression_of(plan.item, self._asked)
+        return compression_of(plan.item, self._orders.compression)
+
+    def rounding(self, plan: FileBegin) -> Rounding:
+        """What is rounded in a file."""
+        return Rounding(plan, self._orders.lossy)
 
     def begin_save(self) -> None:
         """Look around before a save is written."""
         self.pace.begin_save()
         self._idle_cores = self._idle.look() + _TAKEN_SHARE * (os.cpu_count() or 1)
 
-    def coder(self, plan: FileBegin, start: int, image: memoryview, *, known: bool) -> FileCoder:
+    def coder(
+        self, plan: FileBegin, start: int, image: memoryview, *, known: bool, rounded: bool
+    ) -> FileCoder:
         """How a file is encoded, by the first bytes of it that come, which lie at `start`; `known`:
         the last save had the same tensors in it."""
         if not known:
             self.earlier.forget(plan.name)
         mode = self.mode(plan)
+        if rounded and mode in (Compression.NONE, Compression.ADAPTIVE):
+            why = "tensors in it are rounded, which is for nothing if they are not encoded"
+            return FileCoder(plan, mode, codec_named(_CODEC), self.earlier, why)
         if mode != Compression.ADAPTIVE:
             codec = codec_named(_CODEC if mode == Compression.MAX else mode)
             return FileCoder(plan, mode, codec, self.earlier, "it was asked for")
@@ -101,7 +109,7 @@ class Compressor:
             return None, "how fast the store is will be known after this save"
         if self.earlier.has(plan.name):
             return codec, "the last save is in memory, and differences to it are small"
-        cores = min(self._threads, self._idle_cores)
+        cores = min(self._orders.writers, self._idle_cores)
         found = estimate(codec, plan, start, image)
         encodes = cores * found.bytes_per_s
         coded = min(encodes, found.ratio * writes)

@@ -95,8 +95,9 @@ def sealed(writer: FileWriting, name: str, header: Header, region_bytes: int) ->
     size = region_bytes + (own[-1] if own else header.held_bytes)
     writer.finish(size)
     return FileRecord(
-        name=name, size_bytes=size, header_bytes=region_bytes, header_digest=digest_text(region)
-    )
+        name=name, size_bytes=size, header_bytes=region_bytes, header_digest=digest_text(region),
+        lossy=tuple(sorted(set(header.lossy.values()))),
+    )  # fmt: skip
 
 
 def write_aligned(writer: FileWriting, offset: int, data: bytes) -> None:

@@ -22,15 +22,14 @@ from laststep.flush.__main__ import NOT_FOR_THE_HELPER, Setup
 from laststep.flush.protocol import Connection
 from laststep.flush.server import Flusher
 from laststep.process import logs, threads
-from laststep.settings import Compression
 from laststep.storage.registry import import_path
 
 if TYPE_CHECKING:
     import socket
 
     from laststep.catalog.epochs import Trainer
-    from laststep.catalog.retention import Keep
     from laststep.flush.client import Helper
+    from laststep.flush.protocol import Orders
 
 _BARE = ("-S", "-P", "-c")
 """Nothing of `site`: what packages put into its folder to be run takes longer than all the rest."""
@@ -118,20 +117,17 @@ def start_process(
     trainer: Trainer,
     pool_fd: int,
     pool_bytes: int,
-    writers: int,
-    keep: Keep | None,
-    compression: str | dict[str, str],
+    orders: Orders,
 ) -> Helper:
     """Start the helper process; it inherits the pool and its end of the connection only."""
     # Opened here, where the number surely is the trainer's: it may be gone, and its number
     # another's, before the helper runs. What was handed over until then is finished all the same.
     pidfd = os.pidfd_open(os.getpid())
     opener = import_path(run)
-    places = _places(foreign=opener is not None or compression != Compression.NONE)
+    places = _places(foreign=opener is not None or orders.encodes)
     setup = Setup(
         run=run, opener=opener, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
-        trainer=trainer, trainer_pidfd=pidfd, writers=writers, keep=keep,
-        compression=compression, rank=logs.speaks_as(),
+        trainer=trainer, trainer_pidfd=pidfd, orders=orders, rank=logs.speaks_as(),
     )  # fmt: skip
     # Blocked signals are inherited: the helper is deaf to them from its first instruction on.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_HELPER)
@@ -156,17 +152,10 @@ def start_thread(
     *,
     run: str,
     trainer: Trainer,
-    writers: int,
-    keep: Keep | None,
-    compression: str | dict[str, str],
+    orders: Orders,
 ) -> Helper:
     """The same flusher on a thread of this process, where a helper cannot be had."""
-    return HelperThread(
-        Flusher(
-            Connection(end), pool, run=run, trainer=trainer, writers=writers, keep=keep,
-            compression=compression,
-        )
-    )  # fmt: skip
+    return HelperThread(Flusher(Connection(end), pool, run=run, trainer=trainer, orders=orders))
 
 
 def _places(*, foreign: bool) -> list[str]:

@@ -48,12 +48,14 @@ class PackedImage:
         before: Lender | None,
         borrows: bool,
         coder: FileCoder | None,
+        lossy: dict[str, str],
     ) -> None:
         """`before` is a file of the same image, to tell what has changed, and to borrow of where it
         lends. Who does not borrow needs a coder."""
         self._store = store
         self._folder = folder
         self._plan = plan
+        self._lossy = lossy
         self._compared = before
         self._before = before if before is not None and borrows else _nothing(plan)
         self._retired = self._before.retired()
@@ -86,7 +88,7 @@ class PackedImage:
         names = {*self._before.objects, *plan.object_names}
         header = Header(
             item=plan.item, tensors=() if lent else plan.entries, tensor_bytes=plan.tensor_bytes,
-            blocks=b"", parts={} if lent else plan.parts, lent=lent,
+            blocks=b"", parts={} if lent else plan.parts, lent=lent, lossy=self._lossy,
             objects=tuple(
                 ObjectEntry(name=name, start=0, stop=0, digest=b"") for name in sorted(names)
             ),
@@ -164,7 +166,7 @@ class PackedImage:
                 else BlockPlace(number_of[place.file], place.block)
                 for number, place in enumerate(before.places)
             ),
-            coded=self._coding(numbers, number_of),
+            coded=self._coding(numbers, number_of), lossy=self._lossy,
         )  # fmt: skip
         record = sealed(writer, plan.name, header, self._region)
         lent = tuple(self._links[file] for file in used)

@@ -21,10 +21,12 @@ import msgspec
 
 from laststep.catalog.lineage import Seen
 from laststep.catalog.names import AttemptName
+from laststep.catalog.retention import Keep
 from laststep.format.header import PartEntry
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
 from laststep.format.safetensors import TensorEntry
 from laststep.memory.filled import Filled
+from laststep.settings import Compression
 
 if TYPE_CHECKING:
     from laststep.plan.files import FilePlan
@@ -32,6 +34,21 @@ if TYPE_CHECKING:
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     pass
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """What a flusher is told when it starts, for all saves."""
+
+    writers: int
+    """How many threads write."""
+    keep: Keep | None = None
+    compression: str | dict[str, str] = Compression.NONE.value
+    lossy: dict[str, str] = {}
+
+    @property
+    def encodes(self) -> bool:
+        """Whether blocks may be encoded."""
+        return bool(self.lossy) or self.compression != Compression.NONE
 
 
 class FileBegin(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

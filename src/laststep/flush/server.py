@@ -42,6 +42,7 @@ from laststep.flush.protocol import (
     Granted,
     Grouped,
     Located,
+    Orders,
     Ready,
     Seal,
     ToFlusher,
@@ -55,7 +56,6 @@ from laststep.flush.writer import SaveFlush
 from laststep.format.group import GroupManifest
 from laststep.format.manifest import Abort, Commit, FileRecord, shared_bytes
 from laststep.process import threads
-from laststep.settings import Compression
 from laststep.storage import locks
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES
@@ -63,7 +63,6 @@ from laststep.version import VERSION
 
 if TYPE_CHECKING:
     from laststep.catalog.epochs import Trainer
-    from laststep.catalog.retention import Keep
     from laststep.catalog.run import Run
     from laststep.flush.lending import Lender
     from laststep.memory.filled import Filled
@@ -85,18 +84,14 @@ class Flusher:
         *,
         run: str,
         trainer: Trainer,
-        writers: int,
-        keep: Keep | None,
-        compression: str | dict[str, str] = Compression.NONE,
+        orders: Orders,
     ) -> None:
         self._connection = connection
         self._pool = pool
         self._store = open_store(run)
-        self._epoch = WriterEpoch(self._store, trainer, keep, connection.peer_is_dead)
+        self._epoch = WriterEpoch(self._store, trainer, orders.keep, connection.peer_is_dead)
         self._compressor = (
-            None
-            if compression == Compression.NONE
-            else Compressor(compression, memory_bytes=len(pool) // 2, threads=writers)
+            Compressor(orders, memory_bytes=len(pool) // 2) if orders.encodes else None
         )
         self._witness: tuple[str, Lock] | None = None
         self._given_up = False
@@ -111,7 +106,7 @@ class Flusher:
         self._freeing = threading.Lock()
         self._threads = [
             threading.Thread(target=self._write, name=f"laststep-write-{n}", daemon=True)
-            for n in range(writers)
+            for n in range(orders.writers)
         ]
         self._finisher = threading.Thread(
             target=self._finish_all, name="laststep-finish", daemon=True

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from laststep.flush.coder import Compressor, FileCoder
     from laststep.flush.lending import Lender
     from laststep.flush.protocol import CodingReport, FileBegin
+    from laststep.flush.rounding import Rounding
     from laststep.format.manifest import FileRecord
     from laststep.storage.store import FileWriting, Store
 
@@ -41,6 +42,7 @@ class _File:
         self.before = before
         self.choosing = threading.Lock()
         self.image: WrittenImage | None = None
+        self.rounding: Rounding | None = None
         self.coder: FileCoder | None = None
         """Chosen with the image; None where compression was not asked for."""
         self.written_bytes = 0
@@ -84,6 +86,8 @@ class SaveFlush:
                 if before is not None and not before.has_the_image_of(plan):
                     before = None
                 self._files.append(_File(plan, before))
+                if compressor is not None:
+                    self._files[-1].rounding = compressor.rounding(plan) or None
             self._roomy = self._is_roomy()
             for file in self._files:
                 if not self._lends(file) and not self._compresses(file):
@@ -104,7 +108,7 @@ class SaveFlush:
         return (
             self._compressor is not None
             and file.plan.tensor_bytes > 0
-            and self._compressor.mode(file.plan) != Compression.NONE
+            and (file.rounding is not None or self._compressor.mode(file.plan) != Compression.NONE)
         )
 
     def _lends(self, file: _File) -> bool:
@@ -153,6 +157,8 @@ class SaveFlush:
 
     def _write(self, target: _File, start: int, image: memoryview, size_bytes: int) -> None:
         data = image[:size_bytes]
+        if target.rounding is not None:
+            target.rounding.apply(start, data)
         sums = block_digests(data)
         self._image(target, start, data, sums).write(start, image, size_bytes, sums)
         with self._lock:
@@ -199,8 +205,10 @@ class SaveFlush:
             if file.image is None:
                 plan, before = file.plan, file.before
                 if self._compressor is not None and self._compresses(file):
-                    known = before is not None
-                    file.coder = self._compressor.coder(plan, start, data, known=known)
+                    file.coder = self._compressor.coder(
+                        plan, start, data, known=before is not None,
+                        rounded=file.rounding is not None,
+                    )  # fmt: skip
                 coder = file.coder if file.coder is not None and file.coder.encodes else None
                 if self._lends(file) and (
                     self._changed(file, start, sums) <= MOST_CHANGED
@@ -217,7 +225,7 @@ class SaveFlush:
     def _packed(self, file: _File, coder: FileCoder | None, *, borrows: bool) -> PackedImage:
         return PackedImage(
             self._store, self._open, self.folder, file.plan, before=file.before, borrows=borrows,
-            coder=coder,
+            coder=coder, lossy={} if file.rounding is None else file.rounding.names,
         )  # fmt: skip
 
     def _changed(self, file: _File, start: int, sums: bytes) -> float:

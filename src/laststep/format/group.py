@@ -21,10 +21,11 @@ from laststep.format.manifest import (
     FileRecord,
     GroupRecord,
     files_problem,
+    lossy_of,
+    lowest_format,
     parse_content,
     shared_bytes,
 )
-from laststep.terms import FIRST_FORMAT, SHARING_FORMAT
 
 GROUPS_FOLDER = "groups"
 _WHAT = "group manifest"
@@ -33,7 +34,7 @@ _WHAT = "group manifest"
 class GroupManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The data files of consecutive ranks of one attempt."""
 
-    format: Literal[1, 2] = 1
+    format: Literal[1, 2, 3] = 1
     step: Count
     epoch: Count
     attempt: Count
@@ -45,13 +46,14 @@ class GroupManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def encode(group: GroupManifest) -> tuple[GroupRecord, bytes]:
     """What the manifest of the checkpoint says of it, and the bytes of the file."""
     shared = shared_bytes(group.files)
-    lowest = SHARING_FORMAT if shared else FIRST_FORMAT
+    lowest = lowest_format(group.files, shared=bool(shared))
     content = msgspec.json.encode(msgspec.structs.replace(group, format=lowest))
     data = seal(content, member="group")
     record = GroupRecord(
         name=f"{GROUPS_FOLDER}/r{group.first:05d}.json", digest=digest_text(content),
         first=group.first, ranks=group.ranks, files=len(group.files),
         size_bytes=sum(file.size_bytes for file in group.files), shared_bytes=shared,
+        lossy=lossy_of(group.files),
     )  # fmt: skip
     try:
         decode(data, record, where="the group manifest to be written")
@@ -86,9 +88,13 @@ def _problem(group: GroupManifest, record: GroupRecord) -> tuple[str, str] | Non
         return f"from 1 to {MAX_RANKS} ranks", str(group.ranks)
     size_bytes = sum(file.size_bytes for file in group.files)
     shared = shared_bytes(group.files)
-    actual = (group.first, group.ranks, len(group.files), size_bytes, shared)
-    wanted = (record.first, record.ranks, record.files, record.size_bytes, record.shared_bytes)
+    rounded = ", ".join(lossy_of(group.files)) or "nothing"
+    said = ", ".join(record.lossy) or "nothing"
+    actual = (group.first, group.ranks, len(group.files), size_bytes, shared, rounded)
+    wanted = (
+        record.first, record.ranks, record.files, record.size_bytes, record.shared_bytes, said
+    )  # fmt: skip
     if actual != wanted:
-        text = "{1} ranks from {0} on, with {2} files of {3} bytes, {4} of them shared"
+        text = "{1} ranks from {0} on, with {2} files of {3} bytes, {4} of them shared, {5} rounded"
         return text.format(*wanted), text.format(*actual)
     return files_problem(group.files, range(group.first, group.first + group.ranks))

@@ -86,6 +86,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """Where the blocks of the tensor area lie, if not all in this file."""
     coded: tuple[CodedBlock, ...] | None = None
     """How the blocks that the file holds are encoded; None: not at all."""
+    lossy: dict[str, str] = {}
+    """Entries of the image that were rounded, and how."""
 
     @property
     def is_packed(self) -> bool:
@@ -95,7 +97,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def version(self) -> Literal[1, 2, 3]:
         """The lowest format in which this can be said."""
-        if self.coded is not None:
+        if self.coded is not None or self.lossy:
             return 3
         return 2 if self.lent else 1
 
@@ -129,6 +131,7 @@ class _Laststep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     coding: CodingDocument | msgspec.UnsetType = msgspec.UNSET
     tensors: tuple[tuple[str, str, tuple[Size, ...]], ...] | msgspec.UnsetType = msgspec.UNSET
     """Of a file that holds a whole image of coded blocks: name, dtype and shape, in order."""
+    lossy: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -254,6 +257,7 @@ def _json_of(header: Header) -> bytes:
         coding=msgspec.UNSET if header.coded is None else coding.encode(header.coded),
         tensors=msgspec.UNSET if header.coded is None or header.lent
         else tuple((name, dtype, shape) for name, dtype, shape, _, _ in header.tensors),
+        lossy=header.lossy or msgspec.UNSET,
     )  # fmt: skip
     try:
         entries[METADATA] = _Metadata(laststep=msgspec.json.encode(document).decode())
@@ -293,6 +297,7 @@ def decode_header(region: bytes | memoryview, *, data_bytes: int, where: str) ->
         stretches=() if document.stretches is msgspec.UNSET
         else tuple(map(Stretch._make, document.stretches)),
         coded=coded,
+        lossy={} if document.lossy is msgspec.UNSET else document.lossy,
     )  # fmt: skip
     _check_kind(document, header, where)
     problem = header_problem(header)

@@ -23,7 +23,7 @@ from laststep.format import envelope
 from laststep.format.envelope import corrupt, is_digest, seal, unseal
 from laststep.format.spans import RanksOf, Span, cover_once
 from laststep.format.versions import refuse_later
-from laststep.terms import ALIGN_BYTES, FIRST_FORMAT, SHARING_FORMAT, with_article
+from laststep.terms import ALIGN_BYTES, FIRST_FORMAT, FORMAT_VERSION, SHARING_FORMAT, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,6 +66,8 @@ class FileRecord(_Record, frozen=True, kw_only=True):
     """Whether it is here only for other files, which borrow blocks of it."""
     sharers: Count = 0
     """How many checkpoints, one after the other, have shared it before this one."""
+    lossy: tuple[str, ...] = ()
+    """How tensors in it were rounded, in the ways that there are."""
 
 
 class ItemRecord(_Record, frozen=True, kw_only=True):
@@ -91,6 +93,8 @@ class GroupRecord(_Record, frozen=True, kw_only=True):
     files: Count
     size_bytes: Count
     shared_bytes: Count = 0
+    lossy: tuple[str, ...] = ()
+    """As those of the files that are not lent."""
 
 
 class ClassRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +135,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def format(self) -> int:
         """The lowest format in which this can be said."""
-        return SHARING_FORMAT if self.shared_bytes else FIRST_FORMAT
+        return lowest_format(self.groups or self.files, shared=bool(self.shared_bytes))
 
     @property
     def size_bytes(self) -> int:
@@ -142,6 +146,11 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     def shared_bytes(self) -> int:
         """Of those that were written for earlier checkpoints."""
         return sum(group.shared_bytes for group in self.groups) or shared_bytes(self.files)
+
+    @property
+    def lossy(self) -> tuple[str, ...]:
+        """How tensors in it were rounded; nothing: all is exact."""
+        return lossy_of(self.groups or self.files)
 
     @property
     def new_bytes(self) -> int:
@@ -157,6 +166,20 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 def shared_bytes(files: Iterable[FileRecord]) -> int:
     """Of these files, those that were written for earlier checkpoints."""
     return sum(record.size_bytes for record in files if record.origin)
+
+
+def lossy_of(records: Iterable[FileRecord | GroupRecord]) -> tuple[str, ...]:
+    """How tensors in these files were rounded. Of lent ones it does not count: what is borrowed of
+    them is what the state was."""
+    own = [r for r in records if isinstance(r, GroupRecord) or not r.lent]
+    return tuple(sorted({how for record in own for how in record.lossy}))
+
+
+def lowest_format(records: Iterable[FileRecord | GroupRecord], *, shared: bool) -> int:
+    """The lowest format in which records can be said, of which some may be shared."""
+    if any(record.lossy for record in records):
+        return FORMAT_VERSION
+    return SHARING_FORMAT if shared else FIRST_FORMAT
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -178,7 +201,7 @@ class _ClassDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class _CommitDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A commit as it is written; metrics and metadata are typed JSON."""
 
-    format: Literal[1, 2]
+    format: Literal[1, 2, 3]
     decision: Literal["commit"] = "commit"
     run: str
     step: Count

@@ -1,0 +1,117 @@
+"""Tensors that are stored with fewer bits, because the user asked for it.
+
+Their numbers are rounded in the slot, before anything is digested: what is stored, verified and
+restored is the rounded number, exactly. It keeps its dtype, and a codec makes nothing of the bits
+that are zero. numpy is imported by those who round only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy import float32, uint32
+    from numpy.typing import NDArray
+
+    from laststep.flush.protocol import FileBegin
+
+_DTYPE = "float32"
+_GROUP = 64
+"""So many numbers share a scale."""
+_GROUP_BYTES = 4 * _GROUP
+_LEVELS = 127
+
+
+class RoundedRange(NamedTuple):
+    """Bytes of an image that are rounded."""
+
+    start: int
+    stop: int
+    how: str
+
+
+class Rounding:
+    """What is rounded in one file."""
+
+    def __init__(self, plan: FileBegin, lossy: Mapping[str, str]) -> None:
+        """`lossy` says how, by patterns of `item/tensor`; the first that fits holds."""
+        self.names: dict[str, str] = {}
+        self._ranges: list[RoundedRange] = []
+        for entry in plan.entries if lossy else ():
+            part = plan.parts.get(entry.name)
+            name = entry.name if part is None else part.tensor
+            full = name if plan.item is None else f"{plan.item}/{name}"
+            how = next((lossy[p] for p in lossy if _fits(full, p)), None)
+            if how is not None and entry.dtype == _DTYPE and entry.start < entry.stop:
+                self.names[entry.name] = how
+                self._ranges.append(RoundedRange(entry.start, entry.stop, how))
+
+    def __bool__(self) -> bool:
+        return bool(self._ranges)
+
+    def apply(self, start: int, data: memoryview) -> None:
+        """Round what of `data`, which lies at `start` of the image, is to be."""
+        first = bisect_right(self._ranges, start, key=lambda a_range: a_range.stop)
+        for a_range in self._ranges[first:]:
+            if a_range.start >= start + len(data):
+                break
+            low, high = max(a_range.start, start), min(a_range.stop, start + len(data))
+            ROUNDED[a_range.how](data[low - start : high - start], low)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a pattern names a tensor, or the item that it is of."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.partition("/")[0], pattern)
+
+
+def to_bf16(data: memoryview, at: int) -> None:  # noqa: ARG001 (each number by itself)
+    """Each number to the nearest that bfloat16 has, to the even one of two."""
+    import numpy as np
+
+    bits: NDArray[uint32] = np.frombuffer(data, np.uint32)
+    odd = bits >> np.uint32(16)
+    odd &= np.uint32(1)
+    odd += np.uint32(0x7FFF)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    nans = bits[is_nan]
+    bits += odd
+    bits &= np.uint32(0xFFFF0000)
+    if len(nans):
+        bits[is_nan] = nans & np.uint32(0xFFFF0000) | np.uint32(0x00400000)
+
+
+def to_int8(data: memoryview, at: int) -> None:
+    """Numbers in groups of 64, by their place in the image, to one of 255 multiples of a power of
+    two, which is chosen for the largest of them. Groups with what is no number are left alone."""
+    import numpy as np
+
+    numbers: NDArray[float32] = np.frombuffer(data, np.float32)
+    head = min(-at % _GROUP_BYTES // 4, len(numbers))
+    whole = (len(numbers) - head) // _GROUP * _GROUP
+    _quantize(numbers[:head].reshape(1, -1))
+    _quantize(numbers[head : head + whole].reshape(-1, _GROUP))
+    _quantize(numbers[head + whole :].reshape(1, -1))
+
+
+def _quantize(groups: NDArray[float32]) -> None:
+    import numpy as np
+
+    if not groups.size:
+        return
+    largest = np.abs(groups).max(axis=1)
+    ok = np.isfinite(largest) & (largest > 0)
+    # The least power of two of which 127 reach the largest number; the smallest that floats have.
+    _, exponents = np.frexp(np.where(ok, largest, 1) / np.float32(_LEVELS))
+    scales = np.ldexp(np.float64(1), np.maximum(exponents, -149))[:, None]
+    with np.errstate(invalid="ignore"):  # of groups that are left alone
+        rounded = np.rint(groups / scales)
+        rounded *= scales
+    groups[ok] = rounded[ok]
+
+
+ROUNDED: dict[str, Callable[[memoryview, int], None]] = {"bf16": to_bf16, "int8": to_int8}
+"""What can be asked for."""
