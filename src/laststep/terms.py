@@ -36,6 +36,25 @@ MANIFEST_NAME = "manifest.json"
 """The create-only name for which commit and abort compete, in a checkpoint's folder."""
 
 
+UNITS_S = MappingProxyType({"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0})
+DURATION = rf"(?=.*[1-9])[0-9]+(\.[0-9]+)? ?({'|'.join(UNITS_S)})"
+"""A duration as a user writes it, such as `10 min`; never 0."""
+
+
+def duration_s(text: str) -> float:
+    """The seconds of a duration that is written so."""
+    number, unit = re.split(r" ?(?=[a-z])", text, maxsplit=1)
+    return float(number) * UNITS_S[unit]
+
+
+def duration_text(seconds: float) -> str:
+    """A duration for a person, to three digits."""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    unit = next((u for u in ("d", "h", "min") if seconds >= 2 * UNITS_S[u]), "s")
+    return f"{float(f'{seconds / UNITS_S[unit]:.3g}'):g} {unit}"
+
+
 _ITEM_NAME = re.compile(r"(?!shared$)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
