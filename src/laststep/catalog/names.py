@@ -20,6 +20,7 @@ FATE_NAME = "fate"
 
 _FOLDER = re.compile(r"step-([0-9]{8,20})\.([0-9]{1,20})-([0-9]{1,20})")
 _WITNESS = re.compile(r"start-[0-9a-f]{16}-([0-9]{1,20})\.lock")
+_ENDING = re.compile(r"start-([0-9a-f]{16})\.ended")
 _EPOCH = re.compile(r"([0-9]{8,20})\.(json|lock)")
 
 
@@ -93,3 +94,14 @@ def parse_witness(name: str) -> int | None:
     """The process whose witness a file in `epochs/` is, or None where it is not one."""
     match = _WITNESS.fullmatch(name)
     return None if match is None else int(match.group(1))
+
+
+def ending_name(start: str) -> str:
+    """What a start leaves that ends well, within the run."""
+    return f"{EPOCHS_FOLDER}/start-{start}.ended"
+
+
+def parse_ending(name: str) -> str | None:
+    """The start that left a file in `epochs/` when it ended, or None where it is not such a one."""
+    match = _ENDING.fullmatch(name)
+    return None if match is None else match.group(1)

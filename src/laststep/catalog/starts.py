@@ -15,16 +15,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog import decision, names
+from laststep.catalog import decision, failures, names
 from laststep.catalog.epochs import make_folder, new_start
 from laststep.catalog.run import newest_point
-from laststep.errors import LaststepError
+from laststep.errors import LaststepError, NotFound
 
 if TYPE_CHECKING:
+    from laststep.catalog.failures import Past
     from laststep.catalog.lineage import Seen
     from laststep.storage.store import Lock, Store
 
@@ -89,6 +91,20 @@ class Start:
         """Whether that attempt, which nobody decides about any more, is committed; if so, it is now
         durable too."""
         return decision.standing(self._store, folder) is not None
+
+    def past(self) -> Past:
+        """How often earlier starts of this run have failed."""
+        return failures.past_of(self._store, self.writer.start)
+
+    def ended_well(self) -> None:
+        """Leave a note that this start has not failed, for those that come; where it has saved."""
+        note = msgspec.json.encode(failures.Ending(ended_s=time.time()))
+        try:
+            self._store.create(names.ending_name(self.writer.start), note)
+        except NotFound:
+            pass  # nobody has saved to the run
+        except LaststepError as error:
+            _log.warning("this start may be taken for one that has failed: %s", error)
 
     def close(self) -> None:
         """Remove the witness: there will be no more saves."""

@@ -1,0 +1,159 @@
+"""How often a run has failed, told from its records."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from laststep.catalog import epochs, failures, names
+from laststep.catalog.failures import Ending, Past, past_of
+from laststep.catalog.starts import Start
+from laststep.errors import StorageFailed
+from laststep.testing.stores import write_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from laststep.catalog.run import Run
+    from laststep.format.manifest import Commit
+    from laststep.storage.directory import DirectoryStore
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def claim(run: Run) -> Callable[..., None]:
+    """`claim(epoch, start, began_s)`: the record of an epoch of that start."""
+    epochs.make_folder(run.store)
+
+    def act(epoch: int, start: str, began_s: float, *, orphan: bool = False) -> None:
+        record = epochs._record(
+            epoch, None, msgspec.structs.replace(epochs.this_writer(), start=start), orphan=orphan
+        )
+        data = epochs.encode(msgspec.structs.replace(record, created_s=began_s))
+        run.store.create(names.epoch_record_name(epoch), data)
+
+    return act
+
+
+@pytest.fixture
+def commit(run: Run, commit_of: Callable[..., Commit]) -> Callable[..., str]:
+    """`commit(epoch, attempt, at_s)`: a checkpoint of that epoch, at that time."""
+
+    def act(epoch: int, attempt: int, at_s: float) -> str:
+        folder = names.format_folder(step=10 * epoch + attempt, epoch=epoch, attempt=attempt)
+        run.store.make_folder(folder)
+        write_file(run.store, f"{folder}/m.safetensors", bytes(5000))
+        made = commit_of(step=10 * epoch + attempt, epoch=epoch, attempt=attempt)
+        run.commit(folder, msgspec.structs.replace(made, created_s=at_s))
+        return folder
+
+    return act
+
+
+def end(store: DirectoryStore, start: str, at_s: float) -> None:
+    store.create(names.ending_name(start), msgspec.json.encode(Ending(ended_s=at_s)))
+
+
+def name(number: int) -> str:
+    return f"{number:016x}"
+
+
+def test_a_new_run_has_no_past(store: DirectoryStore) -> None:
+    assert past_of(store, name(9)) == Past(0, 0.0)
+
+
+def test_a_start_runs_from_its_first_save_to_its_last_commit(
+    run: Run, claim: Callable[..., None], commit: Callable[..., str]
+) -> None:
+    claim(1, name(1), 10 * HOUR)
+    commit(1, 1, 10 * HOUR)
+    commit(1, 2, 12 * HOUR)
+    claim(2, name(2), 500 * HOUR)  # nothing ran for three weeks
+    commit(2, 1, 501 * HOUR)
+    run.store.make_folder(names.format_folder(step=99, epoch=2, attempt=2))  # it died there
+    assert past_of(run.store, name(9)) == Past(2, 3 * HOUR)
+
+
+def test_a_start_that_ended_well_is_no_failure(
+    run: Run, claim: Callable[..., None], commit: Callable[..., str]
+) -> None:
+    claim(1, name(1), 0.0)
+    commit(1, 1, 1 * HOUR)
+    end(run.store, name(1), 4 * HOUR)
+    claim(2, name(2), 5 * HOUR)
+    commit(2, 1, 6 * HOUR)
+    assert past_of(run.store, name(9)) == Past(1, 5 * HOUR)
+
+
+def test_epochs_of_one_start_and_of_its_orphan_are_one_start(
+    run: Run, claim: Callable[..., None], commit: Callable[..., str]
+) -> None:
+    claim(1, name(1), 0.0)
+    claim(2, name(1), 1 * HOUR)  # it has gone back to an earlier step
+    claim(3, name(1), 2 * HOUR, orphan=True)
+    commit(3, 1, 3 * HOUR)
+    assert past_of(run.store, name(9)) == Past(1, 3 * HOUR)
+
+
+def test_the_start_that_asks_is_not_counted(
+    run: Run, claim: Callable[..., None], commit: Callable[..., str]
+) -> None:
+    claim(1, name(1), 0.0)
+    commit(1, 1, 1 * HOUR)
+    assert past_of(run.store, name(1)) == Past(0, 0.0)
+
+
+def test_of_starts_without_a_checkpoint_left_a_long_pause_does_not_count(
+    run: Run, claim: Callable[..., None], commit: Callable[..., str]
+) -> None:
+    for epoch, began_s in enumerate((0.0, 2 * HOUR, 4 * HOUR, 700 * HOUR, 703 * HOUR), 1):
+        claim(epoch, name(epoch), began_s)
+    commit(5, 1, 704 * HOUR)
+    usual_s = 2.5 * HOUR  # the median of 2, 2, 3 and 696
+    assert past_of(run.store, name(9)) == Past(5, 2 * HOUR + 2 * HOUR + usual_s + usual_s + HOUR)
+
+
+def test_a_clock_that_was_set_back_counts_nothing_below_zero(
+    run: Run, claim: Callable[..., None], commit: Callable[..., str]
+) -> None:
+    claim(1, name(1), 5 * HOUR)
+    commit(1, 1, 1 * HOUR)
+    assert past_of(run.store, name(9)) == Past(1, 0.0)
+
+
+def test_what_cannot_be_read_is_passed_over(
+    run: Run, claim: Callable[..., None], commit: Callable[..., str]
+) -> None:
+    claim(1, name(1), 0.0)
+    folder = commit(1, 1, 1 * HOUR)
+    commit(1, 2, 2 * HOUR)
+    run.store.delete(f"{folder}/manifest.json")
+    write_file(run.store, f"{folder}/manifest.json", b"{")
+    write_file(run.store, names.epoch_record_name(2), b"nonsense")
+    write_file(run.store, names.ending_name(name(1)), b"nonsense")
+    assert past_of(run.store, name(9)) == Past(1, 2 * HOUR)
+
+
+def test_a_store_that_fails_is_no_error(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: object) -> None:
+        raise StorageFailed("cannot list")
+
+    monkeypatch.setattr(failures, "_ended", failing)
+    assert past_of(store, name(9)) == Past(0, 0.0)
+    assert "is not known: cannot list" in caplog.text
+
+
+def test_a_start_leaves_a_note_that_it_ended_well(run: Run) -> None:
+    start = Start(run.store)
+    start.ended_well()  # nobody has saved: there is no place for it, and no need
+    assert start.past() == Past(0, 0.0)
+    run.claim_epoch(None, writer=start.writer)
+    assert Start(run.store).past().failures == 1
+    start.ended_well()
+    assert Start(run.store).past().failures == 0
+    assert run.orphans(now_s=1e12) == ()  # no cleaning takes it away
