@@ -9,7 +9,7 @@ import difflib
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from laststep.catalog.retention import Keep
 from laststep.checks import checked, plain, shown
@@ -20,6 +20,8 @@ from laststep.state.tensors import is_tensor
 from laststep.terms import with_article
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from laststep.events import Subscriber
@@ -49,6 +51,23 @@ def plain_step(step: SupportsIndex) -> int:
             remedy="count the steps of the training from 0",
         )  # fmt: skip
     return number
+
+
+class SaveRequest(NamedTuple):
+    """What a call of `save()` asks for, as a user passes it."""
+
+    step: SupportsIndex
+    metrics: Mapping[str, object] | None
+    metadata: object
+    overwrite: bool
+    streams: Sequence[torch.cuda.Stream]
+
+    def plain(self) -> tuple[int, SaveRequest]:
+        """The step as an int, and all of it checked."""
+        step = plain_step(self.step)
+        check_metrics(self.metrics)
+        overwrite = true_or_false("overwrite", self.overwrite)
+        return step, self._replace(overwrite=overwrite, streams=cuda_streams(self.streams))
 
 
 def refuse_unnamed(values: tuple[object, ...]) -> None:

@@ -8,7 +8,6 @@ reported before the process ends.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -20,7 +19,7 @@ from laststep.capture.capture import Capturer
 from laststep.catalog.lineage import Seen
 from laststep.checks import seconds
 from laststep.commit import meeting as teaming
-from laststep.errors import Aborted, Exists, LaststepError, Usage, brief
+from laststep.errors import Aborted, LaststepError, brief
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
 from laststep.flush.saves import SaveUnderWay
 from laststep.memory.pool import Pool
@@ -36,7 +35,8 @@ from laststep.saving import place as places
 from laststep.saving import preflight as sizing
 from laststep.saving.describe import take_state
 from laststep.saving.pausing import without_collection
-from laststep.saving.prepare import Preparer
+from laststep.saving.prepare import Preparer, rehearse
+from laststep.saving.saved_steps import SavedSteps
 from laststep.settings import DEFAULTS, WAIT_FOR_OTHERS_S, FlushIn, OnBusy, Settings
 from laststep.state.items import providers_for
 from laststep.storage.registry import open_store
@@ -107,10 +107,7 @@ class Checkpointer(single.OnlyOne):
         self._caches: dict[str, CollectCache] = {}
         """By which the state of each item is known again at its next save."""
         self._turn = queueing.Turn()
-        self._taken: set[int] = set()
-        """Steps of the lineage, as far as they are committed."""
-        self._ahead: set[int] = set()
-        """Steps of the lineage beyond the one that was restored: saving them replaces them."""
+        self._steps = SavedSteps()
         self._mixed: str | None = None
         self._seen = Seen()
         self._resumed = False
@@ -189,57 +186,43 @@ class Checkpointer(single.OnlyOne):
         than the current one, on which state was written and not yet joined.
         """
         lifetimes.check_process("save", self._pid)  # before a turn that may be another process's
+        asked = arguments.SaveRequest(step, metrics, metadata, overwrite, streams)
         with interrupts.held(), self._turn.of("save"), shortage.told("save"):
-            return self._save(step, metrics, metadata, streams, overwrite=overwrite)
+            return self._save(asked)
 
-    def _save(
-        self,
-        step: SupportsIndex,
-        metrics: Mapping[str, object] | None,
-        metadata: object,
-        streams: Sequence[torch.cuda.Stream],
-        *,
-        overwrite: bool,
-    ) -> SaveHandle:
+    def _save(self, asked: arguments.SaveRequest) -> SaveHandle:
         began = time.perf_counter()
         self._check_usable("save")
-        step = arguments.plain_step(step)
-        arguments.check_metrics(metrics)
-        overwrite = arguments.true_or_false("overwrite", overwrite)
-        streams = arguments.cuda_streams(streams)
+        step, asked = asked.plain()
         self._take_over()
         if self._team is None:  # else ranks hear of it at different saves, and make the same ones
             self._raise_untold()
         self._revive()
+        others = [save.handle.step for save in self._client.saves.all()]
+        overwrite = self._steps.replaces(step, others, self.path, overwrite=asked.overwrite)
         save = SaveUnderWay(
-            self._client, step, overwrite=self._replaces(step, overwrite=overwrite),
+            self._client, step, overwrite=overwrite,
             role="alone" if self._team is None else "first" if self._rank.is_first else "member",
         )  # fmt: skip
         waited = self._make_room(save)
         if save.handle.report.skipped is None:
             with without_collection():
-                job = self._capture(save, metrics, metadata, streams)
+                job = self._capture(save, asked)
             job.timing.stall_s = time.perf_counter() - began
             job.timing.waited_s += waited
         self._raise_untold()
         return save.handle
 
-    def _capture(
-        self,
-        save: SaveUnderWay,
-        metrics: Mapping[str, object] | None,
-        metadata: object,
-        streams: Sequence[torch.cuda.Stream],
-    ) -> Job:
+    def _capture(self, save: SaveUnderWay, asked: arguments.SaveRequest) -> Job:
         """Take the state and hand it to the capture thread."""
-        self._capturer.join(streams)
+        self._capturer.join(asked.streams)
         early, last = None, self._preparer.last
         if last is not None and all(provider.passive for provider in self._providers.values()):
             early = self._capturer.start_early(last.copies)
         try:
             self._check_lineage()
             taken = take_state(
-                self._providers, self._caches, metrics, metadata,
+                self._providers, self._caches, asked.metrics, asked.metadata,
                 allow_pickle=self._settings.allow_pickle,
             )  # fmt: skip
             agree = None
@@ -367,7 +350,7 @@ class Checkpointer(single.OnlyOne):
             )  # fmt: skip
         self._knows_lineage = True
         if outcome is None:
-            self._taken, self._ahead = set(), set()
+            self._steps.restored(0)
             self._client.continue_from(continuing(None, self._seen))
             return Restored(step=None, next_step=0)
         # A part that was restored does not make whole what an earlier restore left mixed.
@@ -377,8 +360,7 @@ class Checkpointer(single.OnlyOne):
         # A part taken from an older checkpoint in mid-run does not turn the run back to it.
         if only is None or not (self._resumed or self._work.preflight):
             self._client.continue_from(continuing(found, self._seen))
-            self._ahead = {step for step in found.lineage_steps if step > found.step}
-            self._taken = set(found.lineage_steps) - self._ahead
+            self._steps.restored(found.step, found.lineage_steps)
             self._resumed = True
         commit = outcome.commit
         return Restored(
@@ -398,17 +380,8 @@ class Checkpointer(single.OnlyOne):
 
     def _check_usable(self, what: str, *, mixed_is_fine: bool = False) -> None:
         lifetimes.check_process(what, self._pid)
-        if self._closed:
-            raise Usage(
-                f"cannot {what}: the Checkpointer is closed",
-                remedy="make a new one for the same run",
-            )
-        if self._mixed is not None and not mixed_is_fine:
-            raise Usage(
-                f"cannot {what}: the live state is mixed",
-                found=f"a restore of {self._mixed} failed midway",
-                remedy="restore() a whole checkpoint first",
-            )
+        mixed = None if mixed_is_fine else self._mixed
+        places.refuse_unusable(what, closed=self._closed, mixed=mixed)
 
     def _raise_failed(self) -> None:
         self._take_over()
@@ -417,7 +390,7 @@ class Checkpointer(single.OnlyOne):
     def _take_over(self) -> None:
         """Saves that are over are no longer under way."""
         over = [save.handle for save in self._client.saves.take_over()]
-        self._taken |= {handle.step for handle in over if handle.error is None}
+        self._steps.add(handle.step for handle in over if handle.error is None)
 
     def _raise_untold(self) -> None:
         """Raise the first failure that nobody has seen, of saves that were over."""
@@ -443,16 +416,6 @@ class Checkpointer(single.OnlyOne):
             places.refuse_to_leave(newest_of(self._store), self.path)
             self._client.continue_from(continuing(None, seen))
             self._knows_lineage = True
-
-    def _replaces(self, step: int, *, overwrite: bool) -> bool:
-        """Whether a save of that step may replace one; `Exists` where it would and may not."""
-        taken = self._taken.union(save.handle.step for save in self._client.saves.all())
-        if step in taken and not overwrite:
-            raise Exists(
-                f"step {step} has been saved already", where=self.path,
-                remedy="save with overwrite=True to replace it, or restore an earlier step",
-            )  # fmt: skip
-        return overwrite or step in self._ahead - taken
 
     def _make_room(self, save: SaveUnderWay) -> float:
         """Wait for, or give way to, earlier saves that stand in the way; returns the seconds."""
@@ -481,20 +444,10 @@ class Checkpointer(single.OnlyOne):
             )
 
     def _rehearse(self) -> bool:
-        """Find out where everything is before the first save asks, while the device has work:
-        at an early optimizer step. Whatever goes wrong is the first save's to report."""
+        """Prepare what the first save needs, at an early optimizer step."""
         if self._closed or self._work.preflight or os.getpid() != self._pid:
             return True
-        if not all(provider.cheap for provider in self._providers.values()):
-            return True  # what is not may have come to a dict meanwhile
-        if not self._capturer.is_ready():
-            return False
-        with interrupts.held(), without_collection(), contextlib.suppress(Exception):
-            taken = take_state(
-                self._providers, self._caches, None, None,
-                allow_pickle=self._settings.allow_pickle,
-            )  # fmt: skip
-            prepared, sources = self._preparer.prepare(taken)
-            self._pool.want(prepared.plan.tensor_bytes + CHUNK_BYTES)
-            self._capturer.prepare(prepared.copies, sources)
-        return True
+        return rehearse(
+            self._providers, self._caches, self._preparer, self._pool, self._capturer,
+            allow_pickle=self._settings.allow_pickle,
+        )  # fmt: skip

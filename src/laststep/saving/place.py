@@ -155,3 +155,16 @@ def _unusable(path: Path, found: str, remedy: str) -> StorageFailed:
 
 def _code(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, str(error.errno))
+
+
+def refuse_unusable(what: str, *, closed: bool, mixed: str | None) -> None:
+    """`Usage` for a Checkpointer that is closed, or whose state a restore of that left `mixed`."""
+    if closed:
+        raise Usage(
+            f"cannot {what}: the Checkpointer is closed", remedy="make a new one for the same run"
+        )
+    if mixed is not None:
+        raise Usage(
+            f"cannot {what}: the live state is mixed", found=f"a restore of {mixed} failed midway",
+            remedy="restore() a whole checkpoint first",
+        )  # fmt: skip

@@ -7,22 +7,31 @@ hangs on one value, which is replaced whole: no part of it can be of another sta
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from laststep.capture.copies import Copies
 from laststep.plan.files import SavePlan, plan_save
+from laststep.process import interrupts
+from laststep.saving.describe import take_state
+from laststep.saving.pausing import without_collection
 from laststep.saving.portion import agree_alone, table_of, work_out
+from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
 
+    from laststep.capture.capture import Capturer
     from laststep.codecs.objects import EncodedDicts
+    from laststep.memory.pool import Pool
     from laststep.plan.tables import Agreement, Table
     from laststep.ranks.rank import Rank
     from laststep.saving.describe import Described, TakenState
     from laststep.saving.portion import Portion
+    from laststep.state.provider import StateProvider
+    from laststep.state.tensors import CollectCache
 
 
 class Prepared:
@@ -74,3 +83,26 @@ class Preparer:
             plan = plan_save(portion.specs, rank=self._rank, objects=portion.objects)
         self.last = Prepared(described, plan, portion)
         return self.last, sources
+
+
+def rehearse(
+    providers: Mapping[str, StateProvider],
+    caches: dict[str, CollectCache],
+    preparer: Preparer,
+    pool: Pool,
+    capturer: Capturer,
+    *,
+    allow_pickle: bool,
+) -> bool:
+    """Find out where everything is before the first save asks, while the device has work; False if
+    it is too early. Whatever goes wrong is the first save's to report."""
+    if not all(provider.cheap for provider in providers.values()):
+        return True  # what is not may have come to a dict meanwhile
+    if not capturer.is_ready():
+        return False
+    with interrupts.held(), without_collection(), contextlib.suppress(Exception):
+        taken = take_state(providers, caches, None, None, allow_pickle=allow_pickle)
+        prepared, sources = preparer.prepare(taken)
+        pool.want(prepared.plan.tensor_bytes + CHUNK_BYTES)
+        capturer.prepare(prepared.copies, sources)
+    return True
