@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from laststep.flush.handle import SaveHandle, SaveReport
     from laststep.oneoff import load, save
+    from laststep.plan.frequency import Reckoning
     from laststep.restoring.restore import Restored, Skipped
     from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy
     from laststep.state.layouts import Flat, Mesh, Replicate, Shard, Sharded
@@ -42,6 +43,7 @@ _WHERE = {
     "laststep.catalog.retention": ("Keep",),
     "laststep.oneoff": ("load", "save"),
     "laststep.browse": ("Catalog", "Checkpoint", "StoredTensor", "open"),
+    "laststep.plan.frequency": ("Reckoning",),
     "laststep.restoring.restore": ("Restored", "Skipped"),
     "laststep.settings": ("Capture", "CompareReplicas", "FlushIn", "OnBusy"),
     "laststep.flush.handle": ("SaveHandle", "SaveReport"),
@@ -79,6 +81,7 @@ __all__ = [
     "OnBusy",
     "PerRank",
     "Problems",
+    "Reckoning",
     "Replicate",
     "Restored",
     "SaveHandle",

@@ -33,6 +33,7 @@ from laststep.running import RunningParts, client_of, continuing
 from laststep.saving import backlog as queueing
 from laststep.saving import place as places
 from laststep.saving import preflight as sizing
+from laststep.saving import schedule as scheduling
 from laststep.saving.describe import take_state
 from laststep.saving.pausing import without_collection
 from laststep.saving.prepare import Preparer, rehearse
@@ -86,6 +87,9 @@ class Checkpointer(single.OnlyOne):
         deadline_s: float = DEFAULTS.deadline_s,
         compare_replicas: CompareReplicas | str = DEFAULTS.compare_replicas,
         compression: str | Mapping[str, str] = DEFAULTS.compression,
+        every: int | str | None = DEFAULTS.every,
+        mtbf: str | None = DEFAULTS.mtbf,
+        most_share: float = DEFAULTS.most_share,
         new_lineage: bool = DEFAULTS.new_lineage,
         subscribers: Sequence[Subscriber] = (),
         **more_items: object,
@@ -98,6 +102,7 @@ class Checkpointer(single.OnlyOne):
             allow_pickle=allow_pickle, writers=writers, progress=progress, deadline_s=deadline_s,
             compare_replicas=compare_replicas, new_lineage=new_lineage,  # type: ignore[arg-type]
             compression=arguments.compression(compression),
+            every=every, mtbf=mtbf, most_share=most_share,
         )  # fmt: skip
         self._keep = arguments.rules(keep)
         subscribers = arguments.callables(subscribers)
@@ -158,6 +163,7 @@ class Checkpointer(single.OnlyOne):
         if self._team is None and all(provider.cheap for provider in self._providers.values()):
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, lifetimes.weakly(self._rehearse))
         self._dropped = self._work.outlive(self)
+        self._schedule = scheduling.Schedule(self._settings, self._rank, self._client.past)
         neighbours.enter(self._work, self.path, RunningParts.under_way)
 
     def __repr__(self) -> str:
@@ -210,6 +216,7 @@ class Checkpointer(single.OnlyOne):
                 job = self._capture(save, asked)
             job.timing.stall_s = time.perf_counter() - began
             job.timing.waited_s += waited
+        self._schedule.began(save.handle)
         self._raise_untold()
         return save.handle
 
@@ -253,6 +260,35 @@ class Checkpointer(single.OnlyOne):
         save.handle.refresh_with(sizing.report_of(job))
         return job
 
+    def step(
+        self,
+        step: SupportsIndex,
+        *,
+        metrics: Mapping[str, object] | None = None,
+        metadata: object = None,
+        last: bool = False,
+        streams: Sequence[torch.cuda.Stream] = (),
+    ) -> SaveHandle | None:
+        """Save the state, if by `every` it is time to; for the end of each step, on all ranks.
+
+        `last` saves it in any case. Returns the save, if there is one. Raises what made an earlier
+        one fail: at once, or in a job of several ranks with the next save, which all make.
+        """
+        self._check_usable("step")
+        number, last = arguments.plain_step(step), arguments.true_or_false("last", last)
+        if self._schedule.due(number, self._meet, last=last):
+            return self.save(number, metrics=metrics, metadata=metadata, streams=streams)
+        if self._team is None and any(save.over for save in self._client.saves.all()):
+            with interrupts.held(), self._turn.of("step"):
+                self._raise_failed()
+        return None
+
+    def _meet(self) -> scheduling.Notes:
+        """Bring the ranks together for `step()`, when it is first called or after a restore."""
+        with interrupts.held():
+            team, ranks = self._team, self._all_ranks("step()")
+            return scheduling.OwnNotes() if team is None else team.notes(ranks)
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed; False when the time is up. Raises what failed."""
         lifetimes.check_process("wait", self._pid)
@@ -270,6 +306,10 @@ class Checkpointer(single.OnlyOne):
     def close(self) -> None:
         """Wait for all saves, end the flusher, and raise what failed. May be called twice: the
         second call does what an interrupt of the first one has left."""
+        self._end(well=True)
+
+    def _end(self, *, well: bool) -> None:
+        """Close, knowing whether training has ended as it should."""
         if os.getpid() != self._pid or self._work.closes:
             return
         self._turn.check("close")
@@ -277,6 +317,7 @@ class Checkpointer(single.OnlyOne):
             self._work.wait()  # Ctrl-C here leaves it open
             with self._turn.of("close"):
                 self._closed = True
+                self._client.ends_well = well and self._schedule.end()
                 self._work.close()  # Ctrl-C here leaves the rest to the next call
                 self._dropped.detach()
                 lifetimes.let_be(self._work)
@@ -295,7 +336,7 @@ class Checkpointer(single.OnlyOne):
             self.close()
             return
         try:
-            self.close()
+            self._end(well=not isinstance(error, Exception))  # else somebody has stopped it
         except LaststepError as failed:
             # The body's own error is the news; what a save died of is in the log.
             log.error("a save failed as well: %s", failed)  # noqa: TRY400 (no second traceback)
@@ -339,12 +380,13 @@ class Checkpointer(single.OnlyOne):
         )  # fmt: skip
         self._work.wait()
         neighbours.wait_for_others(self._work, self.path)
-        self._group = self._group or teaming.all_ranks(self._rank, self._settings, self._team)
-        self._group.arrive()
-        together(self._group, self._ready)
+        group = self._all_ranks("restore()")
+        group.arrive()
+        together(group, self._ready)
+        self._schedule.anew()
         with without_collection(), self._pool.at_rest(2 * wanted.threads):
             outcome = restore_into(
-                self._store, self._providers, self._pool, self._bus, wanted, ranks=self._group,
+                self._store, self._providers, self._pool, self._bus, wanted, ranks=group,
                 touched=functools.partial(setattr, self, "_mixed"),
                 saw=functools.partial(setattr, self, "_seen"),
             )  # fmt: skip
@@ -377,6 +419,12 @@ class Checkpointer(single.OnlyOne):
         self._knows_lineage = True
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _all_ranks(self, call: str) -> Ranks:
+        """Those that restore together, and meet for `step()`; brought together by that call."""
+        if self._group is None:
+            self._group = teaming.all_ranks(self._rank, self._settings, self._team, call)
+        return self._group
 
     def _check_usable(self, what: str, *, mixed_is_fine: bool = False) -> None:
         lifetimes.check_process(what, self._pid)

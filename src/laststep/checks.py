@@ -108,6 +108,8 @@ def _words(kind: inspect.Type) -> str:
     match kind:
         case inspect.UnionType(types):
             return " or ".join(map(_words, types))
+        case inspect.Metadata(extra_json_schema={"description": words}):
+            return str(words)
         case inspect.EnumType(choices):
             return f"one of {', '.join(repr(choice.value) for choice in choices)}"
         case inspect.LiteralType(values):

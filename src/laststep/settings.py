@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from laststep.checks import Checked
-from laststep.terms import CHUNK_BYTES
+from laststep.terms import CHUNK_BYTES, DURATION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,6 +73,14 @@ class CompareReplicas(StrEnum):
     NEVER = "never"
 
 
+_OFTEN = "'auto' or a duration such as '10 min'"
+Every = (
+    Annotated[int, Meta(ge=1)]
+    | Annotated[str, Meta(pattern=f"^(auto|{DURATION})$", description=_OFTEN)]
+    | None
+)
+Duration = Annotated[str, Meta(pattern=f"^{DURATION}$", description="a duration such as '6 h'")]
+
 _READERS_OF_ONE = 2
 """However many share a machine: while one verifies, the other reads."""
 MIN_SLOTS = 4
@@ -104,6 +112,14 @@ class Settings(Checked, frozen=True, kw_only=True):
     """One of `Compression` or the name of a codec, for all items or for each by its name."""
     lossy: dict[str, str] = msgspec.field(default_factory=dict)
     """Patterns of `item/tensor`, and to what the numbers of such tensors are rounded."""
+    every: Every = None
+    """How often `step()` saves: after so many steps, a duration, or as often as loses least."""
+    mtbf: Duration | None = None
+    """The mean time between failures of the job, for every="auto"; None: learned."""
+    most_share: Annotated[float, Meta(gt=0, lt=1)] = 0.01
+    """What saves may cost of training at most, with every="auto". Where saves are cheap enough to
+    lose least, they cost far less (5 ms every 15 s at a failure in 6 h); this keeps dear ones below
+    what anybody notices among the differences from one step to the next."""
     new_lineage: bool = False
     """Whether saves may leave the checkpoints of a run behind that were not restored."""
 

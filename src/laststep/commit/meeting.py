@@ -52,13 +52,15 @@ def check_own(providers: Mapping[str, StateProvider]) -> None:
             )  # fmt: skip
 
 
-def all_ranks(rank: Rank, settings: Settings, team: CommitThread | None) -> Ranks:
-    """The ranks that restore together; with a team, those that save together too."""
+def all_ranks(rank: Rank, settings: Settings, team: CommitThread | None, call: str) -> Ranks:
+    """The ranks that restore together; with a team, those that save together too. All make that
+    `call` now."""
     if team is None:
         return Alone(rank)
     # The first rank may wait for a save that another process has not finished.
     name = team.agreements.board.prefix
-    group = RankGroup(rank, name, deadline_s=settings.deadline_s + WAIT_FOR_OTHERS_S)
+    deadline_s = settings.deadline_s + WAIT_FOR_OTHERS_S
+    group = RankGroup(rank, name, deadline_s=deadline_s, call=call)
     team.meet(group)
     return group
 

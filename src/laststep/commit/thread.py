@@ -20,6 +20,8 @@ from laststep.commit.round import GivenUp, Round
 from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.flush.protocol import Decide
 from laststep.process import threads
+from laststep.ranks.board import Board
+from laststep.saving.schedule import BoardNotes
 
 if TYPE_CHECKING:
     from laststep.commit.replicas import Comparing
@@ -103,6 +105,7 @@ class CommitThread:
         self._entered = self._ended = 0
         """Saves that were entered, by the training thread, and that are over, by the other."""
         self.agreements.known = self._known
+        self._step_board: Board | None = None
         self._rounds: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="laststep-commit", daemon=True)
         threads.start(self._thread)
@@ -114,6 +117,16 @@ class CommitThread:
         if not ranks.largest(self._entered > 0):
             self._desk.board.under(name)
             self.agreements.board.under(name)
+
+    def notes(self, ranks: Ranks) -> BoardNotes:
+        """Bring all ranks together for `step()`: notes by which they save at the same calls, under
+        a name that is used once."""
+        name = ranks.tell(0, os.urandom(_NAME_BYTES)).hex()
+        if self._step_board is not None:
+            self._step_board.close()
+        prefix, deadline_s = f"{self.agreements.board.prefix}/step/{name}", self._desk.deadline_s
+        self._step_board = Board(prefix, ranks=ranks.size, patience_s=deadline_s)
+        return BoardNotes(self._step_board, is_first=self.rank.is_first, deadline_s=deadline_s)
 
     def begin(self, save: SaveUnderWay, prepared: Prepared, taken: TakenState) -> None:
         """Enter a save of all ranks; its chunks may follow."""
@@ -134,6 +147,8 @@ class CommitThread:
         self._thread.join()
         self._desk.board.close()
         self.agreements.close()
+        if self._step_board is not None:
+            self._step_board.close()
 
     def _enter(self, round_: Round) -> None:
         self._entered += 1

@@ -54,6 +54,7 @@ from laststep.process import interrupts, threads
 
 if TYPE_CHECKING:
     from laststep.capture.job import CaptureTiming
+    from laststep.catalog.failures import Past
     from laststep.catalog.starts import Start
     from laststep.flush.saves import SaveUnderWay, SealParts
     from laststep.memory.pool import Pool
@@ -105,6 +106,8 @@ class Client:
         self.up = threading.Event()
         """Set while a flusher runs that listens, or when it is known that none will."""
         self._closing = False
+        self.ends_well = False
+        """Whether this start, when it closes, has not failed; others want to know."""
         self._continues: Continue | None = None
         self._told_no_metric = False
         self.last_committed = 0
@@ -158,6 +161,10 @@ class Client:
     def newest_point(self) -> Seen:
         """The newest epoch of the run now, and the last commit."""
         return self._job.newest_point()
+
+    def past(self) -> Past:
+        """How often earlier starts have failed."""
+        return self._job.past()
 
     def continue_from(self, continues: Continue) -> None:
         """Saves from now on continue that checkpoint, under a new epoch."""
@@ -230,6 +237,8 @@ class Client:
             self._receiver.join()
             self._helper.join(_END_S)
             self._connection.close()
+            if self.ends_well:
+                self._job.ended_well()
         self._job.close()
 
     def abandon(self) -> None:

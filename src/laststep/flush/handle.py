@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from laststep.errors import LaststepError
     from laststep.flush.protocol import CodingReport
+    from laststep.plan.frequency import Reckoning
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,9 @@ class SaveReport:
     folder: str | None = None
     skipped: str | None = None
     """Why nothing was saved, with on_busy='skip'."""
+    reckoning: Reckoning | None = None
+    """Why `step()` saved now, with every='auto', on the first rank; None for the first save, by
+    which everything is measured."""
 
     @property
     def lost_s(self) -> float:

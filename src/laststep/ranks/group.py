@@ -113,27 +113,29 @@ class Alone:
 class RankGroup:
     """The ranks of a job of several; made by all of them at once."""
 
-    def __init__(self, rank: Rank, name: str, *, deadline_s: float) -> None:
-        """`name` is this group's, on all ranks."""
+    def __init__(
+        self, rank: Rank, name: str, *, deadline_s: float, call: str = "restore()"
+    ) -> None:
+        """`name` is this group's, on all ranks, which make that `call` now."""
         self.rank = rank
         self.size = rank.ranks
         self._name = name
         self._deadline_s = deadline_s
         self._arrivals = 0
         timeout = timedelta(seconds=deadline_s)
-        self._group = self._awaited(lambda: dist.new_group(backend="gloo", timeout=timeout))
+        self._group = self._awaited(lambda: dist.new_group(backend="gloo", timeout=timeout), call)
         self._carrier = self._host = Carrier(self._group)
 
     def arrive(self) -> None:
         self._awaited(lambda: self.largest(0))
 
-    def _awaited(self, call: Callable[[], T]) -> T:
+    def _awaited(self, act: Callable[[], T], call: str = "restore()") -> T:
         self._arrivals += 1
 
         def work() -> T:
             name = f"{self._name}/restore/{self._arrivals}"
-            with awaited(self.rank, "restore()", name, self._deadline_s):
-                return call()
+            with awaited(self.rank, call, name, self._deadline_s):
+                return act()
 
         return _asked(work)
 

@@ -1,0 +1,205 @@
+"""step(): real saves at the steps that it chooses itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+import laststep
+from laststep.catalog.failures import Past
+from laststep.flush import server as serving
+from laststep.plan.frequency import Bound
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from conftest import Training
+
+    Opened = Callable[..., laststep.Checkpointer]
+
+MANY = 1_000_000
+OFTEN = {"every": "auto", "mtbf": "0.1 s", "most_share": 0.9}
+
+
+def step_until_saved(
+    checkpointer: laststep.Checkpointer, training: Training, first: int
+) -> laststep.SaveHandle:
+    for step in range(first, first + MANY):
+        training.become(step % 100)
+        handle = checkpointer.step(step)
+        if handle is not None:
+            return handle
+    raise AssertionError(f"nothing was saved in {MANY} steps")
+
+
+def test_steps_are_saved_at_multiples_and_the_last_in_any_case(
+    opened: Opened, training: Training, fresh: Training, run_folder: Path
+) -> None:
+    with opened(training, every=5) as checkpointer:
+        assert checkpointer.restore().next_step == 0
+        made = {}
+        for step in range(18):
+            training.become(step)
+            handle = checkpointer.step(
+                step, metrics={"n": step}, metadata={"at": step}, last=step == 17
+            )
+            made[step] = handle
+    saved = [step for step, handle in made.items() if handle is not None]
+    assert saved == [5, 10, 15, 17] == laststep.open(run_folder).steps()
+    with opened(fresh, every=5) as checkpointer:
+        restored = checkpointer.restore()
+        assert (restored.step, restored.metrics, restored.metadata) == (17, {"n": 17}, {"at": 17})
+        assert fresh.is_wholly(17)
+
+
+def test_auto_measures_by_its_first_save_and_then_says_what_it_reckoned(
+    opened: Opened, training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "laststep")
+    with opened(training, **OFTEN) as checkpointer:
+        first = step_until_saved(checkpointer, training, 0)
+        assert 5 < first.step < 40
+        assert first.result().reckoning is None
+        second = step_until_saved(checkpointer, training, first.step + 1)
+        reckoning = second.result().reckoning
+        assert reckoning is not None
+        assert reckoning.cost_s >= first.report.stall_s
+        assert reckoning.latency_s == first.report.committed_s
+        assert reckoning.size_bytes == first.report.size_bytes
+        assert (reckoning.mtbf_s, reckoning.mtbf_from) == (0.1, "given")
+        assert reckoning.interval_s >= 2 * reckoning.latency_s
+        assert reckoning.bound in (Bound.LEAST, Bound.LATENCY)
+        assert f"step {second.step}: {reckoning}" in caplog.text
+
+
+def test_a_duration_is_a_frequency(opened: Opened, training: Training) -> None:
+    with opened(training, every="0.01 s") as checkpointer:
+        first = step_until_saved(checkpointer, training, 0)
+        second = step_until_saved(checkpointer, training, first.step + 1)
+        assert second.step > first.step
+        assert second.result().reckoning is None
+
+
+def test_a_step_twice_is_fine_and_one_that_goes_back_needs_a_restore(
+    opened: Opened, training: Training
+) -> None:
+    with opened(training, every=2) as checkpointer:
+        checkpointer.restore()
+        for step in range(5):
+            checkpointer.step(step)
+        assert checkpointer.step(4) is None
+        assert checkpointer.step(4, last=True) is None  # it is saved
+        with pytest.raises(laststep.Usage, match="step 3 comes after step 4"):
+            checkpointer.step(3)
+        assert checkpointer.restore(2).next_step == 3
+        assert checkpointer.step(3) is None
+        assert checkpointer.step(4) is not None
+
+
+def test_a_step_that_the_user_has_saved_is_not_saved_again(
+    opened: Opened, training: Training
+) -> None:
+    with opened(training, every=2) as checkpointer:
+        checkpointer.save(2)
+        assert checkpointer.step(2) is None
+        assert checkpointer.step(2, last=True) is None
+
+
+def test_a_save_that_failed_is_raised_by_the_next_step(
+    opened: Opened, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise laststep.StorageFailed("the disk is full")
+
+    with opened(training, every=2) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(serving.SaveFlush, "finish", failing)
+            handle = checkpointer.step(2)
+            assert handle is not None
+            handle.committed.over_within(None)
+        with pytest.raises(laststep.StorageFailed, match="the disk is full"):
+            checkpointer.step(3)
+        assert checkpointer.step(4) is not None
+
+
+def test_a_save_that_is_refused_does_not_end_the_schedule(
+    opened: Opened, training: Training
+) -> None:
+    with opened(training, **OFTEN) as checkpointer:
+        handle = step_until_saved(checkpointer, training, 0)
+        handle.wait()
+        training.plain["bad"] = object()
+        with pytest.raises(laststep.Usage):
+            step_until_saved(checkpointer, training, handle.step + 1)
+        del training.plain["bad"]
+        assert checkpointer._schedule._last_step is not None
+        again = step_until_saved(checkpointer, training, checkpointer._schedule._last_step + 1)
+        assert again.result().folder is not None
+
+
+def test_without_every_step_is_refused(opened: Opened, training: Training) -> None:
+    with opened(training) as checkpointer:
+        with pytest.raises(laststep.Usage, match="every='auto'"):
+            checkpointer.step(0)
+        with pytest.raises(laststep.Usage, match="a whole number"):
+            checkpointer.step(-1)
+    with pytest.raises(laststep.Usage, match="cannot step: the Checkpointer is closed"):
+        checkpointer.step(0)
+
+
+@pytest.mark.parametrize("every", ["10 minutes", "autom", 0, 2.5, "0 s", "-1 s", True, "10m"])
+def test_a_frequency_that_cannot_be_is_refused(every: object, tmp_path: Path) -> None:
+    with pytest.raises(laststep.Usage, match="an int of 1 or more or 'auto' or a duration such as"):
+        laststep.Checkpointer(tmp_path / "run", s={"a": 1}, every=every)
+
+
+def test_a_misspelt_frequency_is_known(tmp_path: Path) -> None:
+    with pytest.raises(laststep.Usage, match="did you mean every='auto'"):
+        laststep.Checkpointer(tmp_path / "run", s={"a": 1}, evry="auto")
+
+
+def test_close_says_which_steps_were_not_saved(
+    opened: Opened, training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(training, every=5) as checkpointer:
+        for step in range(8):
+            checkpointer.step(step)
+    assert "the last step is 7, and the last that was saved is step 5" in caplog.text
+
+
+class Breaks(Exception):
+    pass
+
+
+def test_starts_that_failed_are_counted_by_those_that_come(
+    opened: Opened, training: Training
+) -> None:
+    def train(end: BaseException | None = None) -> Past:
+        with opened(training, every="auto", most_share=0.9) as checkpointer:
+            next_step = checkpointer.restore().next_step
+            past = checkpointer._client.past()
+            step_until_saved(checkpointer, training, next_step).wait()
+            if end is not None:
+                raise end
+        return past
+
+    assert train() == Past(0, 0.0)
+    assert train().failures == 0
+    with pytest.raises(Breaks):
+        train(Breaks())
+    with pytest.raises(KeyboardInterrupt):
+        train(KeyboardInterrupt())  # somebody has stopped it
+    assert train().failures == 1
+    assert train().uptime_s > 0.0
+
+
+def test_a_checkpointer_that_does_not_ask_leaves_no_trace_of_its_end(
+    opened: Opened, training: Training, run_folder: Path
+) -> None:
+    for settings in ({}, {"every": 1}, {"every": "0.01 s"}):
+        with opened(training, **settings) as checkpointer:
+            checkpointer.save(checkpointer.restore().next_step)
+    assert [path.name for path in (run_folder / "epochs").glob("*.ended")] == []

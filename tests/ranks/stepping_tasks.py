@@ -1,0 +1,70 @@
+"""Ranks that call step(): which steps each has saved."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from tasks import PATIENCE_S
+
+import laststep
+
+
+def opened(run: str, state: dict[str, object], every: object) -> laststep.Checkpointer:
+    made = laststep.Checkpointer(
+        run, state=state, progress=False, deadline_s=PATIENCE_S, flush="thread",
+        every=every, mtbf="0.2 s", most_share=0.9,
+    )  # fmt: skip
+    # Clocks of ranks differ, in what they show and in how fast they go.
+    rank = dist.get_rank()
+    made._schedule._clock = lambda: 1e5 * rank + (1 + rank) * time.monotonic()
+    return made
+
+
+def train(
+    c: laststep.Checkpointer, state: dict[str, object], first: int, last: int, *, slow: int
+) -> list[int]:
+    """The steps that this rank has saved; ranks do nothing together, and one of them is slow."""
+    saved = []
+    for step in range(first, last + 1):
+        time.sleep(0.004 if dist.get_rank() == slow else 0.001)
+        state["w"].fill_(step)  # type: ignore[attr-defined]
+        if c.step(step, last=step == last) is not None:
+            saved.append(step)
+    return saved
+
+
+def step_alike(run: str, every: object, slow: int) -> tuple[list[int], list[int]]:
+    """Train, go back, and train again; the steps that this rank saved, each time."""
+    state = {"w": torch.zeros(1000)}
+    with opened(run, state, every) as c:
+        before = train(c, state, 0, 250, slow=slow)
+        c.restore(before[0])
+        assert state["w"].unique().tolist() == [before[0]]
+        after = train(c, state, before[0] + 1, 200, slow=slow)
+    return before, after
+
+
+def step_without_the_first(run: str) -> str:
+    """The first rank is late for longer than the others have patience."""
+    with laststep.Checkpointer(
+        run, state={"w": torch.zeros(3)}, progress=False, deadline_s=0.5, flush="thread",
+        every="10 min",
+    ) as c:  # fmt: skip
+        c.step(0)
+        said = ""
+        if dist.get_rank() > 0:
+            c.step(1)  # what is done here the first rank has said one step ahead
+            try:
+                c.step(2)
+            except laststep.Aborted as error:
+                said = str(error)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            c.step(1)
+            c.step(2)
+        dist.barrier()
+        c.step(3)
+        assert c.step(4, last=True) is not None
+    return said

@@ -1,0 +1,38 @@
+"""All ranks of a job save at the same steps, which the first one chooses by its clock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import laststep
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from crew import Crew
+
+
+@pytest.mark.parametrize("every", ["auto", "0.05 s", 60])
+@pytest.mark.parametrize("slow", [0, 2])
+def test_ranks_save_the_same_steps_whatever_their_clocks_and_speeds(
+    crew: Crew, run_folder: Path, every: object, slow: int
+) -> None:
+    found = crew("stepping_tasks:step_alike", 3, run=str(run_folder), every=every, slow=slow)
+    assert found[1:] == found[:1] * 2
+    before, after = found[0]
+    assert len(before) > 1
+    assert before[-1] == 250
+    assert after[-1] == 200
+    assert laststep.open(run_folder).steps() == [before[0], *after]
+
+
+def test_a_first_rank_that_is_late_is_named_and_ranks_get_into_step_again(
+    crew: Crew, run_folder: Path
+) -> None:
+    said = crew("stepping_tasks:step_without_the_first", 2, run=str(run_folder))
+    assert said[0] == ""
+    assert "this rank does not know when to save next" in said[1]
+    assert "nothing within 0.5 s" in said[1]
+    assert laststep.open(run_folder).steps() == [4]

@@ -1,0 +1,429 @@
+"""When step() saves, by a clock of the tests' own: one rank, and several that must decide alike."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laststep.catalog.failures import Past
+from laststep.errors import Aborted, StorageFailed, Usage
+from laststep.flush.handle import SaveHandle
+from laststep.plan.frequency import APART, Bound
+from laststep.ranks.rank import Rank
+from laststep.saving import schedule as scheduling
+from laststep.saving.schedule import BoardNotes, OwnNotes, Schedule
+from laststep.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HOUR = 3600.0
+
+
+class Job:
+    """A training of one rank, as its schedule sees it: time passes only here."""
+
+    def __init__(
+        self,
+        step_s: float = 0.1,
+        *,
+        stall_s: float = 0.005,
+        slower_s: float = 0.0,
+        latency_s: float = 2.0,
+        past: Past | None = None,
+        notes: Callable[[], scheduling.Notes] = OwnNotes,
+        ranks: int = 1,
+        is_first: bool = True,
+        now_s: float = 1000.0,
+        **settings: object,
+    ) -> None:
+        self.now_s = now_s
+        self.step_s, self.stall_s, self.slower_s = step_s, stall_s, slower_s
+        self.latency_s = latency_s
+        self.asked = 0
+        self.step = -1
+        self.saves: list[tuple[int, float]] = []
+        self.handles: list[SaveHandle] = []
+        self.failing = False
+        self._past = past or Past()
+        self.meet = notes
+        self._under_way: list[tuple[SaveHandle, float]] = []
+        self.schedule = Schedule(
+            Settings(**settings), Rank(0 if is_first else 1, ranks), self._ask,
+            clock=lambda: self.now_s,
+        )  # fmt: skip
+
+    def _ask(self) -> Past:
+        self.asked += 1
+        return self._past
+
+    def due(self, step: int | None = None, *, last: bool = False) -> bool:
+        return self.schedule.due(self.step if step is None else step, self.meet, last=last)
+
+    def train(self) -> None:
+        """An iteration, without a call."""
+        self.now_s += self.step_s + (self.slower_s if self._under_way else 0.0)
+        for handle, until_s in list(self._under_way):
+            if self.now_s >= until_s:
+                self._under_way.remove((handle, until_s))
+                if self.failing:
+                    handle.fail(StorageFailed("the disk is full"))
+                else:
+                    handle.report.committed_s = handle.report.durable_s = self.latency_s
+                    handle.committed.reach()
+        self.step += 1
+
+    def save(self) -> SaveHandle:
+        """As a Checkpointer does."""
+        handle = SaveHandle(self.step)
+        handle.report.written_bytes = handle.report.size_bytes = 1000
+        handle.report.stall_s = self.stall_s
+        self.schedule.began(handle)
+        self.saves.append((self.step, self.now_s))
+        self.handles.append(handle)
+        self.now_s += self.stall_s
+        self._under_way.append((handle, self.now_s - self.stall_s + self.latency_s))
+        return handle
+
+    def go(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.train()
+            if self.due():
+                self.save()
+
+    def gaps(self, first: int = 0) -> list[float]:
+        times = [at for _, at in self.saves[first:]]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+def test_saves_are_as_far_apart_as_loses_least() -> None:
+    job = Job(every="auto", mtbf="6 h")
+    job.go(20_000)
+    wanted = (2 * 0.005 * 6 * HOUR) ** 0.5
+    assert len(job.saves) > 100
+    for gap in job.gaps(1):
+        assert wanted - 0.01 <= gap <= wanted + 0.2  # within two steps
+    reckoning = job.schedule.reckoning
+    assert reckoning is not None
+    assert reckoning.bound is Bound.LEAST
+    assert reckoning.interval_s == pytest.approx(wanted)
+    assert (reckoning.cost_s, reckoning.latency_s) == (0.005, 2.0)
+    assert (reckoning.mtbf_s, reckoning.mtbf_from) == (6 * HOUR, "given")
+
+
+def test_the_first_save_comes_after_a_few_steps() -> None:
+    job = Job(every="auto")
+    job.go(100)
+    assert 8 <= job.saves[0][0] <= 16
+
+
+@pytest.mark.parametrize("step_s", [20.0, 100.0, 1000.0])
+def test_the_first_save_of_long_steps_comes_within_a_few(step_s: float) -> None:
+    job = Job(step_s, every="auto")
+    job.go(10)
+    assert 2 <= job.saves[0][0] <= 5
+
+
+def test_what_saves_slow_down_is_part_of_their_cost() -> None:
+    job = Job(every="auto", mtbf="6 h", stall_s=0.01, slower_s=0.02, latency_s=2.0)
+    job.go(10_000)
+    reckoning = job.schedule.reckoning
+    assert reckoning is not None
+    iterations = 2.0 / 0.12
+    assert reckoning.cost_s == pytest.approx(0.01 + 0.02 * iterations, rel=0.1)
+
+
+def test_a_validation_now_and_then_is_no_cost_of_a_save() -> None:
+    job = Job(every="auto", mtbf="6 h")
+    for number in range(3000):
+        job.go()
+        if number % 50 == 0:
+            job.now_s += 30.0
+    reckoning = job.schedule.reckoning
+    assert reckoning is not None
+    assert reckoning.cost_s == pytest.approx(0.005)
+    assert reckoning.step_s == pytest.approx(0.1)
+
+
+@given(
+    step_s=st.floats(0.001, 30.0), stall_s=st.floats(0.0001, 20.0), slower=st.floats(0.0, 1.0),
+    latency_s=st.floats(0.01, 300.0), most_share=st.sampled_from([0.001, 0.01, 0.05]),
+    jitter=st.floats(0.0, 0.5), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_saves_never_pile_up_nor_cost_more_than_their_share(
+    step_s: float, stall_s: float, slower: float, latency_s: float, most_share: float,
+    jitter: float, seed: int,
+) -> None:  # fmt: skip
+    job = Job(
+        step_s, every="auto", mtbf="1 h", stall_s=stall_s, slower_s=slower * step_s,
+        latency_s=latency_s, most_share=most_share,
+    )  # fmt: skip
+    dice = random.Random(seed)
+    for _ in range(500):
+        job.step_s = step_s * (1 + dice.uniform(0, jitter))
+        job.go()
+    for gap in job.gaps():
+        assert gap > latency_s
+    for gap in job.gaps(1):
+        # What is known of the pace may be a few steps old.
+        assert gap >= (1 - jitter) * min(APART * latency_s, 2 * step_s)
+        assert stall_s / gap <= most_share * (1 + 0.01 + jitter)
+
+
+def test_a_duration_is_kept_whatever_saves_cost() -> None:
+    job = Job(every="10 min", stall_s=100.0, latency_s=5.0)
+    job.go(20_000)
+    assert job.saves[0][1] == pytest.approx(1600.1, abs=0.3)
+    assert job.gaps() == pytest.approx([600.0] * len(job.gaps()), abs=0.3)
+    assert job.schedule.reckoning is None
+
+
+def test_training_that_slows_down_is_noticed_between_two_saves() -> None:
+    job = Job(0.01, every="10 min")
+    job.go(10_000)
+    job.step_s = 1.0  # there were 50,000 steps to go
+    job.go(3000)
+    two_looks_s = 2 * scheduling._LOOK_S / 0.01
+    assert 599.9 <= job.saves[0][1] - 1000.0 <= 600.0 + two_looks_s + 3.0
+    assert job.gaps() == pytest.approx([600.0] * len(job.gaps()), abs=3.0)
+
+
+def test_a_save_that_failed_is_made_good_soon() -> None:
+    job = Job(every="10 min")
+    job.go(7000)
+    job.failing = True
+    job.go(6000)
+    job.failing = False
+    job.go(7000)
+    gaps = [round(gap) for gap in job.gaps()]
+    assert gaps[:1] == [600]
+    assert 150 in gaps
+    assert gaps[-1] == 600
+
+
+def test_a_save_of_the_users_own_counts() -> None:
+    job = Job(every="10 min")
+    job.go(3000)
+    job.save()
+    assert not job.due()
+    job.go(10_000)
+    assert job.gaps()[0] == pytest.approx(600.0, abs=0.3)
+
+
+def test_every_so_many_steps_is_at_their_multiples() -> None:
+    job = Job(every=100)
+    job.go(350)
+    assert [step for step, _ in job.saves] == [100, 200, 300]
+    strides = Job(every=100)
+    for step in range(0, 400, 30):
+        strides.step = step
+        if strides.due(step):
+            strides.save()
+    assert [step for step, _ in strides.saves] == [120, 210, 300]
+
+
+def test_a_step_that_is_called_twice_is_counted_once() -> None:
+    job = Job(every=10)
+    job.go(11)
+    assert not job.due(10)
+    assert job.saves[-1][0] == 10
+
+
+def test_steps_that_go_back_are_refused_until_a_restore() -> None:
+    job = Job(every="auto")
+    job.go(6)
+    with pytest.raises(Usage, match="step 3 comes after step 5"):
+        job.due(3)
+    job.schedule.anew()
+    assert not job.due(3)
+
+
+def test_without_a_frequency_step_says_what_to_pass() -> None:
+    with pytest.raises(Usage, match="every='auto'"):
+        Job().due(0)
+
+
+def test_a_restore_begins_anew_and_keeps_what_saves_cost() -> None:
+    job = Job(every="auto", mtbf="6 h")
+    job.go(5000)
+    count = len(job.saves)
+    job.now_s += 500.0
+    job.schedule.anew()
+    job.step = 100
+    came_back = job.now_s
+    job.go(500)
+    wanted = (2 * 0.005 * 6 * HOUR) ** 0.5
+    assert job.saves[count][1] - came_back == pytest.approx(wanted, abs=0.4)
+
+
+def test_the_last_step_is_saved_in_any_case_and_once() -> None:
+    job = Job(every=10)
+    job.go(5)
+    assert job.due(5, last=True)
+    job.step = 5
+    job.save()
+    assert not job.due(5, last=True)
+    assert not job.due(5)
+
+
+def test_steps_that_were_not_saved_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(every=10)
+    job.schedule.end()
+    job.go(11)
+    job.schedule.end()
+    assert caplog.text == ""
+    job.go(2)
+    job.schedule.end()
+    assert "the last step is 12, and the last that was saved is step 10" in caplog.text
+
+
+def test_only_a_save_of_step_has_a_reckoning() -> None:
+    job = Job(every="auto", mtbf="6 h")
+    job.go(30)
+    assert job.handles[0].report.reckoning is None  # by which it is measured
+    job.save()
+    assert job.handles[1].report.reckoning is None
+    job.go(1000)
+    assert job.handles[2].report.reckoning is not None
+
+
+def test_the_past_is_asked_once_and_only_where_it_counts() -> None:
+    job = Job(every="auto", past=Past(9, 10 * HOUR))
+    job.go(2000)
+    job.schedule.anew()
+    job.go(2000)
+    assert job.asked == 1
+    reckoning = job.schedule.reckoning
+    assert reckoning is not None
+    assert reckoning.mtbf_s == pytest.approx((24 + 10) * HOUR / 10, rel=0.02)
+    assert "9 failures in 10.1 h of this run, and a prior belief of one in 24 h" in str(reckoning)
+    for other in (Job(every="auto", mtbf="6 h"), Job(every=10), Job(every="10 min")):
+        other.go(100)
+        assert other.asked == 0
+
+
+# -- several ranks --------------------------------------------------------------------------------
+
+
+class Notice:
+    """A board in memory. Whoever waits lets the first rank go on, as time would."""
+
+    def __init__(self, notes: dict[str, bytes], go_on: Callable[[], None]) -> None:
+        self._notes = notes
+        self._go_on = go_on
+        self.waited = 0
+
+    def now_s(self) -> float:
+        return 0.0
+
+    def put(self, name: str, note: bytes) -> None:
+        self._notes[name] = note
+
+    def look(self, name: str) -> bytes | None:
+        return self._notes.get(name)
+
+    def until(self, look: Callable[[], object], until_s: float) -> object:
+        while (seen := look()) is None:
+            self.waited += 1
+            self._go_on()
+        return seen
+
+
+class Ranks:
+    """Jobs of one run that share a board; clocks and speeds differ."""
+
+    def __init__(self, count: int, **settings: object) -> None:
+        self.notes: dict[str, bytes] = {}
+        self.boards: list[Notice] = []
+        self.jobs = [self._job(number, count, settings) for number in range(count)]
+
+    def _go_on(self) -> None:
+        self.jobs[0].go()
+
+    def _job(self, number: int, count: int, settings: dict[str, object]) -> Job:
+        board = Notice(self.notes, self._go_on)
+        self.boards.append(board)
+        return Job(
+            ranks=count, is_first=number == 0, now_s=1e6 * number, **settings,
+            notes=lambda: BoardNotes(board, is_first=number == 0, deadline_s=1.0),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+@given(st.integers(2, 4), st.integers(0, 9999), st.sampled_from(["auto", "1 s", "2 s"]))
+def test_ranks_save_at_the_same_steps_however_far_apart_they_are(
+    count: int, seed: int, every: str
+) -> None:
+    dice = random.Random(seed)
+    ranks = Ranks(count, every=every, step_s=dice.choice([0.01, 0.3, 5.0]))
+    for job in ranks.jobs[1:]:
+        job.step_s *= dice.choice([0.1, 1.0, 7.0])
+    for _ in range(400):
+        dice.choice(ranks.jobs).go(dice.randrange(1, 8))
+    for job in ranks.jobs:
+        job.go(ranks.jobs[0].step - job.step if job.step < ranks.jobs[0].step else 0)
+    shortest = min(job.step for job in ranks.jobs)
+    steps = [[step for step, _ in job.saves if step <= shortest] for job in ranks.jobs]
+    assert all(one == steps[0] for one in steps)
+    assert steps[0]
+
+
+def test_ranks_in_step_wait_for_nothing_and_ask_seldom() -> None:
+    ranks = Ranks(2, every="10 min")
+    asked = 0
+    look = ranks.boards[1].look
+
+    def counted(name: str) -> bytes | None:
+        nonlocal asked
+        asked += 1
+        return look(name)
+
+    ranks.boards[1].look = counted  # type: ignore[method-assign]
+    for _ in range(20_000):
+        for job in reversed(ranks.jobs):  # the first rank comes last
+            job.go()
+    assert [job.saves[0][0] for job in ranks.jobs] == [ranks.jobs[0].saves[0][0]] * 2
+    assert len(ranks.jobs[1].saves) == 3
+    assert ranks.boards[1].waited == 0
+    assert asked < 1200  # of 20,000 steps, in 2,000 s
+
+
+def test_a_first_rank_that_says_nothing_is_named() -> None:
+    ranks = Ranks(2, every="10 min")
+    ranks.boards[1].until = lambda look, until_s: look()  # type: ignore[method-assign]
+    member = ranks.jobs[1]
+    member.go()
+    with pytest.raises(Aborted, match="this rank does not know when to save next") as caught:
+        member.go()
+    assert "step() for the same steps" in str(caught.value)
+    # When it hears again it is in step.
+    ranks.jobs[0].go(2)
+    member.go()
+    ranks.jobs[0].go(1)
+    assert member.schedule._calls == ranks.jobs[0].schedule._calls
+
+
+def test_a_rank_that_could_not_ask_makes_no_save_of_its_own() -> None:
+    ranks = Ranks(2, every="5 s")
+    first, member = ranks.jobs
+    for _ in range(40):
+        first.go()
+        member.go()
+    until, ranks.boards[1].until = ranks.boards[1].until, lambda look, until_s: None  # type: ignore[method-assign]
+    for _ in range(30):
+        first.go()
+        member.train()
+        try:
+            assert not member.due()
+        except Aborted:
+            continue
+    ranks.boards[1].until = until  # type: ignore[method-assign]
+    for _ in range(300):
+        first.go()
+        member.go()
+    assert first.saves[0][0] not in [step for step, _ in member.saves]
+    assert [step for step, _ in first.saves[1:]] == [step for step, _ in member.saves]
