@@ -167,7 +167,7 @@ def test_close_says_which_steps_were_not_saved(
     with opened(training, every=5) as checkpointer:
         for step in range(8):
             checkpointer.step(step)
-    assert "the last step is 7, and the last that was saved is step 5" in caplog.text
+    assert "ends with step 7, which is not saved (step 5 is the last that was)" in caplog.text
 
 
 class Breaks(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from typing import TYPE_CHECKING
@@ -279,7 +280,7 @@ def test_steps_that_were_not_saved_are_told(caplog: pytest.LogCaptureFixture) ->
     assert caplog.text == ""
     job.go(2)
     job.schedule.end()
-    assert "the last step is 12, and the last that was saved is step 10" in caplog.text
+    assert "ends with step 12, which is not saved (step 10 is the last that was)" in caplog.text
 
 
 def test_only_a_save_of_step_has_a_reckoning() -> None:
@@ -405,6 +406,30 @@ def test_a_first_rank_that_says_nothing_is_named() -> None:
     member.go()
     ranks.jobs[0].go(1)
     assert member.schedule._calls == ranks.jobs[0].schedule._calls
+
+
+def test_what_the_first_rank_has_said_it_does_not_say_otherwise() -> None:
+    first = Ranks(2, every="5 s", step_s=1.0).jobs[0]
+    board = first.schedule._begin(first.meet())._board  # type: ignore[attr-defined]
+    first.meet = lambda: BoardNotes(board, is_first=True, deadline_s=1.0)
+    put, said = board.put, []
+
+    def interrupted(name: str, note: bytes) -> None:
+        put(name, note)  # it is there, and somebody may have read it
+        said.append(note)
+        raise KeyboardInterrupt
+
+    for _ in range(50):
+        first.go()
+        first.train()
+        board.put = interrupted
+        with contextlib.suppress(KeyboardInterrupt):
+            first.due()
+        board.put = put
+        first.now_s += 3.0  # by now it would decide otherwise
+        first.go()
+        assert not said or said[-1] in board._notes.values()
+    assert len(set(said)) > 10
 
 
 def test_a_rank_that_could_not_ask_makes_no_save_of_its_own() -> None:

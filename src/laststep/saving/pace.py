@@ -51,6 +51,7 @@ class Pace:
         self._seen = 0
         self._last_s: float | None = None
         self._disturbed = False
+        self._latest: SaveHandle | None = None
         self.captured_s: float | None = None
         """When the last save began."""
         self.failed = False
@@ -84,7 +85,7 @@ class Pace:
         self._under_way[handle] = 0
         self._fresh.append(handle)
         self._disturbed = True
-        self.captured_s, self.failed = now_s, False
+        self.captured_s, self.failed, self._latest = now_s, False, handle
 
     def _look(self) -> None:
         """See which saves are over."""
@@ -94,7 +95,7 @@ class Pace:
                 continue
             iterations, report = self._under_way.pop(handle), handle.report
             if report.committed_s is None:
-                self.failed = True
+                self.failed = self.failed or handle is self._latest
                 continue
             moved = (report.written_bytes or 0) / max(report.durable_s or 0.0, 1e-9)
             self._ended.append(

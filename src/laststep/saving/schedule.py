@@ -19,6 +19,7 @@ import msgspec
 
 from laststep.errors import Aborted, Usage
 from laststep.plan import frequency
+from laststep.process import interrupts
 from laststep.saving.pace import Pace
 from laststep.terms import duration_s, duration_text
 
@@ -146,11 +147,13 @@ class Schedule:
         self._wanted_step: int | None = None
         """The step that is saved because `step()` was called."""
         self._notes: Notes | None = None
+        self._said: MeetingNote | None = None
+        """What is done at the next meeting, where it could not be left yet."""
         self._calls = self._at = self._number = 0
 
     def anew(self) -> None:
         """The state was restored: steps may go back, and ranks meet anew."""
-        self._last_step = self._saved_step = self._notes = None
+        self._last_step = self._saved_step = self._notes = self._said = None
         if self._pace is not None:
             self._pace.anew()
 
@@ -199,32 +202,42 @@ class Schedule:
     def end(self) -> bool:
         """Training is over: say what was not saved. Whether it matters that it ended well."""
         if self._last_step is not None and self._last_step != self._saved_step:
-            since = "nothing" if self._saved_step is None else f"step {self._saved_step}"
+            saved = (
+                "none" if self._saved_step is None else f"step {self._saved_step} is the last that"
+            )
             log.warning(
-                "the last step is %d, and the last that was saved is %s: step(…, last=True) saves "
-                "the last one in any case", self._last_step, since,
+                "training ends with step %d, which is not saved (%s was): step(…, last=True) saves "
+                "the last step in any case", self._last_step, saved,
             )  # fmt: skip
         return self._pace is not None and self._fixed_s is None
 
     # -- by the clock -----------------------------------------------------------------------------
 
     def _called(self, meet: Callable[[], Notes]) -> bool:
-        pace = self._pace
-        if pace is not None:
-            pace.iterated(self._clock())
+        if self._pace is not None:
+            self._pace.iterated(self._clock())
         if self._notes is None:
             self._notes = self._begin(meet())
         self._calls += 1
         saves = False
         while self._at <= self._calls:
-            note = self._notes.read(self._number)
-            if pace is not None:
-                self._notes.leave(self._decided(note, pace))
-            saves = note.save and self._at == self._calls
-            if note.save and not saves:  # the store of the ranks did not answer then
-                log.warning("this rank has missed a save that the others made: see above")
-            self._at += note.gap
-            self._number += 1
+            with interrupts.held():
+                saves = self._at_meeting(self._notes)
+        return saves
+
+    def _at_meeting(self, notes: Notes) -> bool:
+        """Read what is to be done now and, as the first rank, say what is to be done next."""
+        note = notes.read(self._number)
+        if self._pace is not None:
+            # Whatever keeps it from being left: who has read it must not be told otherwise later.
+            self._said = self._said or self._decided(note, self._pace)
+            notes.leave(self._said)
+        saves = note.save and self._at == self._calls
+        if note.save and not saves:  # the store of the ranks did not answer then
+            log.warning("this rank has missed a save that the others made: see above")
+        self._at += note.gap
+        self._number += 1
+        self._said = None
         return saves
 
     def _begin(self, notes: Notes) -> Notes:
