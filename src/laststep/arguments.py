@@ -8,13 +8,16 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypedDict
 
 from laststep.catalog.retention import Keep
 from laststep.checks import checked, plain, shown
-from laststep.codecs.blocks.registry import codec_named
+from laststep.codecs.blocks.registry import codec_named, is_known_everywhere
 from laststep.errors import Usage
+from laststep.flush.rounding import ROUNDED
+from laststep.restoring.restore import RestoreRequest
 from laststep.settings import ALL_ITEMS, Compression, Settings
 from laststep.state.tensors import is_tensor
 from laststep.terms import with_article
@@ -152,38 +155,81 @@ def callables(subscribers: object) -> tuple[Subscriber, ...]:
     )  # fmt: skip
 
 
-def compression(asked: object) -> str | dict[str, str]:
-    """How blocks are encoded, in a form of its own."""
-    asked = dict(asked) if isinstance(asked, Mapping) else asked
-    return checked("compression", asked, str | dict[str, str])  # type: ignore[no-any-return]
+class CodingSettings(TypedDict):
+    """What settings say of how blocks are encoded."""
+
+    compression: str | dict[str, str]
+    lossy: dict[str, str] | None
 
 
-def check_compression(asked: str | dict[str, str], items: Iterable[str]) -> None:
-    """Words that mean something, for items that there are; codecs that can be had, and give back
-    what they were given."""
+def coding(
+    compression: object, lossy: object, items: Iterable[str], *, here: bool
+) -> CodingSettings:
+    """Words that mean something, for items that there are; codecs that can be had where blocks are
+    encoded, in this process or in another, and give back what they were given."""
+    modes = dict(compression) if isinstance(compression, Mapping) else compression
+    rounded = dict(lossy) if isinstance(lossy, Mapping) else lossy
+    modes = checked("compression", modes, str | dict[str, str])
+    rounded = checked("lossy", {} if rounded is None else rounded, dict[str, str])
     names = [*items, ALL_ITEMS]
-    for item, word in {ALL_ITEMS: asked}.items() if isinstance(asked, str) else asked.items():
+    for item, word in {ALL_ITEMS: modes}.items() if isinstance(modes, str) else modes.items():
         if item not in names:
-            near = difflib.get_close_matches(item, names, n=1)
-            raise Usage(
-                f"compression names {item!r}, which is no item",
-                expected=f"one of {', '.join(names)}", found=repr(item),
-                remedy=f"did you mean {near[0]!r}?" if near else "'*' stands for all others",
-            )  # fmt: skip
-        if word in (Compression.NONE, Compression.ADAPTIVE):
-            continue
-        near = difflib.get_close_matches(word, list(Compression), n=1)
-        if near and word != near[0]:
-            raise Usage(
-                "there is no such compression", expected=f"one of {', '.join(Compression)}, or "
-                "the name of a codec", found=repr(word), remedy=f"did you mean {near[0]!r}?",
-            )  # fmt: skip
-        codec = codec_named("planes" if word == Compression.MAX else word)
-        if not codec.lossless:
-            raise Usage(
-                "compression does not change values", found=f"the codec {word!r}, which does",
-                expected="a codec that is lossless",
-            )  # fmt: skip
+            raise _unknown(f"compression names {item!r}, which is no item", item, names)
+        _check_mode(word, here=here)
+    for pattern, word in rounded.items():
+        if word not in ROUNDED:
+            raise _unknown(f"{pattern} cannot be rounded to that", word, list(ROUNDED))
+        whose = pattern.partition("/")[0]
+        if not any(fnmatchcase(item, whose) for item in names):
+            raise _unknown(f"lossy names {whose!r}, which is no item", whose, names)
+        codec_named("planes")  # which makes something of it
+    return {"compression": modes, "lossy": rounded or None}
+
+
+def _check_mode(word: str, *, here: bool) -> None:
+    if word in (Compression.NONE, Compression.ADAPTIVE):
+        return
+    near = difflib.get_close_matches(word, list(Compression), n=1)
+    if near and word != near[0]:
+        raise _unknown("there is no such compression", word, list(Compression))
+    name = "planes" if word == Compression.MAX else word
+    codec = codec_named(name)
+    if not here and not is_known_everywhere(name):
+        raise Usage(
+            "the flusher, a process of its own, does not know this codec", found=repr(name),
+            expected="one that a package brings by an entry point of 'laststep.codecs'",
+            remedy="pass flush='thread' for one that is registered in this process only",
+        )  # fmt: skip
+    if not codec.lossless:
+        raise Usage(
+            "compression does not change values", expected="a codec that is lossless",
+            found=f"the codec {word!r}, which is not", remedy="lossy={…} rounds, and says so",
+        )  # fmt: skip
+
+
+def _unknown(what: str, found: str, known: Sequence[str]) -> Usage:
+    near = difflib.get_close_matches(found, known, n=1)
+    return Usage(
+        what, expected=f"one of {', '.join(known)}", found=repr(found),
+        remedy=f"did you mean {near[0]!r}?" if near else "see docs/guides/smaller.md",
+    )  # fmt: skip
+
+
+def restore_request(
+    step: SupportsIndex | None,
+    only: object,
+    settings: Settings,
+    ranks_here: int,
+    *,
+    strict: object,
+    exact: object,
+) -> RestoreRequest:
+    """What restore() was asked for."""
+    return RestoreRequest(
+        step=None if step is None else plain_step(step), only=patterns(only),
+        strict=true_or_false("strict", strict), exact=true_or_false("exact", exact),
+        allow_pickle=settings.allow_pickle, threads=settings.readers(ranks_here),
+    )  # fmt: skip
 
 
 def check_metrics(metrics: object) -> None:

@@ -87,6 +87,7 @@ class Checkpointer(single.OnlyOne):
         deadline_s: float = DEFAULTS.deadline_s,
         compare_replicas: CompareReplicas | str = DEFAULTS.compare_replicas,
         compression: str | Mapping[str, str] = DEFAULTS.compression,
+        lossy: Mapping[str, str] | None = DEFAULTS.lossy,
         every: int | str | None = DEFAULTS.every,
         mtbf: str | None = DEFAULTS.mtbf,
         most_share: float = DEFAULTS.most_share,
@@ -96,13 +97,14 @@ class Checkpointer(single.OnlyOne):
     ) -> None:
         """`items` and keyword arguments name the parts of the state; see docs for the settings."""
         arguments.refuse_unnamed(unnamed)
+        named = arguments.all_items(items, more_items)
         self._settings = Settings(
             capture=capture, flush=flush, on_busy=on_busy,  # type: ignore[arg-type]
             host_memory_bytes=host_memory_bytes, device_margin_bytes=device_margin_bytes,
             allow_pickle=allow_pickle, writers=writers, progress=progress, deadline_s=deadline_s,
             compare_replicas=compare_replicas, new_lineage=new_lineage,  # type: ignore[arg-type]
-            compression=arguments.compression(compression),
             every=every, mtbf=mtbf, most_share=most_share,
+            **arguments.coding(compression, lossy, named, here=flush == FlushIn.THREAD),
         )  # fmt: skip
         self._keep = arguments.rules(keep)
         subscribers = arguments.callables(subscribers)
@@ -123,8 +125,7 @@ class Checkpointer(single.OnlyOne):
         by_others = self._rank.ranks > 1 or self._settings.flush is FlushIn.PROCESS
         self._store = open_store(run, shared=by_others)
         self.path = self._store.url
-        self._providers = providers_for(arguments.all_items(items, more_items))
-        arguments.check_compression(self._settings.compression, self._providers)
+        self._providers = providers_for(named)
         if self._rank.ranks > 1:
             teaming.check_own(self._providers)
         places.look_at(self._store)
@@ -353,31 +354,29 @@ class Checkpointer(single.OnlyOne):
         *,
         only: Sequence[str] | str | None = None,
         strict: bool = True,
+        exact: bool = False,
     ) -> Restored:
         """Restore the newest checkpoint that verifies, or exactly the given step.
 
         `only` names items, or globs over `item/tensor` names; nothing else is read or changed, and
-        a run that is under way goes on from where it is. Saves to this run that are under way in
-        this process are waited for; what failed of one's own is raised.
+        a run that is under way goes on from where it is. `exact` refuses what was rounded. Saves to
+        this run that are under way in this process are waited for; what failed of one's own is
+        raised.
         """
         lifetimes.check_process("restore", self._pid)
         with interrupts.held(), self._turn.of("restore"), shortage.told("restore"):
             self._work.start_early()  # whoever restores is about to train, and to save
-            restored = self._restore(step, only, strict=strict)
+            self._check_usable("restore", mixed_is_fine=True)
+            here = ranks_on_this_node(self._rank)
+            wanted = arguments.restore_request(
+                step, only, self._settings, here, strict=strict, exact=exact
+            )
+            restored = self._restore(wanted)
             self._work.await_start()
             return restored
 
-    def _restore(
-        self, step: SupportsIndex | None, only: Sequence[str] | str | None, *, strict: bool
-    ) -> Restored:
-        self._check_usable("restore", mixed_is_fine=True)
-        mixed, only = self._mixed, arguments.patterns(only)
-        wanted = RestoreRequest(
-            step=None if step is None else arguments.plain_step(step), only=only,
-            strict=arguments.true_or_false("strict", strict),
-            allow_pickle=self._settings.allow_pickle,
-            threads=self._settings.readers(ranks_on_this_node(self._rank)),
-        )  # fmt: skip
+    def _restore(self, wanted: RestoreRequest) -> Restored:
+        mixed, only = self._mixed, wanted.only
         self._work.wait()
         neighbours.wait_for_others(self._work, self.path)
         group = self._all_ranks("restore()")

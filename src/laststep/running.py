@@ -53,7 +53,7 @@ def launcher(
     def launch(end: socket.socket) -> Helper:
         orders = Orders(
             writers=settings.writers, keep=keep, compression=settings.compression,
-            lossy=settings.lossy,
+            lossy=settings.lossy or {},
         )  # fmt: skip
         if settings.flush is FlushIn.THREAD:
             return starting.start_thread(

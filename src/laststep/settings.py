@@ -9,7 +9,6 @@ import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 from msgspec import Meta
 
 from laststep.checks import Checked
@@ -110,7 +109,7 @@ class Settings(Checked, frozen=True, kw_only=True):
     """In a job of several ranks: when plain tensors that they hold alike are compared."""
     compression: str | dict[str, str] = Compression.NONE.value
     """One of `Compression` or the name of a codec, for all items or for each by its name."""
-    lossy: dict[str, str] = msgspec.field(default_factory=dict)
+    lossy: dict[str, str] | None = None
     """Patterns of `item/tensor`, and to what the numbers of such tensors are rounded."""
     every: Every = None
     """How often `step()` saves: after so many steps, a duration, or as often as loses least."""

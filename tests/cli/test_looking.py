@@ -88,6 +88,7 @@ def test_the_document_of_ls_has_these_fields(maker, laststep: Callable) -> None:
         "step": 100,
         "folder": "step-00000100.1-1",
         "shared_bytes": 0,
+        "lossy": [],
         "metrics": {"loss": "nan", "accuracy": 0.5},
         "lineage": "current",
         "superseded_by": None,
@@ -226,8 +227,9 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
     document = laststep("show", maker.path, "--json").json()
     assert document.keys() == {
         "step", "epoch", "attempt", "folder", "run", "ranks", "created_s", "size_bytes", "format",
-        "shared_bytes", "shared_with", "laststep", "metrics", "metadata", "lineage", "pinned",
-        "continues", "references", "self_contained", "items", "files", "tensors", "objects",
+        "lossy", "shared_bytes", "shared_with", "laststep", "metrics", "metadata", "lineage",
+        "pinned", "continues", "references", "self_contained", "items", "files", "tensors",
+        "objects",
     }  # fmt: skip
     assert document["metadata"] == {"note": "made for a test"}
     assert document["ranks"] == 1
@@ -241,7 +243,7 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
     }
     assert document["files"][0].keys() == {
         "name", "rank", "size_bytes", "header_bytes", "header_digest", "error", "origin", "lent",
-        "lent_to", "sharers",
+        "lent_to", "sharers", "codecs", "lossy",
     }  # fmt: skip
     assert document["tensors"] == [
         {
@@ -251,6 +253,7 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
             "shape": [750_000],
             "size_bytes": 3_000_000,
             "missing_bytes": 0,
+            "lossy": None,
             "parts": [
                 {
                     "start": [0],
@@ -267,6 +270,7 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
             "shape": [1000],
             "size_bytes": 4000,
             "missing_bytes": 0,
+            "lossy": None,
             "parts": [
                 {
                     "start": [0],

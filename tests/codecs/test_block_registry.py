@@ -5,13 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 
 from laststep.codecs.blocks import registry
 from laststep.codecs.blocks.raw import Raw
-from laststep.codecs.blocks.registry import OURS, codec_named, register
+from laststep.codecs.blocks.registry import OURS, codec_named, is_known_everywhere, register
 from laststep.errors import Usage
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NEEDY = [name for name in OURS if name != "raw"]
 
@@ -115,3 +119,23 @@ def test_raw_blocks_need_neither_numpy_nor_zstandard() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == []
+
+
+def test_a_codec_that_a_package_brings_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "swapping.py").write_text(
+        "class Swapped:\n"
+        "    name, lossless, needs = 'swapped', True, None\n"
+        "    def encode(self, data, element_bytes, before): return bytes(data)[::-1]\n"
+        "    def decode(self, data, size_bytes, element_bytes, before): return bytes(data)[::-1]\n"
+        "CODEC = Swapped()\n"
+    )
+    brought = tmp_path / "swapping-1.0.dist-info"
+    brought.mkdir()
+    (brought / "METADATA").write_text("Metadata-Version: 2.1\nName: swapping\nVersion: 1.0\n")
+    (brought / "entry_points.txt").write_text("[laststep.codecs]\nswapped = swapping:CODEC\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert is_known_everywhere("swapped")
+    assert codec_named("swapped").encode(memoryview(b"abc"), 1, None) == b"cba"
+    assert not is_known_everywhere("swopped")

@@ -41,6 +41,8 @@ class ShownTensor:
     rank: int | None
     """Whose it is, if each rank has its own."""
     spec: TensorSpec
+    lossy: str | None = None
+    """How it was rounded."""
     parts: list[ShownPart] = field(default_factory=list)
 
     @property
@@ -61,6 +63,8 @@ class ShownFile:
     lent_to: tuple[str, ...]
     """The files that borrow blocks of it, as far as their headers can be read."""
     damage: tuple[Damage, ...]
+    codecs: tuple[str, ...] = ()
+    """By which blocks that it holds are encoded."""
 
 
 def read_files(store: Store, folder: str, records: Iterable[FileRecord]) -> list[Opened]:
@@ -85,7 +89,11 @@ def shown_files(records: Iterable[FileRecord], files: list[Opened]) -> list[Show
     another."""
     lent_to: dict[str, list[str]] = {}
     damage: dict[str, list[Damage]] = {}
+    codecs: dict[str, tuple[str, ...]] = {}
     for file in files:
+        for held in () if file.file is None else file.file.files:
+            ways = {block.way.codec for block in held.header.coded or ()}
+            codecs[held.record.name] = tuple(sorted(ways))
         for name in () if file.header is None else file.header.lent:
             lent_to.setdefault(name, []).append(file.record.name)
         for wrong in file.damage:
@@ -95,6 +103,7 @@ def shown_files(records: Iterable[FileRecord], files: list[Opened]) -> list[Show
             record=record,
             lent_to=tuple(lent_to.get(record.name, ())),
             damage=tuple(damage.get(record.name, ())),
+            codecs=codecs.get(record.name, ()),
         )
         for record in records
     ]
@@ -115,7 +124,12 @@ def tensors_of(commit: Commit, files: list[Opened]) -> list[ShownTensor]:
             seen.setdefault((stored.item, stored.tensor), len(seen))
             tensor = found.setdefault(
                 (stored.item, stored.tensor, rank, stored.spec),
-                ShownTensor(name=stored.name, rank=rank, spec=stored.spec),
+                ShownTensor(
+                    name=stored.name,
+                    rank=rank,
+                    spec=stored.spec,
+                    lossy=file.header.lossy.get(entry.name),
+                ),
             )
             tensor.parts.append(ShownPart(stored.box, entry.stop - entry.start, file.record.name))
     keys = sorted(found, key=lambda key: (items.get(key[0], len(items)), seen[key[:2]]))

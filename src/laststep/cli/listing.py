@@ -2,10 +2,11 @@
 
 With --json: `run`, `checkpoints` and `attempts`. A checkpoint has `step`, `folder`, `created_s`,
 `size_bytes` (of its data files), `shared_bytes` (of those that were written for earlier ones; null
-where the manifest cannot be read), `metrics`, `lineage` ("current", "abandoned" or "superseded"),
-`superseded_by`, `pinned`, `epoch`, `attempt`, `error` (null, or why its manifest cannot be read)
-and `incomplete` (null, or which data file is missing or has the wrong size). An attempt, a save
-that is not committed, has `step`, `folder`, `size_bytes` and `alive`.
+where the manifest cannot be read), `lossy` (how tensors in it were rounded, none where it is
+exact), `metrics`, `lineage` ("current", "abandoned" or "superseded"), `superseded_by`, `pinned`,
+`epoch`, `attempt`, `error` (null, or why its manifest cannot be read) and `incomplete` (null, or
+which data file is missing or has the wrong size). An attempt, a save that is not committed, has
+`step`, `folder`, `size_bytes` and `alive`.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def _document(item: Listed) -> dict[str, object]:
     return {
         **output.fields(item, "step", "folder", "created_s", "size_bytes"),
         "shared_bytes": None if item.commit is None else item.commit.shared_bytes,
+        "lossy": () if item.commit is None else item.commit.lossy,
         "metrics": {} if item.commit is None else item.commit.metrics,
         "lineage": lineage_of(item),
         **output.fields(item, "superseded_by", "pinned", "epoch", "attempt", "incomplete"),
@@ -107,6 +109,7 @@ def _status(item: Listed) -> str:
     place = "●" if item.on_lineage else lineage_of(item)
     if item.commit is None:
         return f"{place} {_unreadable(item)}"
+    place += f" rounded to {', '.join(item.commit.lossy)}" if item.commit.lossy else ""
     return place if item.incomplete is None else f"{place} incomplete"
 
 

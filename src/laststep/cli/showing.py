@@ -3,17 +3,18 @@
 With --json: `step`, `epoch`, `attempt`, `folder`, `run`, `ranks` (how many wrote it), `created_s`,
 `size_bytes` (of its data files, as its manifest lists them), `shared_bytes` (of those that were
 written for earlier checkpoints), `shared_with` (the folders of this run that have a file of it),
-`format`, `laststep` (the version that
-wrote it), `metrics`, `metadata`, `lineage` (as in `ls`; null outside a run), `pinned`, `continues`,
-`references`, `self_contained`; `items` (`name`, `kind`, `per_rank`, `tensors`, `size_bytes`,
-`files`, the names of those that hold something of it); `files` (`name`, `rank`, `size_bytes`,
-`header_bytes`, `header_digest`, `origin`, the folder that it was written for, null for this one,
-`lent`, whether it is here only for others, `lent_to`, these, `sharers`, how many checkpoints had it
-before, `error`); `tensors` (`name`, as `Checkpoint.tensor` takes it;
-`rank`, whose it is, null where it is no rank's own; `dtype`, `shape`, `size_bytes`;
-`missing_bytes`, which lie in damaged files; `parts`, each with `start`, an index, `shape`,
-`size_bytes`, `file`); and `objects` (`name`, `size_bytes`, `file`). Reads manifest and headers,
-never data; `verify` does that.
+`lossy` (how tensors in it were rounded, none where it is exact), `format`, `laststep` (the version
+that wrote it), `metrics`, `metadata`, `lineage` (as in `ls`; null outside a run), `pinned`,
+`continues`, `references`, `self_contained`; `items` (`name`, `kind`, `per_rank`, `tensors`,
+`size_bytes`, `files`, the names of those that hold something of it); `files` (`name`, `rank`,
+`size_bytes`, `header_bytes`, `header_digest`, `origin`, the folder that it was written for, null
+for this one, `lent`, whether it is here only for others, `lent_to`, these, `sharers`, how many
+checkpoints had it before, `codecs`, by which its blocks are encoded, `lossy`, `error`); `tensors`
+(`name`, as `Checkpoint.tensor` takes it; `rank`, whose it is, null where it is no rank's own;
+`dtype`, `shape`, `size_bytes`; `missing_bytes`, which lie in damaged files; `lossy`, how it was
+rounded, or null; `parts`, each with `start`, an index, `shape`, `size_bytes`, `file`); and
+`objects` (`name`, `size_bytes`, `file`). Reads manifest and headers, never data; `verify` does
+that.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ _SHOWN = 20
 _SHOWN_SPANS = 3
 _COMMIT_FIELDS = (
     "step", "epoch", "attempt", "run", "ranks", "created_s", "size_bytes", "shared_bytes",
-    "format", "laststep", "metrics", "metadata", "continues", "references",
+    "lossy", "format", "laststep", "metrics", "metadata", "continues", "references",
 )  # fmt: skip
 _ITEM_FIELDS = ("name", "kind", "per_rank", "tensors", "size_bytes")
-_FILE_FIELDS = ("name", "rank", "size_bytes", "header_bytes", "header_digest", "lent", "sharers")
+_FILE_FIELDS = (
+    "name", "rank", "size_bytes", "header_bytes", "header_digest", "lent", "sharers", "lossy"
+)  # fmt: skip
 
 
 def show(
@@ -129,6 +132,7 @@ def _document(
             | {
                 "origin": file.record.origin or None,
                 "lent_to": file.lent_to,
+                "codecs": file.codecs,
                 "error": str(file.damage[0].error) if file.damage else None,
             }
             for file in shown
@@ -149,7 +153,7 @@ def _document(
 
 def _tensor_document(tensor: ShownTensor) -> dict[str, object]:
     return {
-        **output.fields(tensor, "name", "rank", "size_bytes", "missing_bytes"),
+        **output.fields(tensor, "name", "rank", "size_bytes", "missing_bytes", "lossy"),
         **output.fields(tensor.spec, "dtype", "shape"),
         "parts": [
             output.fields(part.box, "start", "shape") | output.fields(part, "size_bytes", "file")
@@ -187,6 +191,7 @@ def _print_facts(
         f"{output.count_text(commit.ranks, 'rank')} with laststep {commit.laststep}, "
         f"format {commit.format}",
         "size": _size_text(place, commit, sharing),
+        "exact": f"no: tensors are rounded to {', '.join(commit.lossy)}" if commit.lossy else "yes",
         "metrics": output.metrics_text(commit.metrics) or "none",
         "metadata": "none" if commit.metadata is None else str(output.plain(commit.metadata)),
         "lineage": lineage + (", pinned" if listed is not None and listed.pinned else ""),
@@ -242,6 +247,8 @@ def _notes(file: ShownFile) -> Iterator[str]:
         yield f"lent to {', '.join(file.lent_to)}" if file.lent_to else "lent"
     if file.record.origin:
         yield f"written for {file.record.origin}"
+    if file.codecs:
+        yield f"encoded by {', '.join(file.codecs)}"
     if file.damage:
         first = file.damage[0]
         yield f"damaged: {first.error.what}: expected {first.expected}, found {first.found}"
@@ -285,6 +292,8 @@ def _row(alike: list[ShownTensor], *, parts: bool) -> tuple[str, ...]:
         notes.append(tensor.parts[0].file)
     if tensor.rank is not None:
         notes.append(_ranks_text([each.rank for each in alike if each.rank is not None]))
+    if tensor.lossy is not None:
+        notes.append(f"rounded to {tensor.lossy}")
     if tensor.missing_bytes:
         notes.append(f"{tensor.missing_bytes:,} bytes of it lie in damaged files")
     return (

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from laststep.codecs.blocks.registry import codec_named
 from laststep.errors import Usage
 from laststep.flush.earlier import Earlier
-from laststep.flush.pace import IdleCores, Pace
 from laststep.flush.protocol import CodingReport
 from laststep.flush.rounding import Rounding
+from laststep.flush.throughput import IdleCores, Throughput
 from laststep.format.coding import RAW, CodedBy
 from laststep.settings import Compression, compression_of
 from laststep.terms import BLOCK_BYTES, DTYPES
@@ -62,7 +62,7 @@ class Compressor:
 
     def __init__(self, orders: Orders, *, memory_bytes: int) -> None:
         self._orders = orders
-        self.pace = Pace()
+        self.throughput = Throughput()
         self.earlier = Earlier(memory_bytes)
         self._idle = IdleCores()
         self._idle_cores = 0.0
@@ -77,7 +77,7 @@ class Compressor:
 
     def begin_save(self) -> None:
         """Look around before a save is written."""
-        self.pace.begin_save()
+        self.throughput.begin_save()
         self._idle_cores = self._idle.look() + _TAKEN_SHARE * (os.cpu_count() or 1)
 
     def coder(
@@ -104,7 +104,7 @@ class Compressor:
         self, codec: BlockCodec, plan: FileBegin, start: int, image: memoryview
     ) -> tuple[BlockCodec | None, str]:
         """Whether that codec makes a file durable sooner, and why."""
-        writes = self.pace.bytes_per_s
+        writes = self.throughput.bytes_per_s
         if writes is None:
             return None, "how fast the store is will be known after this save"
         if self.earlier.has(plan.name):

@@ -24,6 +24,8 @@ _GROUP = 64
 """So many numbers share a scale."""
 _GROUP_BYTES = 4 * _GROUP
 _LEVELS = 127
+_TOO_LARGE = 2.0**127
+"""What is larger may be rounded to infinity."""
 
 
 class RoundedRange(NamedTuple):
@@ -86,7 +88,8 @@ def to_bf16(data: memoryview, at: int) -> None:  # noqa: ARG001 (each number by 
 
 def to_int8(data: memoryview, at: int) -> None:
     """Numbers in groups of 64, by their place in the image, to one of 255 multiples of a power of
-    two, which is chosen for the largest of them. Groups with what is no number are left alone."""
+    two, which is chosen for the largest of them. Groups with what is no number, or nearly infinite,
+    are left alone."""
     import numpy as np
 
     numbers: NDArray[float32] = np.frombuffer(data, np.float32)
@@ -103,7 +106,7 @@ def _quantize(groups: NDArray[float32]) -> None:
     if not groups.size:
         return
     largest = np.abs(groups).max(axis=1)
-    ok = np.isfinite(largest) & (largest > 0)
+    ok = (largest > 0) & (largest < _TOO_LARGE)
     # The least power of two of which 127 reach the largest number; the smallest that floats have.
     _, exponents = np.frexp(np.where(ok, largest, 1) / np.float32(_LEVELS))
     scales = np.ldexp(np.float64(1), np.maximum(exponents, -149))[:, None]

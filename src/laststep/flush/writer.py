@@ -15,8 +15,8 @@ from laststep.codecs.digests import block_digests
 from laststep.errors import Exists, LaststepError, StorageFailed
 from laststep.flush.images import WholeImage, WrittenImage
 from laststep.flush.lending import MOST_CHANGED
-from laststep.flush.pace import PacedWriting
 from laststep.flush.packed import CannotBorrow, PackedImage
+from laststep.flush.throughput import TimedWriting
 from laststep.settings import Compression
 from laststep.terms import BLOCK_BYTES
 
@@ -101,7 +101,7 @@ class SaveFlush:
         writer = self._store.open_writer(path, expected_bytes=expected_bytes)
         if self._compressor is None:
             return writer
-        return PacedWriting(writer, self._compressor.pace)
+        return TimedWriting(writer, self._compressor.throughput)
 
     def _compresses(self, file: _File) -> bool:
         """Whether that was asked for."""

@@ -48,11 +48,13 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     only: tuple[str, ...] | None
     strict: bool
+    exact: bool = False
 
     def __str__(self) -> str:
         text = "the newest" if self.step is None else f"step {self.step}"
         text += "" if self.only is None else f" with only={list(self.only)}"
-        return text + ("" if self.strict else " with strict=False")
+        text += "" if self.strict else " with strict=False"
+        return text + (" with exact=True" if self.exact else "")
 
 
 class Chosen(AttemptName, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from laststep.events import Restored as RestoredEvent
 from laststep.process import interrupts
 from laststep.ranks.group import together
 from laststep.restoring.choose import Asked, Choosing, StandsOrGone, check_asked, open_run
+from laststep.restoring.exactness import refuse_rounded
 from laststep.restoring.fit import Fit, fit, judge_twins, warn_of_left_out
 from laststep.restoring.transfer import Transfer, state_of_rank
 from laststep.restoring.waiting import wait_for_writers
@@ -88,6 +89,8 @@ class RestoreRequest:
     """Exactly this step; None: the newest that verifies."""
     only: Sequence[str] | None
     strict: bool
+    exact: bool
+    """Whether what was rounded is refused."""
     allow_pickle: bool
     threads: int
 
@@ -107,7 +110,7 @@ def restore_into(
     the folder's name before the first live byte changes, `saw`, on the first rank, with the newest
     epoch before each look at what there is. All ranks are here, and their saves are over."""
     only = None if wanted.only is None else tuple(wanted.only)
-    check_asked(ranks, Asked(step=wanted.step, only=only, strict=wanted.strict))
+    check_asked(ranks, Asked(step=wanted.step, only=only, strict=wanted.strict, exact=wanted.exact))
     together(ranks, lambda: _look_at_writers(store, saw) if ranks.rank.is_first else None)
     try:
         run = open_run(store, ranks)
@@ -180,11 +183,14 @@ class _Attempts:
         """Restore that one, on all ranks, and count the bytes; what fails on one fails on all."""
         wanted, ranks, pool = self._wanted, self._ranks, self._pool
         with self._choosing.open(chosen) as content:
+            where = f"{self._choosing.url}/{chosen.folder}"
             fitted = fit(
-                content, self._providers, wanted.only, strict=wanted.strict,
-                where=f"{self._choosing.url}/{chosen.folder}",
+                content, self._providers, wanted.only, strict=wanted.strict, where=where,
                 remedy=pass_objects(content, self._providers) + _REMEDY, ranks=ranks,
             )  # fmt: skip
+            if wanted.exact:
+                refuse = functools.partial(refuse_rounded, content, fitted.matches, where)
+                together(ranks, refuse)
             transfer = Transfer(content, fitted.matches, ranks)
             self._touched(chosen.folder)
             changed_before, self._changed = self._changed, True

@@ -1,7 +1,8 @@
 """The one place where codecs of blocks are found, by the names that files call them.
 
-Those that laststep brings are imported when they are first asked for. Others are registered, in
-each process that needs them.
+Those that laststep brings are imported when they are first asked for. Packages that bring others
+say so by an entry point, `laststep.codecs`, under the codec's name: every process finds these. What
+is registered is known in the process that did it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import TYPE_CHECKING
 from laststep.errors import Usage
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from laststep.codecs.blocks.codec import BlockCodec
 
 OURS = ("patches", "planes", "raw", "subtract")
 _EXTRAS = {"zstandard": "'laststep[compress]'"}
 """The extra of laststep that brings a module."""
+_GROUP = "laststep.codecs"
 _registered: dict[str, BlockCodec] = {}
 
 
@@ -39,9 +43,14 @@ def register(codec: BlockCodec) -> None:
         )  # fmt: skip
 
 
+def is_known_everywhere(name: str) -> bool:
+    """Whether other processes find the codec as well."""
+    return name in OURS or bool(entry_points(name))
+
+
 def codec_named(name: str) -> BlockCodec:
     """The codec of that name; `Usage`, naming what is missing, where it cannot be had."""
-    codec = _ours(name) if name in OURS else _registered.get(name)
+    codec = _ours(name) if name in OURS else _registered.get(name) or _installed(name)
     if codec is None:
         raise Usage(
             f"no codec is registered under the name {name!r}",
@@ -58,6 +67,27 @@ def codec_named(name: str) -> BlockCodec:
                 remedy=f"pip install {_EXTRAS.get(codec.needs, codec.needs)}",
             ) from error
     return codec
+
+
+def entry_points(name: str) -> list[EntryPoint]:
+    """What packages that are installed bring under that name."""
+    from importlib import metadata  # takes long, and hardly anybody needs it
+
+    return list(metadata.entry_points(group=_GROUP, name=name))
+
+
+def _installed(name: str) -> BlockCodec | None:
+    for point in entry_points(name):
+        codec: BlockCodec = point.load()
+        if codec.name != name:
+            raise Usage(
+                "a package brings a codec under another name than its own",
+                where=point.value, expected=repr(name), found=repr(codec.name),
+                remedy=f"the entry point in {_GROUP!r} has to be named as the codec is",
+            )  # fmt: skip
+        register(codec)
+        return codec
+    return None
 
 
 def _ours(name: str) -> BlockCodec:

@@ -22,7 +22,7 @@ _FORGET = 0.5
 """What earlier saves count beside the newest."""
 
 
-class Pace:
+class Throughput:
     """Bytes, and the time in which at least one write or sync was under way."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,20 +64,20 @@ class Pace:
             return self._bytes / self._busy_s
 
 
-class PacedWriting:
+class TimedWriting:
     """A file that is written as another is, and timed."""
 
-    def __init__(self, writer: FileWriting, pace: Pace) -> None:
+    def __init__(self, writer: FileWriting, throughput: Throughput) -> None:
         self._writer = writer
-        self._pace = pace
+        self._throughput = throughput
         self.alignment_bytes = writer.alignment_bytes
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        with self._pace.busy(len(data)):
+        with self._throughput.busy(len(data)):
             self._writer.write_at(offset, data)
 
     def finish(self, size_bytes: int) -> None:
-        with self._pace.busy(0):
+        with self._throughput.busy(0):
             self._writer.finish(size_bytes)
 
     def close(self) -> None:
