@@ -217,7 +217,7 @@ class Checkpointer(single.OnlyOne):
                 job = self._capture(save, asked)
             job.timing.stall_s = time.perf_counter() - began
             job.timing.waited_s += waited
-        self._schedule.began(save.handle)
+            self._schedule.began(save.handle)
         self._raise_untold()
         return save.handle
 

@@ -184,6 +184,14 @@ def test_a_duration_is_kept_whatever_saves_cost() -> None:
     assert job.schedule.reckoning is None
 
 
+def test_a_duration_that_is_too_short_waits_for_the_save_before() -> None:
+    job = Job(every="1 s", latency_s=5.0)
+    job.go(500)
+    assert len(job.gaps()) > 3
+    for gap in job.gaps():
+        assert 5.0 < gap < 5.0 + 2 * scheduling._SOON_S + 0.3  # it is looked at every second
+
+
 def test_training_that_slows_down_is_noticed_between_two_saves() -> None:
     job = Job(0.01, every="10 min")
     job.go(10_000)

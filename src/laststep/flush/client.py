@@ -237,7 +237,7 @@ class Client:
             self._receiver.join()
             self._helper.join(_END_S)
             self._connection.close()
-            if self.ends_well:
+            if self.ends_well and self.last_committed:
                 self._job.ended_well()
         self._job.close()
 

@@ -207,6 +207,10 @@ class SaveHandle(OnlyOne, Future["SaveReport"]):
         with interrupts.held():
             super().add_done_callback(functools.partial(_call, fn))
 
+    def reckoned(self, reckoning: Reckoning) -> None:
+        """It was made because that was reckoned."""
+        self._report.reckoning = reckoning
+
     def since_began_s(self) -> float:
         return time.perf_counter() - self._began_s
 

@@ -190,13 +190,11 @@ class Schedule:
 
     def began(self, handle: SaveHandle) -> None:
         """A save begins, of `step()` or of the user's own."""
-        if handle.report.skipped is None:
-            self._saved_step = handle.step
-        if handle.step == self._wanted_step:
-            handle.report.reckoning = reckoning = self.reckoning
-            if reckoning is not None:
-                log.info("step %d: %s", handle.step, reckoning)
+        self._saved_step = handle.step
         if self._pace is not None:
+            if handle.step == self._wanted_step and (reckoning := self.reckoning) is not None:
+                handle.reckoned(reckoning)
+                log.info("step %d: %s", handle.step, reckoning)
             self._pace.began(handle, self._clock())
 
     def end(self) -> bool:
@@ -273,7 +271,7 @@ class Schedule:
 
     def _due_s(self, pace: Pace, step_s: float, interval_s: float | None) -> float:
         """When the next save begins; infinite while that is not known."""
-        if self._fixed_s is None and pace.busy:
+        if pace.busy:
             return math.inf  # saves must not pile up, however long this one takes
         if pace.captured_s is None:
             if self._fixed_s is not None:
