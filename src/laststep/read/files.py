@@ -24,6 +24,7 @@ from laststep.terms import BLOCK_BYTES, MAX_HEADER_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from laststep.format.borrowing import Stretch
     from laststep.format.header import ObjectEntry
     from laststep.read.blocks import Readable
     from laststep.storage.store import FileReading, Store
@@ -197,7 +198,10 @@ def _put_together(file: DataFile, lent: Sequence[DataFile]) -> DataFile:
             problem = f"{entry.name} behind the end of {there.record.name}"
     if problem is not None:
         raise _lends_nothing(file.where, problem)
-    files = tuple(_with_lenders(there, files) for there in files)
+    by_name = {there.record.name: there for there in files}
+    for stretch in header.stretches:
+        _check_anchors(files[stretch.file], stretch, by_name)
+    files = tuple(there._replace(lenders=by_name) for there in files)
     blocks = b"".join(
         files[s.file].header.blocks[s.first * DIGEST_BYTES : (s.first + s.blocks) * DIGEST_BYTES]
         for s in header.stretches
@@ -208,25 +212,19 @@ def _put_together(file: DataFile, lent: Sequence[DataFile]) -> DataFile:
     )
 
 
-def _with_lenders(file: HeldFile, among: Sequence[HeldFile]) -> HeldFile:
-    """A file with those at hand that its blocks are coded against. Of each it has to be whole what
-    is an anchor, so that a block takes one other at the most."""
-    header = file.header
-    anchored = {block.anchor for block in header.coded or () if block.anchor is not None}
-    if not anchored:
-        return file
-    by_name = {other.record.name: other for other in among}
-    for place in anchored:
-        name = header.lent[place.file - 1]
+def _check_anchors(file: HeldFile, used: Stretch, by_name: Mapping[str, HeldFile]) -> None:
+    """That all is there which blocks of a file are coded against, those of them that are used: what
+    others need may be gone. An anchor has none itself, so a block takes one other at the most."""
+    for block in (file.header.coded or ())[used.first : used.first + used.blocks]:
+        if block.anchor is None:
+            continue
+        name, number = file.header.lent[block.anchor.file - 1], block.anchor.block
         there = by_name.get(name)
         count = 0 if there is None else len(there.header.blocks) // DIGEST_BYTES
-        if there is None or place.block >= count:
-            raise _lends_nothing(
-                file.where, f"block {place.block} of {count} of {name} as an anchor"
-            )
-        if there.header.coded is not None and there.header.coded[place.block].anchor is not None:
-            raise _lends_nothing(file.where, f"block {place.block} of {name}, which has an anchor")
-    return file._replace(lenders=by_name)
+        if there is None or number >= count:
+            raise _lends_nothing(file.where, f"block {number} of {count} of {name} as an anchor")
+        if there.header.coded is not None and there.header.coded[number].anchor is not None:
+            raise _lends_nothing(file.where, f"block {number} of {name}, which has an anchor")
 
 
 def _lends_nothing(where: str, found: str) -> Corrupt:
