@@ -1,8 +1,8 @@
 """Read blocks that are encoded: decode them, verify what comes out, say what is wrong.
 
 A digest covers what a block decodes to, so damage to encoded bytes shows as one of what they stand
-for. What cannot be decoded reads as zeros until it is verified. An anchor that is damaged is named
-in place of the block that was coded against it.
+for. What cannot be decoded reads as something that the digest is not of. An anchor that is damaged
+is named in place of the block that was coded against it.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class CodedExtent:
                 block = self._blocks[number]
                 at, size = number * BLOCK_BYTES, self._size_of(number)
                 low, high = block.start - first.start, block.stop - first.start
-                decoded: bytes | memoryview = bytes(size)
+                decoded: bytes | memoryview | None = None
                 if high <= got:
                     with contextlib.suppress(Corrupt):
                         decoded = self._decoded(number, stored[low:high], size)
-                into[at : at + size] = decoded
+                into[at : at + size] = self._other(number, size) if decoded is None else decoded
         return self.size_bytes
 
     def verify(self, image: memoryview, got: int) -> list[Damage]:
@@ -122,9 +122,21 @@ class CodedExtent:
         before: memoryview | None = None
         if block.anchor is not None:
             before = memoryview(bytearray(size))
-            self._anchor(number).fill(before)  # what is wrong with it shows in what is decoded
+            try:  # what is wrong with it shows in what is decoded
+                self._anchor(number).fill(before)
+            except StorageFailed as error:
+                if error.transient:
+                    raise
         codec = codec_named(block.way.codec)
         return codec.decode(stored, size, block.way.element_bytes, before)
+
+    def _other(self, number: int, size: int) -> bytes:
+        """Bytes that are not those of a block, for one that cannot be decoded."""
+        zeros = bytes(size)
+        return b"\xff" * size if digest(zeros) == self._digest(number) else zeros
+
+    def _digest(self, number: int) -> bytes:
+        return self._digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
     def _anchor(self, number: int) -> Extent | CodedExtent:
         anchor = self._blocks[number].anchor
@@ -145,9 +157,8 @@ class CodedExtent:
         for number in range(len(self._blocks)):
             at, size = number * BLOCK_BYTES, self._size_of(number)
             part = image[at : at + size]
-            expected = self._digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-            if digest(part) != expected:
-                wrong += self._wrong_anchors(number, size) or [self._damage(number, part, expected)]
+            if digest(part) != self._digest(number):
+                wrong += self._wrong_anchors(number, size) or [self._damage(number, part)]
         return wrong
 
     def _wrong_anchors(self, number: int, size: int) -> list[Damage]:
@@ -155,12 +166,12 @@ class CodedExtent:
             return []
         return self._anchor(number).read(memoryview(bytearray(size)))
 
-    def _damage(self, number: int, part: memoryview, expected: bytes) -> Damage:
+    def _damage(self, number: int, part: memoryview) -> Damage:
         what = f"block {self._first + number}"
         start, stop = self._place(self._blocks[number])
         error = Corrupt(
             "stored bytes have changed", where=f"{self._file.where}, {what} (bytes {start}-{stop})",
-            expected=f"{DIGEST_NAME}:{expected.hex()}", found=digest_text(part),
+            expected=f"{DIGEST_NAME}:{self._digest(number).hex()}", found=digest_text(part),
             remedy=DAMAGE_REMEDY,
         )  # fmt: skip
         at = (self._image_first + number) * BLOCK_BYTES
