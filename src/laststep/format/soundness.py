@@ -41,6 +41,8 @@ def header_problem(header: Header) -> str | None:
         problem = coding.overlap(header.coded)
         if problem is not None:
             return problem
+    if any(stored.file > len(header.lent) for stored in header.objects):
+        return "an object of a file that lends nothing"
     if header.lent:
         return _borrowing_problem(header)
     return (
@@ -57,8 +59,6 @@ def _borrowing_problem(header: Header) -> str | None:
         return "tensors of its own in a file that borrows its blocks"
     if len(header.blocks) % DIGEST_BYTES:
         return f"{len(header.blocks)} bytes of block digests"
-    if any(stored.file > len(header.lent) for stored in header.objects):
-        return "an object of a file that lends nothing"
     own = [stored for stored in header.objects if stored.file == 0]
     return _object_problem(own, header.held_bytes) or borrowing.problem(
         header.stretches, image_bytes=header.tensor_bytes,
