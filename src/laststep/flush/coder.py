@@ -106,7 +106,7 @@ class Compressor:
         """Whether that codec makes a file durable sooner, and why."""
         writes = self.throughput.bytes_per_s
         if writes is None:
-            return None, "how fast the store is will be known after this save"
+            return None, "too little was written so far to tell how fast the store is"
         if self.earlier.has(plan.name):
             return codec, "the last save is in memory, and differences to it are small"
         cores = min(self._orders.writers, self._idle_cores)
@@ -134,6 +134,7 @@ class FileCoder:
         self._earlier = earlier
         self._why = why
         self._width_of = _widths(plan)
+        self._differences = _can_be_had("patches") and _can_be_had("subtract")
         self._lock = threading.Lock()
         self._blocks: dict[str, int] = {}
         self._raw_bytes = self._stored_bytes = 0
@@ -173,7 +174,7 @@ class FileCoder:
         return stored, way
 
     def _keeps(self, width: int) -> bool:
-        return self._mode == Compression.MAX or width <= _NARROW_BYTES
+        return self._differences and (self._mode == Compression.MAX or width <= _NARROW_BYTES)
 
     def _anchored(
         self, number: int, data: memoryview, width: int, anchor: Anchor | None
@@ -217,6 +218,14 @@ class FileCoder:
                 picked=", ".join(used) or RAW.codec, why=self._why, raw_bytes=self._raw_bytes,
                 stored_bytes=self._stored_bytes, encode_s=self._encode_s,
             )  # fmt: skip
+
+
+def _can_be_had(name: str) -> bool:
+    try:
+        codec_named(name)
+    except Usage:
+        return False
+    return True
 
 
 def sample_of(data: memoryview, width: int) -> memoryview:

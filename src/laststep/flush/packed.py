@@ -19,7 +19,7 @@ from laststep.flush.held import EncodedBlocks, PlainBlocks
 from laststep.flush.lending import Anchor, Lender, LentFile
 from laststep.format.borrowing import BlockPlace, stretches_of
 from laststep.format.header import Header, ObjectEntry, reserve_packed_bytes
-from laststep.terms import BLOCK_BYTES
+from laststep.terms import BLOCK_BYTES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
     from laststep.flush.coder import FileCoder
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class CannotBorrow(Exception):
-    """What was to be borrowed of is gone, or cannot be linked: the image is written whole."""
+    """What was to be borrowed of is gone, or cannot be linked, or there is too much to say of all
+    blocks: the image is written whole."""
 
 
 class PackedImage:
@@ -64,10 +65,10 @@ class PackedImage:
             for number, file in enumerate(self._before.files):
                 if number not in self._retired:
                     self._links[number] = self._linked(file)
+            self._region = self._reserve(coder)
         except CannotBorrow:
             self._let_go(set(self._links))
             raise
-        self._region = self._reserve(coder)
         self._writer: FileWriting | None = None
 
         def opened() -> FileWriting:
@@ -93,7 +94,10 @@ class PackedImage:
                 ObjectEntry(name=name, start=0, stop=0, digest=b"") for name in sorted(names)
             ),
         )  # fmt: skip
-        return reserve_packed_bytes(header, codecs=() if coder is None else coder.codecs)
+        region = reserve_packed_bytes(header, codecs=() if coder is None else coder.codecs)
+        if region > MAX_HEADER_BYTES:
+            raise CannotBorrow
+        return region
 
     def write(self, start: int, image: memoryview, size_bytes: int, sums: bytes) -> None:
         first = start // BLOCK_BYTES

@@ -50,10 +50,11 @@ class Throughput:
                     self._busy_s += self._clock() - self._since
 
     def begin_save(self) -> None:
-        """What was measured before counts less from now on."""
+        """What was measured before counts less from now on, if enough is left to tell."""
         with self._lock:
-            self._bytes *= _FORGET
-            self._busy_s *= _FORGET
+            if self._bytes * _FORGET >= _LEAST_BYTES:
+                self._bytes *= _FORGET
+                self._busy_s *= _FORGET
 
     @property
     def bytes_per_s(self) -> float | None:

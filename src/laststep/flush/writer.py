@@ -217,7 +217,8 @@ class SaveFlush:
                     with contextlib.suppress(CannotBorrow):
                         file.image = self._packed(file, coder, borrows=True)
                 if file.image is None and coder is not None:
-                    file.image = self._packed(file, coder, borrows=False)
+                    with contextlib.suppress(CannotBorrow):
+                        file.image = self._packed(file, coder, borrows=False)
                 if file.image is None:
                     file.image = WholeImage(self._open, self.folder, plan, before)
             return file.image
