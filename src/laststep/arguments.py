@@ -189,11 +189,13 @@ def coding(
 def _check_mode(word: str, *, here: bool) -> None:
     if word in (Compression.NONE, Compression.ADAPTIVE):
         return
-    near = difflib.get_close_matches(word, list(Compression), n=1)
-    if near and word != near[0]:
-        raise _unknown("there is no such compression", word, list(Compression))
     name = "planes" if word == Compression.MAX else word
-    codec = codec_named(name)
+    try:
+        codec = codec_named(name)
+    except Usage:
+        if name == word and difflib.get_close_matches(word, list(Compression), n=1):
+            raise _unknown("there is no such compression", word, list(Compression)) from None
+        raise
     if not here and not is_known_everywhere(name):
         raise Usage(
             "the flusher, a process of its own, does not know this codec", found=repr(name),
@@ -211,7 +213,7 @@ def _unknown(what: str, found: str, known: Sequence[str]) -> Usage:
     near = difflib.get_close_matches(found, known, n=1)
     return Usage(
         what, expected=f"one of {', '.join(known)}", found=repr(found),
-        remedy=f"did you mean {near[0]!r}?" if near else "see docs/guides/smaller.md",
+        remedy=f"did you mean '{near[0]}'?" if near else "see docs/guides/smaller.md",
     )  # fmt: skip
 
 
