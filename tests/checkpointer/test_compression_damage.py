@@ -1,0 +1,216 @@
+"""Damage to what is encoded: each checkpoint that needs it says so, names the file that is damaged,
+and is passed over by a restore. Nothing ever comes back wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+from laststep.storage.files import FileReader
+from laststep.terms import BLOCK_BYTES
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from coded_training import BLOCK, CodedTraining
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+TOP, LENT = "model.safetensors", "model~1-1.safetensors"
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[CodedTraining]:
+    """Two steps. Of the second, block 2 is told by its difference to that of the first, block 3 is
+    held alone, and the rest is borrowed; block 6 is of zeros."""
+    made = CodedTraining(tmp_path / "run", small={"n": 0, "t": torch.arange(500) // 7})
+    made.block(6).zero_()
+    made.save(0)
+    made.touch(2)
+    made.redraw(3)
+    made.save(1)
+    made.ckpt.close()
+    assert [made.codecs(1)[number] for number in (2, 3, 6)] == ["patches", "planes", "planes"]
+    yield made
+    made.ckpt.close()
+
+
+def flip(path: Path, at: int, bits: int = 0xFF) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        [old] = file.read(1)
+        file.seek(at)
+        file.write(bytes([old ^ bits]))
+
+
+def damaged(training: CodedTraining) -> dict[int, set[str]]:
+    """The damaged files of each step, as `verify` names them."""
+    catalog = laststep.open(training.run)
+    return {step: {damage.file for damage in catalog[step].verify().damage} for step in (0, 1)}
+
+
+def in_block(number: int, step: int) -> Callable[[CodedTraining], tuple[Path, int]]:
+    """In the middle of the encoded bytes of a block."""
+
+    def found(training: CodedTraining) -> tuple[Path, int]:
+        place = training.places(step)[number]
+        assert place.coded is not None
+        return training.folder(step) / place.file, place.start + place.coded.size_bytes // 2
+
+    return found
+
+
+def in_file(name: str, at: int, step: int = 1) -> Callable[[CodedTraining], tuple[Path, int]]:
+    """At a byte of a file, counted from its end if that is negative."""
+
+    def found(training: CodedTraining) -> tuple[Path, int]:
+        path = training.folder(step) / name
+        return path, at % path.stat().st_size
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("place", "wanted", "touches"),
+    [
+        (in_file(TOP, 3000), {0: set(), 1: {TOP}}, ()),
+        (in_file(LENT, 3000), {0: {TOP}, 1: {LENT}}, ()),
+        (in_block(3, 1), {0: set(), 1: {TOP}}, ("model/w",)),
+        (in_block(2, 1), {0: set(), 1: {TOP}}, ("model/w",)),
+        (in_block(2, 0), {0: {TOP}, 1: {LENT}}, ("model/w",)),
+        (in_block(3, 0), {0: {TOP}, 1: set()}, ()),
+        (in_block(5, 1), {0: {TOP}, 1: {LENT}}, ("model/w",)),
+        (in_block(6, 1), {0: {TOP}, 1: {LENT}}, ("model/w",)),
+        (in_file("shared.safetensors", -5), {0: set(), 1: {"shared.safetensors"}}, None),
+    ],
+    ids=["header", "lent header", "block", "difference", "anchor", "not needed", "lent block",
+         "zeros", "object"],
+)  # fmt: skip
+def test_each_checkpoint_that_needs_it_names_the_file_that_is_damaged(
+    training: CodedTraining,
+    place: Callable[[CodedTraining], tuple[Path, int]],
+    wanted: dict[int, set[str]],
+    touches: tuple[str, ...] | None,
+) -> None:
+    flip(*place(training))
+    assert damaged(training) == wanted
+    if touches is not None:
+        found = laststep.open(training.run)[1].verify().damage
+        assert {one for damage in found for one in damage.touches} == set(touches)
+    good = [step for step in (1, 0) if not wanted[step]]
+    if not good:
+        with pytest.raises(laststep.Corrupt):
+            training.start()
+        return
+    training.start()
+    restored = training.ckpt.restore()
+    assert (restored.step, len(restored.skipped)) == (good[0], 0 if good[0] == 1 else 1)
+    assert torch.equal(training.model["w"], training.saved[good[0]])
+    training.touch(1, 4)
+    training.save(2)  # what was damaged is not borrowed of
+    assert torch.equal(laststep.load(training.run)["model"]["w"], training.saved[2])
+    assert not laststep.open(training.run).latest().verify().damage
+
+
+def test_whatever_bit_is_flipped_nothing_comes_back_wrong(training: CodedTraining) -> None:
+    chance = random.Random(5)
+    for name in (TOP, LENT) * 12:
+        path = training.folder(1) / name
+        at, bits = chance.randrange(path.stat().st_size), 1 << chance.randrange(8)
+        flip(path, at, bits)
+        sound = not laststep.open(training.run)[1].verify().damage
+        try:
+            found = laststep.open(training.run)[1].tensor("model/w")[:]
+        except laststep.Corrupt:
+            assert not sound, (name, at, bits)
+        else:
+            # A bit of a frame that means nothing, or a block that is not needed.
+            assert sound, (name, at, bits)
+            assert torch.equal(found, training.saved[1])
+        flip(path, at, bits)
+    assert damaged(training) == {0: set(), 1: set()}
+
+
+def test_a_block_that_is_not_damaged_is_read_beside_one_that_is(training: CodedTraining) -> None:
+    flip(*in_block(2, 0)(training))  # the anchor
+    tensor = laststep.open(training.run)[1].tensor("model/w")
+    assert torch.equal(tensor[: 2 * BLOCK], training.saved[1][: 2 * BLOCK])
+    assert torch.equal(tensor[3 * BLOCK :], training.saved[1][3 * BLOCK :])
+    with pytest.raises(laststep.Corrupt, match=LENT):
+        tensor[2 * BLOCK : 2 * BLOCK + 1]
+
+
+@pytest.mark.parametrize("name", [TOP, LENT])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9])
+def test_a_file_that_is_cut_is_damage_and_a_restore_falls_back(
+    training: CodedTraining, name: str, share: float
+) -> None:
+    path = training.folder(1) / name
+    size = int(path.stat().st_size * share)
+    data = path.read_bytes()
+    path.unlink()  # the other step keeps its own
+    path.write_bytes(data[:size])
+    assert damaged(training) == {0: set(), 1: {name}}
+    training.start()
+    assert torch.equal(training.model["w"], training.saved[0])
+
+
+def test_a_lent_file_that_is_missing_is_named(training: CodedTraining) -> None:
+    (training.folder(1) / LENT).unlink()
+    assert damaged(training) == {0: set(), 1: {LENT}}
+    with pytest.raises(laststep.Corrupt, match=f"missing.*{LENT}"):
+        laststep.load(training.run, step=1)
+
+
+@pytest.mark.parametrize("what", ["fails", "swapped"])
+def test_a_device_that_fails_under_an_anchor_is_damage_of_its_file(
+    training: CodedTraining, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = training.places(0)[2]
+    assert place.coded is not None
+    read_into = FileReader.read_into
+
+    def fails(reader: FileReader, offset: int, into: memoryview) -> int:
+        hit = offset <= place.start < offset + len(into) and str(reader._path).endswith(LENT)
+        # Not with the blocks that are borrowed, but with that which is only an anchor.
+        if hit and len(into) <= BLOCK_BYTES:
+            if what == "swapped":
+                return read_into(reader, offset + 4096, into)
+            raise laststep.StorageFailed("cannot read", where=str(reader._path), found="EIO")
+        return read_into(reader, offset, into)
+
+    monkeypatch.setattr(FileReader, "read_into", fails)
+    [damage] = laststep.open(training.run)[1].verify().damage
+    assert (damage.file, damage.touches) == (LENT, ("model/w",))
+
+
+def test_a_device_that_may_answer_later_is_not_damage(
+    training: CodedTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, read_into = training.places(0)[2], FileReader.read_into
+
+    def fails(reader: FileReader, offset: int, into: memoryview) -> int:
+        if offset <= place.start < offset + len(into) and str(reader._path).endswith(LENT):
+            later = laststep.StorageFailed("cannot read", found="ESTALE")
+            later.transient = True
+            raise later
+        return read_into(reader, offset, into)
+
+    monkeypatch.setattr(FileReader, "read_into", fails)
+    with pytest.raises(laststep.StorageFailed):
+        laststep.open(training.run)[1].verify()
+    with pytest.raises(laststep.StorageFailed):
+        laststep.load(training.run)
+
+
+def test_bytes_behind_the_end_are_damage_too(training: CodedTraining) -> None:
+    path = training.folder(1) / TOP
+    os.truncate(path, path.stat().st_size + 10)
+    assert damaged(training) == {0: set(), 1: {TOP}}
