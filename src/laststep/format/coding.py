@@ -93,7 +93,8 @@ def decode(document: CodingDocument, *, held: int, lent: int) -> tuple[CodedBloc
         raise ValueError(f"a block coded in way {max(numbers, default=0)} of {len(ways)}")
     for way in ways:
         if CODEC_NAME.fullmatch(way.codec) is None or way.element_bytes not in _ELEMENT_BYTES:
-            raise ValueError(f"blocks coded by {way}")
+            codec = way.codec[:100]
+            raise ValueError(f"blocks coded by {codec!r}, in elements of {way.element_bytes}")
     due = sum(ways[number].anchored for number in numbers)
     stretches = tuple(map(Stretch._make, document.anchors))
     if sum(stretch.blocks for stretch in stretches) != due:
