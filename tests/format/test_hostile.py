@@ -58,6 +58,8 @@ def test_a_hostile_file_is_refused(case: object) -> None:
 
 def test_what_the_hostile_files_are_derived_from_is_sound() -> None:
     read("header-sound", headers.sound_header())
+    read("header-coded", headers.sound_coded())
+    read("header-coded-lends", headers.sound_coded(lends=True))
     read("manifest-sound", manifests.sealed(json.dumps(manifests.manifest()).encode()))
     read("manifest-grouped", manifests.sealed(json.dumps(manifests.grouped()).encode()))
     read("group-sound", manifests.sealed(json.dumps(manifests.group()).encode(), "group"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 from typing import TYPE_CHECKING
 
 from hostile_case import Case, Json
 
 from laststep.codecs.digests import digest
+from laststep.terms import BLOCK_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +57,109 @@ def header_text(tensors: Json, metadata: Json | None) -> bytes:
 
 def sound_header() -> bytes:
     return region(header_text(entries(), document())) + DATA
+
+
+def coded_document(*, lends: bool = False) -> Json:
+    """Of a file whose blocks are encoded: all of an image, or one of three that lie elsewhere."""
+    tensors = [["m/c", "complex128", [1]], ["m/w", "float32", [2, 1]]]
+    said = {**document(), "version": 3, "dtypes": {}, "coding": coding()}
+    if not lends:
+        return {**said, "tensors": tensors}
+    borrowed = {"lent": ["m~1-1.safetensors"], "stretches": [[1, 0, 0], [2, 1, 0]]}
+    size = 2 * BLOCK_BYTES + 24
+    return {**said, **borrowed, "tensor_bytes": size, "coding": coding(anchors=[[1, 1, 2]])}
+
+
+def coding(**changed: object) -> Json:
+    """One block of 24 bytes; with an anchor, where some are given."""
+    way = ["patches", 2, True] if changed.get("anchors") else ["raw", 1, False]
+    said: Json = {"ways": [way], "way": _table("B", 0), "starts": _table("Q", 0)}
+    return {**said, "sizes": _table("I", 24), "anchors": [], **changed}
+
+
+def _table(kind: str, *numbers: int) -> str:
+    return base64.b64encode(struct.pack(f"<{len(numbers)}{kind}", *numbers)).decode()
+
+
+def coded_entries(size: int = 24) -> Json:
+    return {"~6blocks": entry("U8", [size], 0, size), "m/$tree": entry("U8", [2], size, size + 2)}
+
+
+def sound_coded(*, lends: bool = False) -> bytes:
+    return region(header_text(coded_entries(), coded_document(lends=lends))) + DATA
+
+
+def _coding_cases() -> Iterator[tuple[str, str, Json]]:
+    """(name, why, coding) for each unsound coding of a whole image."""
+    yield "start", "a block that begins behind the end", coding(starts=_table("Q", 1 << 40))
+    yield "start-huge", "a block behind all ends", coding(starts=_table("Q", (1 << 64) - 1))
+    yield "size", "a block that ends behind the data", coding(sizes=_table("I", 25))
+    yield "size-huge", "a block of more than 1 MiB", coding(sizes=_table("I", BLOCK_BYTES + 1))
+    yield "way", "a way that there is not", coding(way=_table("B", 1))
+    yield "ways", "no ways at all", coding(ways=[])
+    yield "ways-many", "more ways than a byte can tell", coding(ways=[["a", 1, False]] * 257)
+    yield "codec-path", "a codec whose name is a path", coding(ways=[["../raw", 1, False]])
+    yield "codec-empty", "a codec without a name", coding(ways=[["", 1, False]])
+    yield "codec-number", "a codec whose name is a number", coding(ways=[[1, 1, False]])
+    yield "elements", "elements of 3 bytes", coding(ways=[["raw", 3, False]])
+    yield "table-short", "a table of too few blocks", coding(starts="")
+    yield "table-long", "a table of too many blocks", coding(starts=_table("Q", 0, 24))
+    yield "table-base64", "a table that is no base64", coding(starts="!" * 12)
+    yield "table-number", "a table that is a number", coding(starts=0)
+    yield "field", "a coding with a further field", coding(extra=1)
+    yield "anchor-alone", "an anchor where nobody lends", coding(anchors=[[1, 1, 0]])
+
+
+def _anchor_cases() -> Iterator[tuple[str, str, Json]]:
+    """The same of a file that borrows."""
+    yield "anchor-self", "an anchor in the file itself", coding(anchors=[[1, 0, 0]])
+    yield "anchor-file", "an anchor in a file that is not lent", coding(anchors=[[1, 2, 0]])
+    yield "anchor-negative", "a negative anchor", coding(anchors=[[1, 1, -1]])
+    yield "anchor-more", "an anchor too many", coding(anchors=[[1, 1, 0], [1, 1, 1]])
+    yield "anchor-many", "2^60 anchors", coding(anchors=[[1 << 60, 1, 0]])
+    yield "anchor-none", "no anchor where one is due", coding(ways=[["patches", 2, True]])
+
+
+def _whole_cases() -> Iterator[tuple[str, str, list[object]]]:
+    """(name, why, tensors) of a whole image."""
+    yield "missing", "encoded blocks of no tensors", []
+    yield "dtype", "an unknown dtype", [["t", "float31", [6]]]
+    yield "size", "tensors of other size than the image", [["t", "float32", [7]]]
+    yield "huge", "a side beyond 64 bits", [["t", "uint8", [1 << 70]]]
+    yield "overflow", "sides that overflow to the size", [["t", "float32", [1 << 62, 4, 2]]]
+    yield "negative", "negative sides", [["t", "float32", [-2, -3]]]
+    yield "twice", "a tensor twice", [["t", "float32", [3]]] * 2
+
+
+def _coded_cases() -> Iterator[tuple[str, str, Json, Json]]:
+    """(name, why, document, entries) of files whose blocks are encoded."""
+    good, lends, there = coded_document(), coded_document(lends=True), coded_entries()
+    for name, why, said in _coding_cases():
+        yield name, why, {**good, "coding": said}, there
+    for name, why, said in _anchor_cases():
+        yield name, why, {**lends, "coding": said}, there
+    for name, why, tensors in _whole_cases():
+        yield f"tensors-{name}", why, {**good, "tensors": tensors}, there
+    two = {"blocks": base64.b64encode(2 * digest(DATA[:24])).decode()}
+    overlap = coding(way=_table("B", 0, 0), sizes=_table("I", 12, 13), starts=_table("Q", 0, 11))
+    twice = {**two, "coding": overlap, "stretches": [[2, 0, 0], [1, 1, 0]]}
+    yield "overlap", "encoded blocks that overlap", {**lends, **twice}, there
+    yield "list", "a coding that is a list", {**good, "coding": []}, there
+    yield "digests", "more digests than encoded blocks", {**good, **two}, there
+    beside = {**there, "m/$tree": entry("U8", [1], 25, 26)}
+    beside = {"~6blocks": there["~6blocks"], "t": entry("U8", [1], 24, 25), **beside}
+    yield "tensors-beside", "a tensor beside encoded blocks", good, beside
+    also = {**lends, "tensors": good["tensors"]}
+    yield "tensors-lent", "tensors in a file that borrows them", also, there
+    yield "no-coding", "version 3 without a coding", {**document(), "version": 3}, entries()
+    yield "version", "a coding in version 1", {**good, "version": 1}, there
+    yield "version-2", "a coding in version 2", {**lends, "version": 2}, there
+    yield "blocks-absent", "no entry for the blocks", good, {"m/$tree": entry("U8", [26], 0, 26)}
+    yield "blocks-short", "an entry of fewer bytes than the blocks have", good, coded_entries(23)
+    typed = {**there, "~6blocks": entry("F32", [6], 0, 24)}
+    yield "blocks-typed", "blocks that are no row of bytes", good, typed
+    borrowed = {"x": [1, 26, 30, digest(b"").hex()]}
+    yield "borrowed", "an object that is borrowed of nobody", {**good, "borrowed": borrowed}, there
 
 
 def _document_cases() -> Iterator[tuple[str, str, str, object]]:
@@ -199,6 +304,18 @@ def header_cases() -> Iterator[Case]:
     for name, why, data in _text_cases():
         whole = data if len(data) < 100 else data + DATA
         yield Case(name=f"header-{name}.safetensors", raises="Corrupt", why=why, data=whole)
+    for name, why, said, there in _coded_cases():
+        text = header_text(there, said)
+        yield Case(
+            name=f"header-coded-{name}.safetensors", raises="Corrupt", why=why,
+            data=region(text, size=align_up(8 + len(text), REGION_BYTES)) + DATA,
+        )  # fmt: skip
+    borrowed = {"x": [1, 26, 30, digest(b"").hex()]}
+    text = header_text(entries(), {**document(), "borrowed": borrowed})
+    yield Case(
+        name="header-borrowed.safetensors", raises="Corrupt", data=region(text) + DATA,
+        why="an object that is borrowed of nobody",
+    )  # fmt: skip
     newer = header_text(entries(), {**document(), "version": 9, "new": [1]})
     yield Case(
         name="header-version-newer.safetensors",
