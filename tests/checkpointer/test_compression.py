@@ -230,7 +230,7 @@ def test_a_codec_that_is_registered_is_one_whatever_its_name_is_like(
 def test_a_codec_that_only_this_process_knows_is_refused_where_a_helper_encodes(
     own_codec: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(laststep.Usage, match='flush="thread"'):
+    with pytest.raises(laststep.Usage, match="flush='thread'"):
         CodedTraining(tmp_path / "run", compression=own_codec, flush="process")
 
 

@@ -17,7 +17,7 @@ from laststep.flush import coder
 from laststep.flush.coder import Compressor, Estimate, FileCoder, estimate, sample_of
 from laststep.flush.earlier import Earlier
 from laststep.flush.lending import Anchor
-from laststep.flush.protocol import FileBegin
+from laststep.flush.protocol import FileBegin, Orders
 from laststep.format.borrowing import BlockPlace
 from laststep.format.safetensors import TensorEntry
 from laststep.terms import BLOCK_BYTES, DTYPES
@@ -61,10 +61,10 @@ def compressor(
     idle: float = 8.0,
     threads: int = 4,
 ) -> Compressor:
-    made = Compressor(asked, memory_bytes=64 * MIB, threads=threads)
+    made = Compressor(Orders(writers=threads, compression=asked), memory_bytes=64 * MIB)
     made._idle_cores = idle
     if store_mb_s is not None:
-        made.pace._bytes, made.pace._busy_s = store_mb_s * 1e9, 1000.0
+        made.throughput._bytes, made.throughput._busy_s = store_mb_s * 1e9, 1000.0
     return made
 
 

@@ -17,7 +17,7 @@ from laststep.errors import StorageFailed
 from laststep.flush import lending
 from laststep.flush.coder import Compressor
 from laststep.flush.packed import CannotBorrow, PackedImage
-from laststep.flush.protocol import FileBegin
+from laststep.flush.protocol import FileBegin, Orders
 from laststep.flush.writer import SaveFlush
 from laststep.format.header import reserve_bytes
 from laststep.format.manifest import Commit, ItemRecord
@@ -58,7 +58,9 @@ class History:
         self.run = Run.open_or_create(self.store)
         self.epoch = self.run.claim_epoch(None)
         self.plan = plan(size)
-        self.compressor = Compressor(compression, memory_bytes=64 << 20, threads=4)
+        self.compressor = Compressor(
+            Orders(writers=4, compression=compression), memory_bytes=64 << 20
+        )
         self.lenders: dict[str, Lender] = {}
         self.step = 0
         self.folder = ""
@@ -158,7 +160,8 @@ def test_what_a_save_lends_is_what_is_found_on_the_disk(
     for step in range(8):
         if chance.random() < 0.2:
             history.compressor = Compressor(
-                chance.choice(["max", "none", "planes"]), memory_bytes=4 << 20, threads=4
+                Orders(writers=4, compression=chance.choice(["max", "none", "planes"])),
+                memory_bytes=4 << 20,
             )
         flush = history.save(data, tree=str(step // 3).encode(), seed=step)
         assert history.read() == (data, str(step // 3).encode())

@@ -81,7 +81,7 @@ class Compressor:
         self._idle_cores = self._idle.look() + _TAKEN_SHARE * (os.cpu_count() or 1)
 
     def coder(
-        self, plan: FileBegin, start: int, image: memoryview, *, known: bool, rounded: bool
+        self, plan: FileBegin, start: int, image: memoryview, *, known: bool, rounded: bool = False
     ) -> FileCoder:
         """How a file is encoded, by the first bytes of it that come, which lie at `start`; `known`:
         the last save had the same tensors in it."""

@@ -49,14 +49,14 @@ class PackedImage:
         before: Lender | None,
         borrows: bool,
         coder: FileCoder | None,
-        lossy: dict[str, str],
+        lossy: dict[str, str] | None = None,
     ) -> None:
         """`before` is a file of the same image, to tell what has changed, and to borrow of where it
         lends. Who does not borrow needs a coder."""
         self._store = store
         self._folder = folder
         self._plan = plan
-        self._lossy = lossy
+        self._lossy = lossy or {}
         self._compared = before
         self._before = before if before is not None and borrows else _nothing(plan)
         self._retired = self._before.retired()

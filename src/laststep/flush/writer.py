@@ -226,7 +226,7 @@ class SaveFlush:
     def _packed(self, file: _File, coder: FileCoder | None, *, borrows: bool) -> PackedImage:
         return PackedImage(
             self._store, self._open, self.folder, file.plan, before=file.before, borrows=borrows,
-            coder=coder, lossy={} if file.rounding is None else file.rounding.names,
+            coder=coder, lossy=None if file.rounding is None else file.rounding.names,
         )  # fmt: skip
 
     def _changed(self, file: _File, start: int, sums: bytes) -> float:

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from laststep.flush import pace
-from laststep.flush.pace import IdleCores, Pace, PacedWriting
+from laststep.flush import throughput
+from laststep.flush.throughput import IdleCores, Throughput, TimedWriting
 
 MIB = 1 << 20
 
@@ -25,8 +25,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_a_pace_is_not_known_before_enough_was_written(clock: Clock) -> None:
-    found = Pace(clock)
+def test_a_throughput_is_not_known_before_enough_was_written(clock: Clock) -> None:
+    found = Throughput(clock)
     assert found.bytes_per_s is None
     for _ in range(31):
         with found.busy(MIB):
@@ -38,7 +38,7 @@ def test_a_pace_is_not_known_before_enough_was_written(clock: Clock) -> None:
 
 
 def test_writes_at_the_same_time_count_the_time_once(clock: Clock) -> None:
-    found = Pace(clock)
+    found = Throughput(clock)
     with found.busy(32 * MIB):
         clock.now += 1
         with found.busy(32 * MIB):
@@ -51,11 +51,11 @@ def test_writes_at_the_same_time_count_the_time_once(clock: Clock) -> None:
 
 
 def test_what_fails_leaves_nothing_under_way(clock: Clock) -> None:
-    found = Pace(clock)
+    found = Throughput(clock)
     written = Written(clock)
     written.fails = True
     with pytest.raises(OSError, match="full"):
-        PacedWriting(written, found).write_at(0, memoryview(bytes(64 * MIB)))
+        TimedWriting(written, found).write_at(0, memoryview(bytes(64 * MIB)))
     clock.now += 100
     with found.busy(64 * MIB):
         clock.now += 1
@@ -63,7 +63,7 @@ def test_what_fails_leaves_nothing_under_way(clock: Clock) -> None:
 
 
 def test_earlier_saves_count_less_and_less(clock: Clock) -> None:
-    found = Pace(clock)
+    found = Throughput(clock)
     for rate in (1, 100, 100, 100, 100, 100, 100, 100):
         found.begin_save()
         with found.busy(100 * MIB):
@@ -72,8 +72,8 @@ def test_earlier_saves_count_less_and_less(clock: Clock) -> None:
     assert found.bytes_per_s > 5000 * MIB
 
 
-def test_a_pace_that_is_known_is_not_lost_by_saves_that_write_little(clock: Clock) -> None:
-    found = Pace(clock)
+def test_a_throughput_that_is_known_is_not_lost_by_saves_that_write_little(clock: Clock) -> None:
+    found = Throughput(clock)
     with found.busy(320 * MIB):
         clock.now += 1
     for _ in range(50):
@@ -84,7 +84,7 @@ def test_a_pace_that_is_known_is_not_lost_by_saves_that_write_little(clock: Cloc
 
 
 def test_small_saves_are_told_by_many_of_them(clock: Clock) -> None:
-    found = Pace(clock)
+    found = Throughput(clock)
     for _ in range(8):
         found.begin_save()
         assert found.bytes_per_s is None
@@ -121,9 +121,9 @@ class Written:
 def test_a_file_is_written_as_before_and_timed(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "_LEAST_BYTES", 8)
-    found, written = Pace(clock), Written(clock)
-    paced = PacedWriting(written, found)
+    monkeypatch.setattr(throughput, "_LEAST_BYTES", 8)
+    found, written = Throughput(clock), Written(clock)
+    paced = TimedWriting(written, found)
     assert paced.alignment_bytes == 512
     paced.write_at(4096, memoryview(b"12345678"))
     paced.finish(5)
