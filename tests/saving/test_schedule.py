@@ -139,6 +139,18 @@ def test_what_saves_slow_down_is_part_of_their_cost() -> None:
     assert reckoning.cost_s == pytest.approx(0.01 + 0.02 * iterations, rel=0.1)
 
 
+@pytest.mark.parametrize("then_s", [0.02, 0.5])
+def test_steps_that_become_faster_or_slower_are_no_cost_of_saves(then_s: float) -> None:
+    job = Job(0.1, every="auto", mtbf="6 h", slower_s=0.01)
+    job.go(3000)
+    job.step_s, job.slower_s = then_s, then_s / 10
+    for _ in range(int(1000 / then_s)):
+        job.go()
+        reckoning = job.schedule.reckoning
+        assert reckoning is not None
+        assert 0.15 < reckoning.cost_s < 0.25  # a tenth of the 2 s that a save takes
+
+
 def test_a_validation_now_and_then_is_no_cost_of_a_save() -> None:
     job = Job(every="auto", mtbf="6 h")
     for number in range(3000):

@@ -1,9 +1,9 @@
 """How fast training goes, and what saves cost it: measured where `step()` is called.
 
 Belongs to the training thread of the first rank; times come from outside. An iteration lies between
-two calls. Those in which a save was under way are compared, by their medians, with those in which
-none was: a validation or a slow file now and then does not count. The first iterations of a start
-are not typical, and are left out.
+two calls. Those in which a save was under way are compared, by their medians, with the last before
+it in which none was: a validation now and then does not count, nor do steps that become longer. The
+first iterations of a start are not typical, and are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,22 @@ WARM_UP = 3
 """So many iterations of a start are left out: kernels are compiled and chosen, buffers made."""
 BASELINE = 8
 """So many undisturbed iterations are seen before the first save, if that does not take long."""
-_ITERATIONS, _RECENT, _SAVES = 64, 16, 5
+_RECENT, _SAVES = 16, 5
+
+
+class _Beside(NamedTuple):
+    """The iterations in which a save was under way."""
+
+    usual_s: float | None
+    """What those just before it took; None where none were seen."""
+    seconds: list[float]
+
+    @property
+    def lost_s(self) -> float:
+        """What they took longer, all together; by chance that may be less than nothing."""
+        if self.usual_s is None:
+            return 0.0
+        return (mid(self.seconds) - self.usual_s) * len(self.seconds)
 
 
 class _Ended(NamedTuple):
@@ -28,7 +43,7 @@ class _Ended(NamedTuple):
 
     stall_s: float
     device_s: float
-    iterations: int
+    slower_s: float
     latency_s: float
     size_bytes: int
     bytes_per_s: float
@@ -38,19 +53,16 @@ class Pace:
     """What was seen so far; also of saves that a user asked for himself."""
 
     def __init__(self) -> None:
-        self._alone: deque[float] = deque(maxlen=_ITERATIONS)
-        """Seconds of iterations without a save."""
-        self._beside: deque[float] = deque(maxlen=_ITERATIONS)
-        """Seconds of those in which one was under way."""
+        self._alone: deque[float] = deque(maxlen=_RECENT)
+        """Seconds of the last iterations without a save."""
         self._recent: deque[float] = deque(maxlen=_RECENT)
+        """Of the last of all."""
         self._ended: deque[_Ended] = deque(maxlen=_SAVES)
-        self._under_way: dict[SaveHandle, int] = {}
-        """Saves that are, and for how many iterations they have been."""
+        self._under_way: dict[SaveHandle, _Beside] = {}
         self._fresh: list[SaveHandle] = []
         """Saves of this iteration."""
         self._seen = 0
         self._last_s: float | None = None
-        self._disturbed = False
         self._latest: SaveHandle | None = None
         self.captured_s: float | None = None
         """When the last save began."""
@@ -61,7 +73,6 @@ class Pace:
         """A restore came between: what iterations take is seen anew, what saves cost is known."""
         self._last_s, self._seen = None, 0
         self._alone.clear()
-        self._beside.clear()
         self._recent.clear()
 
     def iterated(self, now_s: float) -> None:
@@ -72,35 +83,34 @@ class Pace:
             held_s = sum(handle.report.stall_s for handle in self._fresh)
             seconds = max(now_s - self._last_s - held_s, 0.0)
             self._recent.append(seconds)
-            if self._seen > WARM_UP:
-                (self._beside if self._disturbed else self._alone).append(seconds)
+            for beside in self._under_way.values():
+                beside.seconds.append(seconds)
+            if self._seen > WARM_UP and not self._under_way:
+                self._alone.append(seconds)
         self._last_s = now_s
         self._fresh.clear()
         if self._under_way:
             self._look()
-        self._disturbed = bool(self._under_way)
 
     def began(self, handle: SaveHandle, now_s: float) -> None:
         """A save begins."""
-        self._under_way[handle] = 0
+        self._under_way[handle] = _Beside(mid(self._alone) if self._alone else None, [])
         self._fresh.append(handle)
-        self._disturbed = True
         self.captured_s, self.failed, self._latest = now_s, False, handle
 
     def _look(self) -> None:
         """See which saves are over."""
         for handle in list(self._under_way):
-            self._under_way[handle] += 1
             if not handle.done():
                 continue
-            iterations, report = self._under_way.pop(handle), handle.report
+            beside, report = self._under_way.pop(handle), handle.report
             if report.committed_s is None:
                 self.failed = self.failed or handle is self._latest
                 continue
             moved = (report.written_bytes or 0) / max(report.durable_s or 0.0, 1e-9)
             self._ended.append(
                 _Ended(
-                    report.stall_s, report.device_copy_s + report.fence_s, iterations,
+                    report.stall_s, report.device_copy_s + report.fence_s, beside.lost_s,
                     report.committed_s, report.size_bytes, moved,
                 )
             )  # fmt: skip
@@ -127,10 +137,9 @@ class Pace:
         has ended."""
         if not self._ended:
             return None
-        slower_s = max(mid(self._beside) - mid(self._alone), 0.0) if self._alone else 0.0
-        beside = mid([one.iterations for one in self._ended])
+        slower_s = mid([one.slower_s for one in self._ended])
         device_s = mid([one.device_s for one in self._ended])
-        return mid([one.stall_s for one in self._ended]) + max(device_s, slower_s * beside)
+        return mid([one.stall_s for one in self._ended]) + max(device_s, slower_s)
 
     @property
     def latency_s(self) -> float:
