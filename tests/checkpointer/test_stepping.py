@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import laststep
 from laststep.catalog.failures import Past
@@ -194,6 +197,29 @@ def test_starts_that_failed_are_counted_by_those_that_come(
         train(KeyboardInterrupt())  # somebody has stopped it
     assert train().failures == 1
     assert train().uptime_s > 0.0
+
+
+KILLED = """
+import os, signal, sys, torch, laststep
+
+c = laststep.Checkpointer(sys.argv[1], s={"t": torch.zeros(9)}, every="auto", progress=False)
+step, handle = c.restore().next_step, None
+while handle is None:
+    handle = c.step(step)
+    step += 1
+handle.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_start_that_was_killed_has_failed(run_folder: Path) -> None:
+    for killed in range(1, 3):
+        command = [os.environ["WARM_PYTHON"], "-c", KILLED, str(run_folder)]
+        assert subprocess.run(command, check=False).returncode in (-9, 137)
+        state = {"t": torch.zeros(9)}
+        with laststep.Checkpointer(run_folder, s=state, flush="thread", every="auto") as c:
+            c.restore()
+            assert c._client.past().failures == killed
 
 
 def test_a_checkpointer_that_does_not_ask_leaves_no_trace_of_its_end(

@@ -39,10 +39,10 @@ def step_alike(run: str, every: object, slow: int) -> tuple[list[int], list[int]
     """Train, go back, and train again; the steps that this rank saved, each time."""
     state = {"w": torch.zeros(1000)}
     with opened(run, state, every) as c:
-        before = train(c, state, 0, 250, slow=slow)
+        before = train(c, state, 0, 150, slow=slow)
         c.restore(before[0])
         assert state["w"].unique().tolist() == [before[0]]
-        after = train(c, state, before[0] + 1, 200, slow=slow)
+        after = train(c, state, before[0] + 1, 120, slow=slow)
     return before, after
 
 

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from crew import Crew
 
 
-@pytest.mark.parametrize("every", ["auto", "0.05 s", 60])
-@pytest.mark.parametrize("slow", [0, 2])
+@pytest.mark.parametrize(("every", "slow"), [("auto", 0), ("auto", 2), ("0.05 s", 1), (60, 0)])
 def test_ranks_save_the_same_steps_whatever_their_clocks_and_speeds(
     crew: Crew, run_folder: Path, every: object, slow: int
 ) -> None:
@@ -23,8 +22,8 @@ def test_ranks_save_the_same_steps_whatever_their_clocks_and_speeds(
     assert found[1:] == found[:1] * 2
     before, after = found[0]
     assert len(before) > 1
-    assert before[-1] == 250
-    assert after[-1] == 200
+    assert before[-1] == 150
+    assert after[-1] == 120
     assert laststep.open(run_folder).steps() == [before[0], *after]
 
 

@@ -177,7 +177,7 @@ def test_saves_never_pile_up_nor_cost_more_than_their_share(
         latency_s=latency_s, most_share=most_share,
     )  # fmt: skip
     dice = random.Random(seed)
-    for _ in range(500):
+    for _ in range(300):
         job.step_s = step_s * (1 + dice.uniform(0, jitter))
         job.go()
     for gap in job.gaps():
