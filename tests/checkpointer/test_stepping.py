@@ -13,7 +13,7 @@ import torch
 import laststep
 from laststep.catalog.failures import Past
 from laststep.flush import server as serving
-from laststep.plan.frequency import Bound
+from laststep.plan.frequency import APART, Bound
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,8 +73,13 @@ def test_auto_measures_by_its_first_save_and_then_says_what_it_reckoned(
         assert reckoning.latency_s == first.report.committed_s
         assert reckoning.size_bytes == first.report.size_bytes
         assert (reckoning.mtbf_s, reckoning.mtbf_from) == (0.1, "given")
-        assert reckoning.interval_s >= 2 * reckoning.latency_s
-        assert reckoning.bound in (Bound.LEAST, Bound.LATENCY)
+        bounds = {
+            Bound.LEAST: (2 * reckoning.cost_s * 0.1) ** 0.5,
+            Bound.LATENCY: APART * reckoning.latency_s,
+            Bound.SHARE: reckoning.cost_s / 0.9,
+        }
+        assert reckoning.interval_s == pytest.approx(max(bounds.values()))
+        assert reckoning.interval_s == pytest.approx(bounds[reckoning.bound])
         assert f"step {second.step}: {reckoning}" in caplog.text
 
 
