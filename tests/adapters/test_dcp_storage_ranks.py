@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import laststep
@@ -120,11 +121,13 @@ def start(count: int, body: str, run: Path) -> list[tuple[int, str]]:
     head, tail = COMMON.split('\nif __name__ == "__main__":')
     script = run.parent / "script.py"
     script.write_text(head + textwrap.dedent(body) + '\nif __name__ == "__main__":' + tail)
-    with socket_port() as port:
-        environment = {
-            **os.environ, "PYTHONPATH": str(ROOT / "src"), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+    # Hosted here, under a port that nobody else can take before a rank has it.
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT / "src"), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
     processes = [
         subprocess.Popen(
             [os.environ["WARM_PYTHON"], str(script), str(run)],
@@ -153,20 +156,6 @@ def start(count: int, body: str, run: Path) -> list[tuple[int, str]]:
 def run_ranks(count: int, body: str, run: Path) -> None:
     for status, text in start(count, body, run):
         assert status == 0, text
-
-
-class socket_port:  # noqa: N801 (used like a function)
-    """A port that was free a moment ago."""
-
-    def __enter__(self) -> int:
-        import socket
-
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
-        return int(self._socket.getsockname()[1])
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
 
 
 @pytest.mark.long

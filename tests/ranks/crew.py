@@ -11,12 +11,13 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import IO, Any
+
+import torch.distributed as dist
 
 HERE = Path(__file__).parent
 MEMBER = HERE / "member.py"
@@ -74,12 +75,11 @@ class Crew:
         """Run `module:function` on so many ranks; the results, by rank."""
         while len(self._members) < max(ranks, self._size):
             self._members.append(_Member(self._path))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Hosted here, under a port that nobody else can take before a rank has it.
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         members = self._members[:ranks]
         for rank, member in enumerate(members):
-            member.pipe.send((task, rank, ranks, port, arguments))
+            member.pipe.send((task, rank, ranks, store.port, arguments))
         found = self._answers(members, timeout_s)
         if all(answer is not None and answer[0] for answer in found):
             return [answer[1] for answer in found]

@@ -22,14 +22,13 @@ def do(task: str, rank: int, ranks: int, port: int, arguments: dict[str, Any]) -
     # A job starts with processes that have made no Checkpointer; these may have, and not all of
     # them as many.
     teaming._made.clear()
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
-        timeout=timedelta(seconds=_GROUP_S),
-    )  # fmt: skip
+    patience = timedelta(seconds=_GROUP_S)
+    store = dist.PrefixStore("job", dist.TCPStore("127.0.0.1", port, None, False, patience))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
     try:
         module, _, function = task.partition(":")
         result = getattr(importlib.import_module(module), function)(**arguments)
-        dist.barrier()  # the first rank hosts the store: nobody leaves before the others are done
+        dist.barrier()  # nobody leaves before the others are done
         return result
     finally:
         dist.destroy_process_group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -164,12 +163,8 @@ def test_a_module_compiled_by_torchscript_has_the_names_of_the_plain_one() -> No
 
 @pytest.fixture
 def gloo() -> Iterator[None]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
-    )
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
