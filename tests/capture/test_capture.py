@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from threading import Semaphore
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 import laststep
 from laststep.capture import mover
+from laststep.capture.job import Job
+from laststep.process import interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +34,19 @@ class Gate:
         if threading.current_thread().name == "laststep-capture":
             self.reached.set()
             assert self.opened.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def held_back(monkeypatch: pytest.MonkeyPatch) -> Semaphore:
+    """Released by every thread that comes to the fence while a capture stands there."""
+    came, hold_back = Semaphore(0), Job.hold_back
+
+    def note(job: Job) -> None:
+        came.release()
+        hold_back(job)
+
+    monkeypatch.setattr(Job, "hold_back", note)
+    return came
 
 
 @pytest.fixture
@@ -97,7 +113,7 @@ def lazy(run: Path, model: nn.Module, *optimizers: torch.optim.Optimizer) -> las
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_lazy_capture_holds_the_optimizer_back_until_it_has_the_state_at_save(
-    kind: str, tmp_path: Path, gate: Gate
+    kind: str, tmp_path: Path, gate: Gate, held_back: Semaphore
 ) -> None:
     model = network()
     optimizer = OPTIMIZERS[kind](model)
@@ -112,6 +128,7 @@ def test_a_lazy_capture_holds_the_optimizer_back_until_it_has_the_state_at_save(
             backward(model)
         training = threading.Thread(target=optimizer.step)
         training.start()
+        assert held_back.acquire(timeout=PATIENCE_S)
         training.join(0.2)
         assert training.is_alive()
         parameters = [p.detach().clone() for p in model.parameters()]
@@ -125,7 +142,7 @@ def test_a_lazy_capture_holds_the_optimizer_back_until_it_has_the_state_at_save(
     assert equal(stored(tmp_path / "run", 0, kind=kind), expected)
 
 
-def test_every_optimizer_is_held_back(tmp_path: Path, gate: Gate) -> None:
+def test_every_optimizer_is_held_back(tmp_path: Path, gate: Gate, held_back: Semaphore) -> None:
     model = network()
     halves = [
         torch.optim.SGD(model[0].parameters(), lr=0.1),
@@ -141,6 +158,7 @@ def test_every_optimizer_is_held_back(tmp_path: Path, gate: Gate) -> None:
         steps = [threading.Thread(target=optimizer.step) for optimizer in halves]
         for step in steps:
             step.start()
+            assert held_back.acquire(timeout=PATIENCE_S)
         for step in steps:
             step.join(0.1)
             assert step.is_alive()
@@ -151,7 +169,7 @@ def test_every_optimizer_is_held_back(tmp_path: Path, gate: Gate) -> None:
 
 
 def test_an_optimizer_that_steps_inside_of_backward_is_held_back(
-    tmp_path: Path, gate: Gate
+    tmp_path: Path, gate: Gate, held_back: Semaphore
 ) -> None:
     model = network()
     each = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
@@ -171,6 +189,7 @@ def test_an_optimizer_that_steps_inside_of_backward_is_held_back(
         assert gate.reached.wait(PATIENCE_S)
         training = threading.Thread(target=backward, args=(model,))
         training.start()
+        assert held_back.acquire(timeout=PATIENCE_S)
         training.join(0.2)
         assert training.is_alive()
         gate.opened.set()
@@ -343,7 +362,16 @@ def test_a_busy_capture_is_waited_for_or_the_save_is_skipped(tmp_path: Path, gat
     assert [type(e).__name__ for e in events].count("SaveSkipped") == 1
 
 
-def test_with_on_busy_wait_every_save_is_made(tmp_path: Path, gate: Gate) -> None:
+def test_with_on_busy_wait_every_save_is_made(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = interrupts.wait
+
+    def open_after_a_while(event: threading.Event, timeout_s: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            threading.Timer(0.1, gate.opened.set).start()
+        return wait(event, timeout_s)
+
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     with lazy(tmp_path / "run", model, optimizer) as checkpointer:
@@ -351,7 +379,7 @@ def test_with_on_busy_wait_every_save_is_made(tmp_path: Path, gate: Gate) -> Non
         optimizer.step()
         checkpointer.save(0)
         assert gate.reached.wait(PATIENCE_S)
-        threading.Timer(0.1, gate.opened.set).start()
+        monkeypatch.setattr(interrupts, "wait", open_after_a_while)
         second = checkpointer.save(1)
         assert second.report.waited_s > 0.05
     assert laststep.open(tmp_path / "run").steps() == [0, 1]

@@ -51,20 +51,36 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     made.go_on.set()
 
 
+@pytest.fixture
+def waited_for(held: Held) -> Iterator[list[str]]:
+    """Lets flushes go on when a restore waits for another Checkpointer; what it says then."""
+    said: list[str] = []
+
+    def hear(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        held.go_on.set()
+        return True
+
+    before = neighbours.log.level
+    neighbours.log.setLevel(logging.INFO)
+    neighbours.log.addFilter(hear)
+    yield said
+    neighbours.log.removeFilter(hear)
+    neighbours.log.setLevel(before)
+
+
 @pytest.mark.parametrize("flush", ["thread", "process"])
 def test_a_save_of_another_checkpointer_of_this_process_is_waited_for(
-    flush: str, held: Held, opened: object, training: object, fresh: object,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    caplog.set_level(logging.INFO, logger="laststep")
+    flush: str, waited_for: list[str], opened: object, training: object, fresh: object
+) -> None:
     first = opened(training)
     training.become(5)
     first.save(5)
-    threading.Timer(0.3, held.go_on.set).start()
     with opened(fresh, flush=flush) as second:
         assert second.restore().step == 5
     assert fresh.is_wholly(5)
-    assert "which is saving step 5" in caplog.text
+    [said] = waited_for
+    assert "which is saving step 5" in said
     first.close()
 
 
@@ -98,16 +114,17 @@ def test_saves_to_another_run_are_not_waited_for(
 
 
 def test_the_run_is_known_by_any_of_its_paths(
-    held: Held, opened: object, training: object, run_folder: Path, tmp_path: Path
-) -> None:
+    held: Held, waited_for: list[str], opened: object, training: object, run_folder: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     first = opened(training)
     training.become(4)
     first.save(4)
     assert held.reached.wait(PATIENCE_S)
     (tmp_path / "link").symlink_to(run_folder)
-    threading.Timer(0.3, held.go_on.set).start()
     with laststep.Checkpointer(tmp_path / "link", items=training.items(), flush="thread") as second:
         assert second.restore().step == 4
+    assert len(waited_for) == 1
     first.close()
 
 

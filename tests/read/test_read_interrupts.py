@@ -18,12 +18,11 @@ from laststep.format.header import Header
 from laststep.format.manifest import FileRecord
 from laststep.plan.load import Read, Want, plan_reads
 from laststep.read.files import DataFile, HeldFile
-from laststep.read.reader import read_all
+from laststep.read.reader import _Pipeline, read_all
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
 PATIENCE_S = 30.0
 CHUNKS = 6
@@ -103,52 +102,67 @@ def readers_alive() -> list[str]:
     return [name for number, name in ids.items() if number in alive and "laststep-read" in name]
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Within it Ctrl-C raises, as it always does; a second one that comes too late harms nobody."""
-    inside = False
+class CtrlC:
+    """Within `armed()` Ctrl-C raises, as it always does; elsewhere it harms nobody."""
 
-    def handler(number: int, frame: object) -> None:
-        if inside:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._inside = False
+        self._handled = threading.Semaphore(0)
+        self._stopped = threading.Event()
+        stop = _Pipeline._stop
+
+        def stopped(pipeline: _Pipeline) -> None:
+            stop(pipeline)
+            self._stopped.set()
+
+        monkeypatch.setattr(_Pipeline, "_stop", stopped)
+
+    def handle(self, _number: int, _frame: object) -> None:
+        self._handled.release()
+        if self._inside:
             raise KeyboardInterrupt
 
     @contextmanager
-    def armed() -> Iterator[None]:
-        nonlocal inside
-        inside = True
+    def armed(self) -> Iterator[None]:
+        self._inside = True
         try:
             yield
         finally:
-            inside = False
+            self._inside = False
 
-    before = signal.signal(signal.SIGINT, handler)
-    yield armed
+    def press_when(self, reading: threading.Event, then: Callable[[], None]) -> threading.Thread:
+        """Press while a read is under way, again once reading is being ended for that, and let the
+        read go only after both."""
+
+        def press() -> None:
+            assert reading.wait(PATIENCE_S)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                assert self._handled.acquire(timeout=PATIENCE_S)
+                assert self._stopped.wait(PATIENCE_S)
+            then()
+
+        thread = threading.Thread(target=press)
+        thread.start()
+        return thread
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[CtrlC]:
+    made = CtrlC(monkeypatch)
+    before = signal.signal(signal.SIGINT, made.handle)
+    yield made
     signal.signal(signal.SIGINT, before)
 
 
-def interrupt_when(reading: threading.Event, then: Callable[[], None]) -> threading.Thread:
-    """Press Ctrl-C twice while a read is under way, and let it go only after that."""
-
-    def press() -> None:
-        assert reading.wait(PATIENCE_S)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            threading.Event().wait(0.3)  # for the main thread to have been woken by it
-        then()
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    return thread
-
-
 def test_an_interrupt_leaves_only_after_every_read_has_ended(
-    slow: SlowReader, ctrl_c: Callable[[], AbstractContextManager[None]]
+    slow: SlowReader, ctrl_c: CtrlC
 ) -> None:
     room = Room()
     files, reads = zeros(slow)
     delivered: list[Read] = []
-    presser = interrupt_when(slow.reading, slow.go.set)
-    with pytest.raises(KeyboardInterrupt), ctrl_c():
+    presser = ctrl_c.press_when(slow.reading, slow.go.set)
+    with pytest.raises(KeyboardInterrupt), ctrl_c.armed():
         read_all(files, reads, room, lambda read, slot: delivered.append(read), threads=2)
     assert slow.go.is_set(), "the interrupt left while reads into the pool were under way"
     ended = slow.ended
@@ -161,7 +175,7 @@ def test_an_interrupt_leaves_only_after_every_read_has_ended(
 
 
 def test_an_interrupt_while_readers_wait_for_room_leaves_too(
-    slow: SlowReader, ctrl_c: Callable[[], AbstractContextManager[None]]
+    slow: SlowReader, ctrl_c: CtrlC
 ) -> None:
     room = Room(slots=1)
     (taken,) = (room.lease(),)
@@ -174,8 +188,8 @@ def test_an_interrupt_while_readers_wait_for_room_leaves_too(
         return lease(timeout_s)
 
     room.lease = seen  # type: ignore[method-assign]
-    presser = interrupt_when(waiting, slow.go.set)
-    with pytest.raises(KeyboardInterrupt), ctrl_c():
+    presser = ctrl_c.press_when(waiting, slow.go.set)
+    with pytest.raises(KeyboardInterrupt), ctrl_c.armed():
         read_all(files, reads, room, lambda read, slot: None, threads=2)
     presser.join()
     assert readers_alive() == []

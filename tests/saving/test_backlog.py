@@ -9,13 +9,18 @@ import pytest
 
 import laststep
 from laststep.flush import server as serving
+from laststep.flush.handle import Stage
 from laststep.saving import backlog as queueing
 from laststep.settings import MAX_UNCOMMITTED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    WhenOneWaits = Callable[[Callable[[], None]], None]
+
 PATIENCE_S = 60.0
+WAITED_S = 0.1
 
 
 @pytest.fixture
@@ -33,21 +38,38 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def fill(checkpointer: laststep.Checkpointer) -> None:
-    """As many saves as may be under way, all of them captured."""
+    """As many saves as may be under way, none of which is still being captured."""
     for step in range(MAX_UNCOMMITTED):
         handle = checkpointer.save(step)
         assert handle.captured.wait(PATIENCE_S)
         assert handle.report.skipped is None
+        checkpointer._capturer.settle()
+
+
+@pytest.fixture
+def when_one_waits(monkeypatch: pytest.MonkeyPatch) -> WhenOneWaits:
+    """`when_one_waits(act)`: once somebody has waited for the end of a save for a while."""
+    wait = Stage.over_within
+
+    def prepare(act: Callable[[], None]) -> None:
+        def ask(stage: Stage, timeout_s: float | None) -> bool:
+            monkeypatch.setattr(Stage, "over_within", wait)
+            threading.Timer(WAITED_S, act).start()
+            return wait(stage, timeout_s)
+
+        monkeypatch.setattr(Stage, "over_within", ask)
+
+    return prepare
 
 
 def test_small_saves_in_a_tight_loop_do_not_pile_up(
-    gate: threading.Event, run_folder: Path
+    gate: threading.Event, run_folder: Path, when_one_waits: WhenOneWaits
 ) -> None:
     with laststep.Checkpointer(run_folder, s={"n": 1}, flush="thread") as checkpointer:
         fill(checkpointer)
-        threading.Timer(0.3, gate.set).start()
+        when_one_waits(gate.set)
         handle = checkpointer.save(100)
-        assert handle.report.waited_s > 0.1
+        assert handle.report.waited_s >= WAITED_S
         assert handle.report.stall_s >= handle.report.waited_s
         assert len(list(run_folder.glob("step-*"))) <= MAX_UNCOMMITTED + 1
     assert laststep.open(run_folder).steps() == [*range(MAX_UNCOMMITTED), 100]
@@ -69,7 +91,9 @@ def test_one_too_many_is_skipped_where_that_was_asked_for(
     assert laststep.open(run_folder).steps() == [*range(MAX_UNCOMMITTED), 101]
 
 
-def test_a_failed_save_makes_room_too(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_makes_room_too(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, when_one_waits: WhenOneWaits
+) -> None:
     event = threading.Event()
 
     def fail(*_: object) -> object:
@@ -80,7 +104,7 @@ def test_a_failed_save_makes_room_too(run_folder: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(serving.SaveFlush, "finish", fail)
         fill(checkpointer)
-        threading.Timer(0.1, event.set).start()
+        when_one_waits(event.set)
         checkpointer.save(100)  # its own call: earlier failures are told by the next one
         with pytest.raises(laststep.StorageFailed, match="disk is full"):
             checkpointer.wait()
