@@ -37,8 +37,8 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
     before = signal.signal(signal.SIGUSR1, handler)
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGUSR1))
-    timer.start()
     try:
+        timer.start()
         yield
         timer.join()
         time.sleep(0)  # a signal that has come is handled by now
@@ -180,6 +180,7 @@ def test_waiting_for_a_save_can_be_interrupted(run_folder: Path, waits: str) -> 
     assert laststep.open(run_folder).steps() == [1]
 
 
+@pytest.mark.usefixtures("_raising")
 @pytest.mark.parametrize("closes_again", [True, False])
 def test_a_close_that_was_interrupted_goes_on_where_it_was(
     run_folder: Path,
@@ -199,8 +200,10 @@ def test_a_close_that_was_interrupted_goes_on_where_it_was(
     checkpointer._work.wait()
     pid = flusher()
     os.kill(pid, signal.SIGSTOP)  # so that close() waits for it
+    interrupted = pytest.raises(KeyboardInterrupt)
     try:
-        with pytest.raises(KeyboardInterrupt), interrupted_after(0.1):
+        with interrupted, interrupts.held():  # let in where close() waits for the flusher
+            signal.raise_signal(signal.SIGUSR1)
             checkpointer.close()
         with pytest.raises(laststep.Usage, match="closed"):
             checkpointer.save(4)
@@ -314,6 +317,7 @@ def test_a_save_that_is_over_holds_no_tensors(run_folder: Path) -> None:
     with laststep.Checkpointer(run_folder, owner=owner, flush="thread") as checkpointer:
         handles = [checkpointer.save(step) for step in range(4)]
         checkpointer.wait()
+        checkpointer._capturer.settle()  # its thread has let go of them
         gc.collect()
         assert all(handle.report.committed_s for handle in handles)
         assert [ref() for ref in owner.given] == [None] * 4
