@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -104,12 +105,13 @@ def saved(opened: Callable[..., laststep.Checkpointer], run_folder: Path) -> Cal
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many bytes were read of each data file so far, by its name."""
     found: dict[str, int] = {}
-    read_into = FileReader.read_into
+    read_into, counting = FileReader.read_into, threading.Lock()
 
     def counted(reader: FileReader, offset: int, into: memoryview) -> int:
         got = read_into(reader, offset, into)
         name = str(reader._path).rsplit("/", 1)[-1]
-        found[name] = found.get(name, 0) + len(into)
+        with counting:  # several threads read
+            found[name] = found.get(name, 0) + len(into)
         return got
 
     monkeypatch.setattr(FileReader, "read_into", counted)

@@ -23,7 +23,9 @@ HOW = {"host_memory_bytes": 64 << 20, "progress": False}
 
 
 def end_of_all_threads() -> None:
-    """Wait for all that laststep runs beside this thread; at the end there is nothing of it."""
+    """Wait for all that laststep runs beside this thread; at the end there is nothing of it, nor
+    of what other tests have left to the collector."""
+    gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("laststep"):
             thread.join(60)
