@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from waiting import wait_until
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -155,15 +157,21 @@ def run_folder() -> Iterator[Path]:
 @pytest.fixture
 def flusher() -> Callable[[], int]:
     """`flusher()`: the id of the process that is this one's flusher."""
+    found: list[int] = []
 
-    def find() -> int:
+    def is_there() -> bool:
         mine = f"\nPPid:\t{os.getpid()}\n"
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 command = (folder / "cmdline").read_bytes()
                 if b"laststep.flush" in command and mine in (folder / "status").read_text():
-                    return int(folder.name)
-        raise ProcessLookupError("this process has no flusher")
+                    found.append(int(folder.name))
+                    return True
+        return False
+
+    def find() -> int:
+        wait_until(is_there)  # one that has just been started has no command line yet
+        return found.pop()
 
     return find
 

@@ -265,6 +265,7 @@ def test_a_report_tells_the_state_from_what_is_written_and_what_is_shared(
         assert state_bytes < report.size_bytes < state_bytes + 2000  # with plain values
         assert written + (report.shared_bytes or 0) == sum(s.st_size for s in there.values())
         assert written == sum(s.st_size for s in there.values() if s.st_nlink == 1)
+    training.ckpt.close()  # all has been told
     durable = [event for event in told if isinstance(event, laststep.events.Durable)]
     assert [event.size_bytes for event in durable] == [report.size_bytes] * 3
     assert durable[-1].written_bytes == report.written_bytes

@@ -228,8 +228,13 @@ class Job:
         *,
         deadline_s: float = DEADLINE_S,
         only: dict[int, dict[str, Any]] | None = None,
+        answer_s: float | None = None,
     ) -> None:
-        """A Checkpointer on every rank; `only` has settings of single ranks."""
+        """A Checkpointer on every rank; `only` has settings of single ranks. The store that they
+        meet in has to answer within `answer_s`."""
+        if answer_s is not None:
+            for process in self.ranks:
+                process.do(f"answer {answer_s:g}")
         for number, process in enumerate(self.ranks):
             options = {"deadline_s": deadline_s, **(only or {}).get(number, {})}
             process.tell(f"open {run} {json.dumps(options)}")

@@ -33,6 +33,7 @@ from laststep.commit.member import Member
 from laststep.commit.round import RoundContext
 from laststep.plan import files as planning
 from laststep.plan.groups import Groups
+from laststep.ranks import board as boards
 from laststep.ranks.board import Board
 
 PATIENCE_S = 60.0
@@ -131,6 +132,7 @@ def pretend(group: int | None, *, folders: bool) -> None:
 class Worker:
     """One rank. Commands:
 
+    - `answer N`: the store has to answer within so many seconds from the next `open` on;
     - `open RUN` with options as JSON: a Checkpointer; says `open`, and the pid of its flusher;
     - `restore`: says `restored` and the step;
     - `try N`: save it and wait; says `committed N`, `skipped N` or `failed ERROR`;
@@ -174,6 +176,10 @@ class Worker:
                 getattr(self, f"do_{command}")(rest)
             except Exception as error:  # noqa: BLE001 (told; the next command may follow)
                 say("failed", type(error).__name__, error)
+
+    def do_answer(self, rest: str) -> None:
+        boards._CALL_S = float(rest)
+        say("done", "answer")
 
     def do_open(self, rest: str) -> None:
         run, _, options = rest.partition(" ")

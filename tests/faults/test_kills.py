@@ -77,6 +77,7 @@ def test_a_new_trainer_waits_for_a_first_save_of_which_nothing_is_in_the_run_yet
     assert second.restored == 1
     second.do("save 2")
     second.do("close")
+    first.wait_for_helper()
     assert laststep.open(run_folder).steps() == [1, 2]
     assert not list((run_folder / "epochs").glob("start-*"))
 
