@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import laststep
+from laststep import running
 from waiting import wait_until
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_it_runs_when_a_restore_returns_and_goes_with_who_only_restored(
-    run_folder: Path, starts: list[int]
+    run_folder: Path, starts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(running, "_START_S", PATIENCE_S)  # no machine is so slow
     state = {"t": torch.ones(1000)}
     with laststep.Checkpointer(run_folder, state=state, flush="thread") as checkpointer:
         checkpointer.save(3)

@@ -199,14 +199,14 @@ def test_a_start_that_restores_nothing_commits_nothing_of_an_earlier_one(
 ) -> None:
     """As above, but the ranks have not met in a restore: a save may fail, and the next works."""
     job = start_job(2, notes="kept")
-    job.open(run_folder, deadline_s=4.0)
+    job.open(run_folder)
     job.save(1)
     job.stand_at(gate, 2, number=gate == "receipt")
     for rank in job.ranks:
         rank.kill_flusher()
         rank.kill()
     again = start_job(2, store=job.store, start="start2", notes="kept")
-    again.open(run_folder, deadline_s=4.0)
+    again.open(run_folder, deadline_s=16.0)  # a fourth of it passes
     again.ranks[0].do("shut agree")
     again.tell("try 3")
     again.ranks[0].hear("at", "agree")

@@ -608,7 +608,9 @@ def slow_to_begin(run: str, slow: int) -> None:
     if dist.get_rank() == slow:
         SaveUnderWay.begin = late
     try:
-        with laststep.Checkpointer(run, w={"w": torch.ones(3)}, deadline_s=6, progress=False) as c:
+        with laststep.Checkpointer(
+            run, w={"w": torch.ones(3)}, deadline_s=PATIENCE_S, progress=False
+        ) as c:
             c.save(1).wait()
             c.save(2).wait()
     finally:
@@ -634,7 +636,7 @@ class Stumbling(laststep.StateProvider):
 def stumble(run: str, who: int) -> tuple[tuple[str, str], list[int]]:
     """A rank whose state cannot be described once; all save again after that."""
     item = Stumbling(1 if dist.get_rank() == who else 0)
-    with laststep.Checkpointer(run, items={"w": item}, deadline_s=4, progress=False) as c:
+    with laststep.Checkpointer(run, items={"w": item}, deadline_s=PATIENCE_S, progress=False) as c:
         first = kinds(lambda: c.save(1).wait())
         dist.barrier()
         for step in (1, 2):

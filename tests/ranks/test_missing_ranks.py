@@ -33,7 +33,8 @@ class Told(logging.Handler):
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    """All ranks are this process, and meet in one store."""
+    """All ranks are this process, meet in one store, and have patience unless a test says so."""
+    monkeypatch.setattr(missing_ranks, "PATIENCE_S", 600.0)
     store = dist.HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     handler = Told()
