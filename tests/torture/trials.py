@@ -176,9 +176,7 @@ def _finish(part: str, one: _Running) -> Tally:
     """Count what an ended trial did; end one that did not."""
     hangs = lives(one.pid)
     if hangs:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(one.pid, signal.SIGUSR2)
-            time.sleep(1)  # the dump is written by then, or never
+        _have_it_dump(one)
     status = _end(one)
     one.dump.seek(0)
     stacks = one.dump.read().decode(errors="replace").splitlines()[-_SHOWN_LINES:]
@@ -195,6 +193,19 @@ def _finish(part: str, one: _Running) -> Tally:
     one.log.unlink()
     shutil.rmtree(one.place, ignore_errors=True)
     return tally
+
+
+def _have_it_dump(one: _Running) -> None:
+    """Wait until a trial that hangs has written its stacks down, or never will."""
+    before = size = os.fstat(one.dump.fileno()).st_size
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(one.pid, signal.SIGUSR2)
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            size, last = os.fstat(one.dump.fileno()).st_size, size
+            if size == last > before:
+                return
 
 
 def _end(one: _Running) -> int:
