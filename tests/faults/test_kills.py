@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.flush.protocol import Flushed
+from laststep.flush.protocol import Begun
 from waiting import wait_until
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def test_a_flusher_that_is_not_understood_is_dead_before_anybody_hears_of_it(
     handle_message = checkpointer._client._handle
 
     def fail(message: object) -> None:
-        if isinstance(message, Flushed):
+        if isinstance(message, Begun):
             raise ZeroDivisionError("as asked")
         handle_message(message)
 

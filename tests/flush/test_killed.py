@@ -13,9 +13,11 @@ import torch
 
 import laststep
 from laststep.flush import launch as starting
+from laststep.flush.client import Client
 from laststep.memory.pool import Pool
 from laststep.storage.disk import Disk
 from laststep.terms import CHUNK_BYTES
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +65,26 @@ def test_a_commit_of_which_the_flusher_died_before_it_told_is_reported_as_one(
         checkpointer.save(3).wait(PATIENCE_S)
     assert laststep.open(run_folder).steps() == [1, 2, 3]
     assert not list((run_folder / "epochs").glob("start-*"))
+
+
+@pytest.mark.parametrize("flush", ["thread", "process"])
+def test_a_commit_of_which_the_trainer_could_not_hear_is_reported_as_one(
+    flush: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fall(*_: object) -> None:
+        wait_until((run_folder / "step-00000002.1-2" / "manifest.json").exists)
+        raise ZeroDivisionError("as asked")
+
+    state = {"t": torch.ones(5)}
+    with laststep.Checkpointer(run_folder, state=state, flush=flush) as checkpointer:
+        checkpointer.save(1).wait(PATIENCE_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(Client, "_flushed", fall)
+            handle = checkpointer.save(2)
+            assert handle.wait(PATIENCE_S)
+        assert handle.report.folder == "step-00000002.1-2"
+        checkpointer.save(3).wait(PATIENCE_S)
+    assert laststep.open(run_folder).steps() == [1, 2, 3]
 
 
 def test_a_save_whose_flusher_died_before_the_commit_has_failed_and_its_step_is_free(

@@ -159,9 +159,7 @@ def test_neither_does_a_handler_of_the_log() -> None:
     assert went_on.is_set()
 
 
-@pytest.mark.parametrize(
-    "where", [(Client, "_flushed"), (Client, "_handle"), (Mover, "move"), (Job, "let_go")]
-)
+@pytest.mark.parametrize("where", [(Client, "_handle"), (Mover, "move"), (Job, "let_go")])
 def test_a_thread_that_fails_tells_whoever_waits_and_the_next_save_works(
     where: tuple[type, str], run_folder: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -400,7 +400,9 @@ class Client:
         unended = self.saves.refuse(error)
         self._pool.slots.lose_flusher(error)
         for save in unended:
-            if not save.may_be_committed:
+            # What it has said after a message that could not be handled, nobody has heard.
+            unheard = why is not None and save.at is not None and not save.decided_by_all
+            if not save.may_be_committed and not unheard:
                 self._fail(save.number, error)
             elif save.decided_by_all:
                 save.lost = error
