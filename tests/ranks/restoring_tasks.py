@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -30,22 +31,31 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "ESTALE": lambda: OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
     "memory": MemoryError,
 }
+FOR_EVER = 10**9
 
 
 @contextlib.contextmanager
 def failing_reads(folder: str, how: str) -> Iterator[None]:
     """Reads of tensors of that checkpoint fail as the system would have them fail."""
-    inner = FileReader.read_into
+    inner, preadv, on_this_thread = FileReader.read_into, os.preadv, threading.local()
 
     def read_into(self: FileReader, offset: int, into: memoryview) -> int:
-        if folder in self._path and "model-r" in self._path and offset >= 4096:
-            if how == "memory":
-                raise MemoryError
-            with mock.patch.object(os, "preadv", mock.Mock(side_effect=ERRORS[how]())):
-                return inner(self, offset, into)
+        fails = folder in self._path and "model-r" in self._path and offset >= 4096
+        if fails and how == "memory":
+            raise MemoryError
+        on_this_thread.fails = fails  # several threads read
         return inner(self, offset, into)
 
-    with mock.patch.object(FileReader, "read_into", read_into):
+    def read_or_fail(*arguments: Any) -> int:
+        if getattr(on_this_thread, "fails", False):
+            error = ERRORS[how]()
+            raise error
+        return preadv(*arguments)
+
+    with (
+        mock.patch.object(FileReader, "read_into", read_into),
+        mock.patch.object(os, "preadv", read_or_fail),
+    ):
         yield
 
 
@@ -108,7 +118,7 @@ def blind_to(folder: str, times: int) -> Iterator[None]:
 
 
 def load_blindly(run: str, who: int, times: int) -> dict[str, Any]:
-    """One rank does not see the newest checkpoint at first, or at all."""
+    """One rank does not see the newest checkpoint at first, or (`FOR_EVER`) at all."""
     model = sharded_model()
     fill(model, -1)
     blind = blind_to(newest(run), times) if dist.get_rank() == who else contextlib.nullcontext()
@@ -119,7 +129,8 @@ def load_blindly(run: str, who: int, times: int) -> dict[str, Any]:
         found.update(step=restored.step, skipped=restored.skipped)
 
     with (
-        opened(run, model=model) as c, mock.patch.object(choosing, "PATIENCE_S", 0.5),
+        opened(run, model=model) as c,
+        mock.patch.object(choosing, "PATIENCE_S", 0.5 if times == FOR_EVER else 60.0),
         mock.patch.object(choosing, "PAUSE_S", 0.05), Heard() as warnings,
     ):  # fmt: skip
         with blind:

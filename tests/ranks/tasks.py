@@ -312,7 +312,7 @@ def save_without_restore(run: str) -> tuple[str, str, list[int]]:
     first_rank = dist.get_rank() == 0
     with laststep.Checkpointer(
         run, common={"w": torch.zeros(6)}, progress=False, new_lineage=first_rank,
-        deadline_s=5, flush="thread",
+        deadline_s=PATIENCE_S, flush="thread",
     ) as c:  # fmt: skip
         second = kinds(lambda: c.save(3).result())[1]
     return first, second, laststep.open(run).steps()

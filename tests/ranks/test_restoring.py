@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from restoring_tasks import FOR_EVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +64,7 @@ def test_a_rank_that_sees_a_checkpoint_late_restores_it_with_the_others(
 
 
 def test_a_rank_that_never_sees_a_checkpoint_makes_all_say_so(crew: Crew, run: str) -> None:
-    for one in crew("restoring_tasks:load_blindly", 3, run=run, who=1, times=10**9):
+    for one in crew("restoring_tasks:load_blindly", 3, run=run, who=1, times=FOR_EVER):
         kind, message = one["error"]
         assert kind == "StorageFailed"
         assert "rank 1" in message
