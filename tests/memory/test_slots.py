@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -112,14 +113,20 @@ def test_waiters_are_served_in_order_of_arrival() -> None:
     assert served == list(range(6))
 
 
-def test_one_who_gives_up_waiting_does_not_hold_up_the_next() -> None:
-    slots = Slots()
-    impatient = threading.Thread(target=slots.lease, args=(0.02,))
+def test_one_who_gives_up_waiting_does_not_hold_up_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slots, now_s = Slots(), 0.0
+    monkeypatch.setattr("laststep.memory.slots.time", SimpleNamespace(monotonic=lambda: now_s))
+    impatient = threading.Thread(target=slots.lease, args=(20,))
     impatient.start()
     wait_until(lambda: slots.waiting == 1)
     got: list[int | None] = []
-    patient = threading.Thread(target=lambda: got.append(slots.lease(20)))
+    patient = threading.Thread(target=lambda: got.append(slots.lease(60)))
     patient.start()
+    wait_until(lambda: slots.waiting == 2)
+    now_s = 30.0
+    slots.add(range(0))  # nothing; but they look again
     impatient.join()
     slots.add(range(1))
     patient.join()
