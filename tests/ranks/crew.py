@@ -73,8 +73,10 @@ class Crew:
 
     def __call__(self, task: str, ranks: int, timeout_s: float = 90.0, **arguments: Any) -> list:
         """Run `module:function` on so many ranks; the results, by rank."""
-        while len(self._members) < max(ranks, self._size):
-            self._members.append(_Member(self._path))
+        fresh = [_Member(self._path) for _ in range(max(ranks, self._size) - len(self._members))]
+        for member in fresh:
+            member.pipe.recv()  # it runs: how long that takes does not count
+        self._members += fresh
         # Hosted here, under a port that nobody else can take before a rank has it.
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         members = self._members[:ranks]

@@ -40,6 +40,7 @@ def main() -> None:
     """Until the pipe closes."""
     torch.set_num_threads(1)
     pipe = Connection(int(sys.argv[1]))
+    pipe.send("ready")
     while True:
         try:
             message = pipe.recv()
