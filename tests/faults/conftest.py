@@ -6,11 +6,12 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 # Lets the tests of several ranks import what they share by its name.
 sys.path.insert(0, str(Path(__file__).parent))
-
-PATIENCE_S = 60.0
 
 
 class Trainer:
@@ -77,7 +76,7 @@ class Trainer:
     def wait_for_helper(self) -> None:
         """Until the flusher has ended; `TimeoutError` if it never does."""
         assert self.helper is not None
-        wait_for_end(self.helper)
+        wait_until(lambda: has_ended(self.helper))
 
     def clean_up(self) -> None:
         self._process.clean_up()
@@ -96,15 +95,11 @@ def is_ours(pid: int) -> bool:
     return b"laststep.flush" in command or b"warm/server.py" in command
 
 
-def wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while Path(f"/proc/{pid}").exists():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if ") Z " in Path(f"/proc/{pid}/stat").read_text():
-                return
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"process {pid} does not end")
-        time.sleep(0.01)
+def has_ended(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 @pytest.fixture

@@ -16,12 +16,10 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import laststep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from waiting import wait_until
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 SOURCE = WORKER.parent.parent.parent / "src"
@@ -306,14 +304,6 @@ def is_flusher(pid: int) -> bool:
 def wait_for_end(pid: int) -> None:
     """Until that flusher has ended."""
     wait_until(lambda: not is_flusher(pid))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("it does not happen")
-        time.sleep(0.01)
 
 
 def folders(run: Path) -> list[str]:

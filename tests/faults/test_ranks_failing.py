@@ -13,9 +13,10 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
-from rank_jobs import check, folders, wait_until
+from rank_jobs import check, folders
 
 import laststep
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
