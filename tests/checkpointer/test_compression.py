@@ -20,6 +20,7 @@ from laststep.terms import BLOCK_BYTES
 for _folder in ("format", "checkpointer"):
     sys.path.insert(0, str(Path(__file__).parents[1] / _folder))
 
+import second_reader  # noqa: E402
 from coded_training import BLOCKS, CodedTraining  # noqa: E402
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def test_weights_take_a_third_less_and_differences_next_to_nothing(training: Cod
     assert second.stored_bytes < 2000
     assert training.codecs(1)[:BLOCKS] == ["patches"] * BLOCKS
     training.check()
+    found = second_reader.read(training.run)["model"]["w"].data
+    assert found == training.saved[1].view(torch.uint8).numpy().tobytes()
 
 
 def test_differences_are_always_to_a_block_that_stands_alone(training: CodedTraining) -> None:

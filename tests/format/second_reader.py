@@ -12,9 +12,11 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import second_codecs
 import xxhash
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 Json = dict[str, Any]
@@ -111,12 +113,43 @@ class Held(NamedTuple):
     said: Json
     data: bytes
 
-    def block(self, number: int, size: int) -> bytes:
-        """A block that the file holds, verified."""
+    def block(self, number: int, size: int, files: dict[str, Held]) -> bytes:
+        """A block that the file holds, verified; `files` are all that its image draws on."""
         found = self.data[number * BLOCK : number * BLOCK + size]
+        if "coding" in self.said:
+            found = self.decoded(number, size, files)
         blocks = base64.b64decode(self.said["blocks"])
         assert digest(found) == blocks[16 * number : 16 * number + 16].hex()
         return found
+
+    def decoded(self, number: int, size: int, files: dict[str, Held]) -> bytes:
+        """A block of a file that has `coding`: tables with a number for each block that it holds,
+        little-endian: `way` (1 byte), `starts` (8), `sizes` (4). A way is a codec, the size of its
+        elements, and whether the block has an anchor: another one, as long, that it is told by the
+        difference to. `anchors` are stretches, of all blocks that have one in order."""
+        coding = self.said["coding"]
+        way, start, stored = (
+            table(coding[name], size)[number]
+            for name, size in (("way", 1), ("starts", 8), ("sizes", 4))
+        )
+        codec, width, anchored = coding["ways"][way]
+        before = b""
+        if anchored:
+            ways = [coding["ways"][one][2] for one in table(coding["way"], 1)]
+            stretches = coding["anchors"]
+            places = [(file, first + n) for count, file, first in stretches for n in range(count)]
+            assert len(places) == sum(ways)
+            file, block = places[sum(ways[:number])]
+            lender = files[self.said["lent"][file - 1]]
+            before = lender.block(block, size, {})  # which has no anchor itself
+        data = self.data[start : start + stored]
+        assert len(data) == stored
+        return second_codecs.DECODE[codec](data, size, width, before)
+
+
+def table(text: str, size: int) -> list[int]:
+    data = base64.b64decode(text)
+    return [int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size)]
 
 
 def held(folder: Path, record: Json) -> Held:
@@ -128,7 +161,7 @@ def held(folder: Path, record: Json) -> Held:
     header = json.loads(region[8:])
     said = json.loads(header.pop("__metadata__")["laststep"])
     assert (said["block_bytes"], said["codec"]) == (BLOCK, "raw")
-    assert said["version"] == (2 if "lent" in said else 1)
+    assert said["version"] == (3 if "coding" in said else 2 if "lent" in said else 1)
     at = 0
     for entry in header.values():
         assert entry["data_offsets"][0] == at
@@ -145,8 +178,9 @@ def opened(folder: Path, record: Json, records: dict[str, Json]) -> DataFile:
     places = own.said.get("stretches", [[-(-size // BLOCK), 0, 0]])
     blocks = [(file, first + n) for count, file, first in places for n in range(count)]
     assert len(blocks) == -(-size // BLOCK)
+    by_name = dict(zip([record["name"], *own.said.get("lent", [])], files, strict=True))
     data = b"".join(
-        files[file].block(number, min(BLOCK, size - at * BLOCK))
+        files[file].block(number, min(BLOCK, size - at * BLOCK), by_name)
         for at, (file, number) in enumerate(blocks)
     )
     image = files[1] if len(files) > 1 else own
@@ -160,11 +194,7 @@ def opened(folder: Path, record: Json, records: dict[str, Json]) -> DataFile:
         objects[name], sums[name] = files[file].data[start:stop], sum_
     assert all(digest(objects[name]) == sums[name] for name in sums)
     parts = []
-    for name, entry in image.header.items():
-        if name in image.said["objects"]:
-            continue
-        start, stop = entry["data_offsets"]
-        dtype, shape = image.said["dtypes"].get(name, (DTYPES[entry["dtype"]][0], entry["shape"]))
+    for name, dtype, shape, start, stop in tensors_of(image):
         tensor = Tensor(dtype, tuple(shape), data[start:stop])
         assert math.prod(shape) * SIZES[dtype] == stop - start
         boxes = image.said.get("parts", {})
@@ -173,6 +203,21 @@ def opened(folder: Path, record: Json, records: dict[str, Json]) -> DataFile:
             of = f"{name.partition('/')[0]}/{of}"
         parts.append(Part(of, tuple(whole), tuple(first), tensor))
     return DataFile(record.get("rank", 0), own.said["item"], parts, objects)
+
+
+def tensors_of(image: Held) -> Iterator[tuple[str, str, list[int], int, int]]:
+    """The tensors of an image, and where each lies: by the entries; or one after the other, where
+    blocks are coded and the document names them."""
+    at = 0
+    for name, dtype, shape in image.said.get("tensors", []):
+        size = math.prod(shape) * SIZES[dtype]
+        yield name, dtype, shape, at, at + size
+        at += size
+    for name, entry in image.header.items():
+        if name not in image.said["objects"] and "coding" not in image.said:
+            plain = DTYPES[entry["dtype"]][0], entry["shape"]
+            dtype, shape = image.said["dtypes"].get(name, plain)
+            yield name, dtype, shape, *entry["data_offsets"]
 
 
 def joined(parts: list[Part]) -> Tensor:

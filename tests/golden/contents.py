@@ -7,6 +7,7 @@ restore into. Nothing here is trained.
 from __future__ import annotations
 
 import collections
+import hashlib
 import math
 
 import torch
@@ -108,3 +109,44 @@ def borrowed(step: int) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         weight[:10] = 7
     kept = torch.arange(15_000, dtype=torch.int32) // 1000
     return {"w": weight}, {"seen": 4096 * step, "kept": kept}
+
+
+class Kept(nn.Module):
+    """Tensors that get a file of their own, however small."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+def bits(count: int, seed: str, mask: int) -> torch.Tensor:
+    """Integers of 16 bits that are noise in those bits of the mask."""
+    noise = torch.frombuffer(
+        bytearray(hashlib.shake_128(seed.encode()).digest(2 * count)), dtype=torch.int16
+    )
+    return noise & mask
+
+
+def coded(step: int) -> dict[str, object]:
+    """Items that are told in every way from step to step: as they are, by planes, by few or by all
+    of their elements, not at all; and an image of two blocks. In step 3 the end of that and a plain
+    value alone are others than in step 2."""
+    last, step = step == 3, min(step, 2)
+    few, many = (bits(3_000, name, 0x007F) + 0x3F80 for name in ("few", "many"))
+    few[::97] += step
+    many += bits(3_000, "added", 3) * step
+    other = bits(3_000, f"other {step}", 0x007F) + 0x3F80
+    wide = torch.zeros(2 * 135_001, dtype=torch.int32)
+    wide[:: 40_000 // (step + 1)] = 1 + step
+    wide[-1] = 9 * last
+    kept = bits(900, "kept", 0x3F)
+    return {
+        "few": Kept(w=few.view(torch.bfloat16), b=bits(500, "noise", -1).view(torch.float8_e5m2)),
+        "many": Kept(w=many.view(torch.bfloat16)),
+        "other": Kept(w=other.view(torch.float16)),
+        "noise": Kept(w=bits(2_001, f"noise {step // 2}", -1)),
+        "same": Kept(w=bits(1_000, "same", 0xFF)),
+        "wide": Kept(w=wide.view(torch.complex64)),
+        "position": {"seen": 4096 * (step + last), "kept": kept, "n": bits(3, "n", 7 * step)},
+    }

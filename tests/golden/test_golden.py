@@ -137,6 +137,21 @@ def test_what_dcp_wrote_through_us_loads() -> None:
     assert_same(state["tensor"], contents.pattern((6,), 9))
 
 
+def test_checkpoints_that_are_encoded_restore_and_each_stands_alone(tmp_path: Path) -> None:
+    run = RUNS.parent / "version-3" / "coded"
+    for step in range(4):
+        [folder] = run.glob(f"step-{step:08d}.*")
+        wanted = {
+            name: dict(item.state_dict()) if isinstance(item, torch.nn.Module) else item
+            for name, item in contents.coded(step).items()
+        }
+        alone = Path(shutil.copytree(folder, tmp_path / str(step)))
+        loaded = laststep.load(alone)
+        assert_same({name: dict(loaded[name]) for name in wanted}, wanted)
+        assert not laststep.open(run)[step].verify().damage
+    assert laststep.open(run).steps() == [0, 1, 2, 3]
+
+
 def test_checkpoints_that_borrow_restore_and_each_stands_alone(tmp_path: Path) -> None:
     run = RUNS.parent / "version-2" / "borrowed"
     for step in range(3):
