@@ -25,6 +25,7 @@ from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import LaststepError, NotFound
 from laststep.flush import lending
+from laststep.flush.coder import Compressor
 from laststep.flush.protocol import FileBegin
 from laststep.flush.writer import SaveFlush
 from laststep.format.group import GroupManifest
@@ -152,7 +153,43 @@ def save_borrowing(step: int, epoch: int, attempt: int, *, anew: bool = False) -
     return stage
 
 
+class Encoding:
+    """Saves whose blocks are encoded by one flusher, which keeps what it wrote in memory."""
+
+    def __init__(self) -> None:
+        self._compressor = Compressor("max", memory_bytes=1 << 20, threads=1)
+
+    def save(self, step: int, epoch: int, attempt: int) -> Stage:
+        """Write a file that differs in a few bytes from save to save, and one of which nothing
+        does: the first is told by its difference to what it was, the second linked."""
+
+        def stage(store: DirectoryStore) -> None:
+            run = Run.open(store)
+            folder = run.begin(step=step, epoch=epoch, attempt=attempt)
+            newest, names = run.newest(), ("a.safetensors", "b.safetensors")
+            with mock.patch.object(lending, "LEAST_BYTES", 0):
+                lenders = {}
+                if newest is not None:
+                    lenders = lending.of_checkpoint(store, newest.folder, names)
+                flush = SaveFlush(
+                    store, folder, tuple(map(_plan, names)), lenders, self._compressor
+                )
+                for number, name in enumerate(names):
+                    image = _image(name, mask=3)
+                    image[step % _SIZE] ^= 1 - number
+                    flush.write(number, 0, memoryview(image), _SIZE)
+                records = flush.finish(((0, "m/~6tree", b"a"), (1, "m/~6tree", b"as it was")))
+            picked = [report.picked for report in flush.coding()]
+            assert picked == (["patches", "raw"] if lenders else ["planes", "planes"])
+            commit = _commit(step, epoch, attempt)
+            item = msgspec.structs.replace(commit.items[0], file=names[0])
+            run.commit(folder, msgspec.structs.replace(commit, files=records, items=(item,)))
+
+        return stage
+
+
 _SIZE = 5000
+_ENCODING = Encoding()
 
 
 def _plan(name: str) -> FileBegin:
@@ -166,9 +203,9 @@ def _plan(name: str) -> FileBegin:
     )  # fmt: skip
 
 
-def _image(seed: str) -> mmap.mmap:
+def _image(seed: str, mask: int = 0xFF) -> mmap.mmap:
     image = mmap.mmap(-1, align_up(_SIZE, ALIGN_BYTES))
-    image[:_SIZE] = hashlib.shake_128(seed.encode()).digest(_SIZE)
+    image[:_SIZE] = bytes(byte & mask for byte in hashlib.shake_128(seed.encode()).digest(_SIZE))
     return image
 
 
@@ -258,6 +295,11 @@ SCENARIOS = (
         before=(create_run, claim(None), save_borrowing(10, 1, 1)),
         stages=(save_borrowing(20, 1, 2), prune_one(1), save_borrowing(30, 1, 3), prune_one(1),
                 save_borrowing(40, 1, 4, anew=True), prune_one(1)),
+    ),
+    Scenario(
+        name="saves that are told by their differences, and the prune of what these are to",
+        before=(create_run, claim(None), _ENCODING.save(10, 1, 1)),
+        stages=(_ENCODING.save(20, 1, 2), prune_one(1), _ENCODING.save(30, 1, 3), prune_one(1)),
     ),
 )  # fmt: skip
 

@@ -91,10 +91,25 @@ def at_the_commit(place: Path, flush: str) -> None:
     go(place, flush, state, leave_bytes=needed)
 
 
-def open_run(run: Path, flush: str, state: dict[str, object]) -> laststep.Checkpointer:
+def in_encoded_blocks(place: Path, flush: str) -> None:
+    """What becomes shorter fits, and what does not fills the disk up."""
+    noise = torch.randint(0, 256, (16 * MIB,), dtype=torch.uint8)
+    state = {"t": torch.zeros(4 * MIB, dtype=torch.uint8), "noise": noise}
+
+    def redraw() -> None:
+        noise.copy_(torch.randint(0, 256, (16 * MIB,), dtype=torch.uint8))
+
+    go(place, flush, state, leave_bytes=8 * MIB, before=redraw, compression="max")
+    assert torch.equal(laststep.load(place / "run")["state"]["noise"], noise)
+
+
+def open_run(
+    run: Path, flush: str, state: dict[str, object], compression: str = "none"
+) -> laststep.Checkpointer:
     return laststep.Checkpointer(
-        run, state=state, flush=flush, host_memory_bytes=64 * MIB, progress=False
-    )
+        run, state=state, flush=flush, host_memory_bytes=64 * MIB, progress=False,
+        compression=compression,
+    )  # fmt: skip
 
 
 def go(
@@ -104,12 +119,13 @@ def go(
     *,
     leave_bytes: int,
     before: Callable[[], None] = lambda: None,
+    compression: str = "none",
 ) -> None:
     """Save, run out of room, lose nothing, make room, go on."""
     run = place / "run"
     tensor = state["t"]
     assert isinstance(tensor, torch.Tensor)
-    checkpointer = open_run(run, flush, state)
+    checkpointer = open_run(run, flush, state, compression)
     checkpointer.restore()
     tensor.fill_(1)
     checkpointer.save(1).wait(PATIENCE_S)
@@ -156,7 +172,10 @@ def go(
     assert bool((again["state"]["t"] == 3).all())
 
 
-CASES = {case.__name__: case for case in (in_the_tensors, in_the_objects, at_the_commit)}
+CASES = {
+    case.__name__: case
+    for case in (in_the_tensors, in_the_objects, in_encoded_blocks, at_the_commit)
+}
 
 
 # The tests
@@ -179,6 +198,7 @@ def private_mounts() -> list[str]:
         ("in_the_tensors", "thread"),  # the helper process cannot be given another `Disk`
         pytest.param("in_the_objects", "thread", marks=pytest.mark.long),
         ("in_the_objects", "process"),
+        ("in_encoded_blocks", "process"),
         ("at_the_commit", "process"),
     ],
 )

@@ -33,10 +33,11 @@ def folders(run: Path) -> list[str]:
     return sorted(path.name for path in run.glob("step-*"))
 
 
+@pytest.mark.parametrize("options", [(), ("--compression", "max", "--size", str(5 << 20))])
 def test_a_save_that_was_handed_over_is_committed_though_the_trainer_is_killed(
-    start: Callable[..., object], run_folder: Path
+    start: Callable[..., object], run_folder: Path, options: tuple[str, ...]
 ) -> None:
-    trainer = start()
+    trainer = start(*options)
     trainer.do("save 1")
     trainer.do("wait")
     trainer.stop_helper()
@@ -48,6 +49,28 @@ def test_a_save_that_was_handed_over_is_committed_though_the_trainer_is_killed(
     assert laststep.open(run_folder).steps() == [1, 2]
     assert numbers(run_folder) == (2, 2.0)
     assert laststep.open(run_folder).latest().verify().damage == ()
+
+
+def test_a_flusher_that_is_killed_while_it_encodes_leaves_what_was_committed(
+    start: Callable[..., object], run_folder: Path
+) -> None:
+    options = ("--compression", "max", "--size", str(10 << 20))
+    for step in (1, 2):
+        trainer = start(*options)
+        assert trainer.restored == (step - 1 or None)
+        trainer.do(f"save {step}")
+        trainer.do("wait")
+        trainer.tell(f"save {10 + step}")
+        trainer.hear("done")
+        wait_until(lambda step=step: len(folders(run_folder)) > step)
+        trainer.kill_helper()
+        trainer.kill()
+        steps = laststep.open(run_folder).steps()
+        assert steps in (list(range(1, step + 1)), [*range(1, step + 1), 10 + step])
+        assert all(not stored.verify().damage for stored in laststep.open(run_folder))
+        if len(steps) > step:  # it was faster than the signal
+            return
+        assert numbers(run_folder) == (step, float(step))
 
 
 def test_a_new_trainer_waits_for_the_flusher_of_the_one_that_was_killed(

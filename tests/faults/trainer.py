@@ -62,6 +62,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--flush", default="process")
     parser.add_argument("--capture", default="auto")
     parser.add_argument("--size", type=int, default=1000)
+    parser.add_argument("--compression", default="none")
     parser.add_argument("--patience", type=float)
     parser.add_argument("--end", type=float)
     parser.add_argument("--tell-waiting", action="store_true")
@@ -84,7 +85,7 @@ def main() -> None:
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     checkpointer = laststep.Checkpointer(
         options.run, state=state, flush=options.flush, capture=options.capture,
-        host_memory_bytes=64 << 20, progress=False,
+        host_memory_bytes=64 << 20, progress=False, compression=options.compression,
     )  # fmt: skip
     restored = checkpointer.restore()
     optimizer.step()
