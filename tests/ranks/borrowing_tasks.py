@@ -24,11 +24,13 @@ def state_of(step: int, cut: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def save_often(run: str, cut: int, steps: list[int]) -> list[int]:
+def save_often(
+    run: str, cut: int, steps: list[int], flush: str = "thread", compression: str = "none"
+) -> list[int]:
     """The bytes that this rank wrote at each."""
     state = big(cut)
     written = []
-    with opened(run, state=state) as c:
+    with opened(run, state=state, flush=flush, compression=compression) as c:
         c.restore()
         for step in steps:
             changed = state_of(step, cut)["w1"]

@@ -117,11 +117,14 @@ class Heard(logging.Handler):
         logging.getLogger("laststep").removeHandler(self)
 
 
-def opened(run: str, *, flush: str = "thread", **items: object) -> laststep.Checkpointer:
+def opened(
+    run: str, *, flush: str = "thread", compression: str = "none", **items: object
+) -> laststep.Checkpointer:
     """Flushers are threads, unless a test says otherwise: processes take longer to start."""
     return laststep.Checkpointer(
-        run, items=items, progress=False, deadline_s=PATIENCE_S, flush=flush
-    )
+        run, items=items, progress=False, deadline_s=PATIENCE_S, flush=flush,
+        compression=compression,
+    )  # fmt: skip
 
 
 def drawn() -> list[float]:
