@@ -47,7 +47,7 @@ ROOM_BYTES = 1 << 30
 """So much more memory than before may be used."""
 ADDRESSES_BYTES = 16 << 30
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-RUNS = ("run", "ranks", "job")
+RUNS = ("run", "ranks", "job", "coded")
 _SETTINGS = {"flush": "thread", "host_memory_bytes": 64 << 20, "progress": False}
 
 
@@ -109,16 +109,18 @@ def items() -> dict[str, Any]:
 
 def items_of(run: Path) -> dict[str, Any]:
     """What fits a run of those that `make` makes."""
-    if run.name != "job":
+    if run.name not in ("job", "coded"):
         return items()
-    return runpy.run_path(str(GOLDEN / "contents.py"))["training"](0)  # type: ignore[no-any-return]
+    makers = runpy.run_path(str(GOLDEN / "contents.py"))
+    return makers["training" if run.name == "job" else "coded"](0)  # type: ignore[no-any-return]
 
 
 def make(folder: Path) -> None:
     """A run of two checkpoints, one more of two ranks in groups, one of a real job with layouts and
-    their table, and what `import` reads."""
+    their table, one that is encoded, and what `import` reads."""
     live = items()
     shutil.copytree(GOLDEN / "version-1" / "fsdp2", folder / "job")
+    shutil.copytree(GOLDEN / "version-3" / "coded", folder / "coded")
     for name, saves in (("run", 2), ("ranks", 1)):
         with laststep.Checkpointer(folder / name, items=live, **_SETTINGS) as checkpointer:
             for step in range(saves):
@@ -163,7 +165,8 @@ def in_a_tree(folder: Path, chance: random.Random) -> str:
 
 
 def in_a_header(folder: Path, chance: random.Random) -> str:
-    path = chance.choice(sorted(_step(folder, chance, "run", "run", "job").glob("*.safetensors")))
+    step = _step(folder, chance, "run", "run", "job", "coded", "coded")
+    path = chance.choice(sorted(step.glob("*.safetensors")))
     told, right = "", chance.random() < 0.8
 
     def change(file: forging.DataFile) -> None:
@@ -375,6 +378,8 @@ def looks(folder: Path, run: Path, chance: random.Random) -> list[tuple[str, Cal
     """All that is done with a run, in some order, the ones that change it last."""
     out = folder / "out" / run.name
     part = ["optimizer/*exp*", "model/*" if run.name == "job" else "state/*"]
+    part = ["few/w", "wide/*"] if run.name == "coded" else part
+    item = ["--item", "few"] if run.name == "coded" else []
     step = next(iter(sorted(run.glob("step-*"))), run)
     found: list[tuple[str, Callable[[], object]]] = [
         ("ls", lambda: command("ls", str(run), "--json")),
@@ -387,7 +392,7 @@ def looks(folder: Path, run: Path, chance: random.Random) -> list[tuple[str, Cal
         ("restore", lambda: _restore(run)),
         ("restore what fits", lambda: _restore(run, strict=False)),
         ("restore a part", lambda: _restore(run, only=part)),
-        ("export", lambda: command("export", str(run), str(out / "hf"), "--format", "hf")),
+        ("export", lambda: command("export", str(run), str(out / "hf"), "--format", "hf", *item)),
         ("export dcp", lambda: command("export", str(run), str(out / "dcp"), "--format", "dcp")),
     ]
     found += [

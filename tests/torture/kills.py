@@ -153,8 +153,9 @@ def _say(pipe: int, word: str, step: int, text: str = "") -> None:
 def _train(folder: Path, flush: str, pipe: int) -> None:
     live = state.new()
     checkpointer = laststep.Checkpointer(
-        str(folder), keep=laststep.Keep(last=3), flush=flush, progress=False, **live
-    )
+        str(folder), keep=laststep.Keep(last=3), flush=flush, progress=False,
+        compression=state.COMPRESSION, **live,
+    )  # fmt: skip
     restored = checkpointer.restore()
     if restored.step is not None:
         wrong = state.wrong(live, restored.step)

@@ -49,8 +49,9 @@ class Trainer:
         self.step = 0
         with self.told("restore", -1):
             self.checkpointer = laststep.Checkpointer(
-                run, progress=False, host_memory_bytes=64 << 20, **settings, **self.live
-            )
+                run, progress=False, host_memory_bytes=64 << 20, compression=state.COMPRESSION,
+                **settings, **self.live,
+            )  # fmt: skip
             restored = self.checkpointer.restore()
             self.step = restored.next_step
             if restored.step is not None and (wrong := state.wrong(self.live, restored.step)):

@@ -138,7 +138,7 @@ def _live_long(say: Say, run: Path, seed: int, until: float) -> None:
 def _open(run: Path, live: state.Live) -> laststep.Checkpointer:
     return laststep.Checkpointer(
         str(run), keep=laststep.Keep(last=5, best=1, metric="loss"), progress=False,
-        host_memory_bytes=64 << 20, **live,
+        host_memory_bytes=64 << 20, compression=state.COMPRESSION, **live,
     )  # fmt: skip
 
 

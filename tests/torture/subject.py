@@ -101,6 +101,7 @@ class Subject:
         checkpointer = laststep.Checkpointer(
             self.path, items=live.items, flush=flush, keep=as_keep(rules), progress=False,
             host_memory_bytes=64 << 20, new_lineage=True,
+            compression="max" if form % 2 else "none",
         )  # fmt: skip
         self.writers.append(Writer(checkpointer=checkpointer, live=live, rules=rules))
 
