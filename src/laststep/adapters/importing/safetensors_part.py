@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from laststep.errors import Corrupt
+from laststep.errors import Corrupt, Usage
+from laststep.format.header import HELD_NAME
 from laststep.format.safetensors import TensorEntry, decode_plain, region_bytes_of
 from laststep.state import tensors
 
@@ -34,9 +35,13 @@ def open_part(file: BinaryIO, *, start: int, stop: int, where: str) -> TensorInd
     header_bytes = region_bytes_of(prefix, size_bytes=size_bytes, where=where)
     region = prefix + file.read(header_bytes - len(prefix))
     entries = decode_plain(region, data_bytes=size_bytes - header_bytes, where=where)
-    return TensorIndex(
-        entries={entry.name: entry for entry in entries}, data_at=start + header_bytes
-    )
+    by_name = {entry.name: entry for entry in entries}
+    if HELD_NAME in by_name:
+        raise Usage(
+            "cannot import a data file of laststep that holds blocks, not tensors", where=where,
+            found=HELD_NAME, remedy="`laststep export` writes the tensors of a checkpoint",
+        )  # fmt: skip
+    return TensorIndex(entries=by_name, data_at=start + header_bytes)
 
 
 def read_tensor(file: BinaryIO, part: TensorIndex, name: str, *, where: str) -> torch.Tensor:
