@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +16,6 @@ from laststep.cli.importing import items_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 def test_a_training_state_becomes_one_item_for_each_part(
@@ -37,6 +37,18 @@ def test_a_training_state_becomes_one_item_for_each_part(
     with library.Checkpointer(run_folder, model=fresh, flush="thread") as checkpointer:
         assert checkpointer.restore(only=["model"]).next_step == 701
     assert torch.equal(fresh.weight, model.weight)
+
+
+@pytest.mark.parametrize("run", ["version-2/borrowed", "version-3/coded"])
+def test_a_data_file_that_holds_blocks_is_no_file_of_tensors(
+    laststep: Callable, run_folder: Path, run: str
+) -> None:
+    folder = max((Path(__file__).parents[1] / "golden" / run).glob("step-*"))
+    path = next(path for path in folder.glob("*.safetensors") if b"~6blocks" in path.read_bytes())
+    ended = laststep("import", path, run_folder)
+    assert ended.status != 0
+    assert "laststep export" in ended.err
+    assert not list(run_folder.glob("step-*"))
 
 
 def test_a_safetensors_file_becomes_the_model(
