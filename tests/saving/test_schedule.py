@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import random
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -234,6 +236,32 @@ def test_a_save_of_the_users_own_counts() -> None:
     assert not job.due()
     job.go(10_000)
     assert job.gaps()[0] == pytest.approx(600.0, abs=0.3)
+
+
+def test_saves_of_a_user_who_never_calls_step_are_not_held() -> None:
+    job = Job(every="auto")
+    held = []
+    for _ in range(50):
+        held.append(weakref.ref(job.save()))
+        job.train()
+        job.handles.clear()
+    job.now_s += 10.0
+    job.train()
+    gc.collect()
+    assert sum(handle() is not None for handle in held) < 40
+
+
+def test_a_save_that_failed_long_after_a_later_one_began_is_not_made_good() -> None:
+    job = Job(every="10 min", latency_s=3.0)
+    job.go(20)
+    first, second = job.save(), job.save()
+    job.go(1)
+    first.fail(StorageFailed("the disk was full"))
+    second.report.committed_s = second.report.durable_s = 1.0
+    second.committed.reach()
+    job._under_way.clear()
+    job.go(7000)
+    assert job.gaps(1)[0] == pytest.approx(600.0, abs=0.3)
 
 
 def test_every_so_many_steps_is_at_their_multiples() -> None:

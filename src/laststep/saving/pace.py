@@ -26,6 +26,7 @@ _RECENT, _SAVES = 16, 5
 class _Beside(NamedTuple):
     """The iterations in which a save was under way."""
 
+    number: int
     usual_s: float | None
     """What those just before it took; None where none were seen."""
     seconds: list[float]
@@ -59,11 +60,11 @@ class Pace:
         """Of the last of all."""
         self._ended: deque[_Ended] = deque(maxlen=_SAVES)
         self._under_way: dict[SaveHandle, _Beside] = {}
-        self._fresh: list[SaveHandle] = []
-        """Saves of this iteration."""
+        self._fresh: deque[SaveHandle] = deque(maxlen=_SAVES)
+        """The last saves of this iteration."""
         self._seen = 0
         self._last_s: float | None = None
-        self._latest: SaveHandle | None = None
+        self._saves = 0
         self.captured_s: float | None = None
         """When the last save began."""
         self.failed = False
@@ -94,9 +95,12 @@ class Pace:
 
     def began(self, handle: SaveHandle, now_s: float) -> None:
         """A save begins."""
-        self._under_way[handle] = _Beside(mid(self._alone) if self._alone else None, [])
+        self._look()  # where nobody calls step(), nobody else does
+        self._saves += 1
+        usual_s = mid(self._alone) if self._alone else None
+        self._under_way[handle] = _Beside(self._saves, usual_s, [])
         self._fresh.append(handle)
-        self.captured_s, self.failed, self._latest = now_s, False, handle
+        self.captured_s, self.failed = now_s, False
 
     def _look(self) -> None:
         """See which saves are over."""
@@ -105,7 +109,7 @@ class Pace:
                 continue
             beside, report = self._under_way.pop(handle), handle.report
             if report.committed_s is None:
-                self.failed = self.failed or handle is self._latest
+                self.failed = self.failed or beside.number == self._saves
                 continue
             moved = (report.written_bytes or 0) / max(report.durable_s or 0.0, 1e-9)
             self._ended.append(
