@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import laststep
-from laststep.flush import coder, lending, pace
+from laststep.flush import coder, lending, throughput
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def borrow_and_code_readily(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(lending, "MAX_FILES", 3 + seed % 3)
     monkeypatch.setattr(lending, "MAX_SHARERS", 2 + seed % 4)
     monkeypatch.setattr(lending, "LEAST_BYTES", 2000)
-    monkeypatch.setattr(pace, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(throughput, "_LEAST_BYTES", 1)
     monkeypatch.setattr(coder, "_MOST_OF_RAW", 1e9 if seed % 3 else 0.0)
 
 
