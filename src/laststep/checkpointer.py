@@ -379,13 +379,13 @@ class Checkpointer(single.OnlyOne):
         mixed, only = self._mixed, wanted.only
         self._work.wait()
         neighbours.wait_for_others(self._work, self.path)
-        group = self._all_ranks("restore()")
-        group.arrive()
-        together(group, self._ready)
-        self._schedule.anew()
-        with without_collection(), self._pool.at_rest(2 * wanted.threads):
+        with without_collection(), self._pool.reading(wanted.threads) as room:
+            group = self._all_ranks("restore()")
+            group.arrive()
+            together(group, self._ready)
+            self._schedule.anew()
             outcome = restore_into(
-                self._store, self._providers, self._pool, self._bus, wanted, ranks=group,
+                self._store, self._providers, room, self._bus, wanted, ranks=group,
                 touched=functools.partial(setattr, self, "_mixed"),
                 saw=functools.partial(setattr, self, "_seen"),
             )  # fmt: skip

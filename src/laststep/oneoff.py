@@ -18,7 +18,7 @@ from laststep.catalog.decision import is_checkpoint
 from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
 from laststep.errors import Exists, NotFound, StorageFailed, Usage
-from laststep.memory.pool import Pool
+from laststep.memory.landing import Landing
 from laststep.process import interrupts, shortage
 from laststep.ranks.group import Alone
 from laststep.ranks.rank import Rank, this_rank
@@ -26,13 +26,12 @@ from laststep.restoring.fit import VALUE, fit, judge_twins
 from laststep.restoring.restore import hand_over, pass_objects
 from laststep.restoring.transfer import Transfer, load_all
 from laststep.saving.place import check_new_folder
-from laststep.settings import MIN_SLOTS
 from laststep.state.items import providers_for
 from laststep.state.tensors import allocate
 from laststep.storage.disk import failed
 from laststep.storage.paths import absolute
 from laststep.storage.registry import local_path, open_store
-from laststep.terms import CHUNK_BYTES, with_article
+from laststep.terms import with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOAD_SLOTS = 16
+_READERS = 4
 
 
 class _SoleCheckpointer(Checkpointer):
@@ -152,17 +151,14 @@ def _load(
     alone = Alone(me)
     own = me.number if me.number < checkpoint.ranks else 0
     checkpoint = checkpoint.of_rank(own if rank is None else rank)
-    with _without_settings():
-        pool = Pool(max(_LOAD_SLOTS, MIN_SLOTS) * CHUNK_BYTES, pinned=False)
-    pool.want(pool.cap_bytes)
-    try:
+    with contextlib.closing(checkpoint), Landing(_READERS) as room:
         content = checkpoint.content()
         single = not is_run and set(content.items) == {VALUE}
         if into is None:
             matches = load_all(content, device)
             if rank is None:
                 _tell_whose(checkpoint, matches, own, me)
-            Transfer(content, matches, alone).run(pool, threads=4)
+            Transfer(content, matches, alone).run(room, _READERS)
             values = {m.item.name: m.tree(allow_pickle=allow_pickle) for m in matches}
             return values[VALUE] if single else values
         providers = providers_for({VALUE: into} if single else _items_in(into, content))
@@ -175,13 +171,10 @@ def _load(
         if rank is None:
             taken = [match for match in found.matches if match.item.name not in found.derived]
             _tell_whose(checkpoint, taken, own, me)
-        Transfer(content, found.matches, alone).run(pool, threads=4)
+        Transfer(content, found.matches, alone).run(room, _READERS)
         judge_twins(found, alone)
-        hand_over(content, found, providers, pool, me, allow_pickle=allow_pickle)
+        hand_over(content, found, providers, room, me, allow_pickle=allow_pickle)
         return into
-    finally:
-        checkpoint.close()
-        pool.close()
 
 
 def _tell_whose(checkpoint: Checkpoint, matches: Sequence[Match], rank: int, me: Rank) -> None:

@@ -100,7 +100,7 @@ class Settings(Checked, frozen=True, kw_only=True):
     """Device memory that device-first never touches, on top of the measured peak."""
     allow_pickle: bool = False
     writers: Annotated[int, Meta(ge=1, le=64)] = 4
-    """Threads that write; on restore two to four times as many read, as there are cores."""
+    """Threads that write; on restore up to four times as many read, as there are cores."""
     progress: bool | None = None
     """A progress bar on stderr; None: when a person is watching."""
     deadline_s: Annotated[float, Meta(gt=0, lt=1e6)] = 300.0
@@ -130,8 +130,7 @@ class Settings(Checked, frozen=True, kw_only=True):
 
     def readers(self, ranks_here: int = 1) -> int:
         """Threads that read on restore; ranks of one machine share them."""
-        alone = max(2 * self.writers, min(4 * self.writers, os.cpu_count() or 1))
-        return max(alone // ranks_here, min(alone, _READERS_OF_ONE))
+        return max(min(4 * self.writers, os.cpu_count() or 1) // ranks_here, _READERS_OF_ONE)
 
 
 def compression_of(item: str | None, asked: str | Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ import pytest
 from laststep.errors import StorageFailed, Usage
 from laststep.memory import pool
 from laststep.memory import shared as memory
+from laststep.memory.landing import Landing
 from laststep.memory.pool import Pool
 from laststep.memory.shared import Mapping
 from laststep.terms import CHUNK_BYTES
@@ -47,6 +48,32 @@ def test_memory_is_made_ready_as_asked_for_and_grows_by_steps_to_the_cap() -> No
         assert made.ready_bytes == 5 * CHUNK_BYTES
         threading.Timer(0.05, made.release, (3,)).start()
         assert made.lease(20) == 3
+    finally:
+        made.close()
+
+
+def test_a_restore_reads_through_memory_of_its_own_while_the_pool_makes_nothing_ready() -> None:
+    made = make(1)
+    try:
+        with made.reading(8) as room:
+            assert isinstance(room, Landing)
+            # No more than the pool may have itself, and at the least as much as keeps two reading.
+            leased = [room.lease(20) for _ in range(CHUNK_BYTES // room.slot_bytes)]
+            assert sorted(leased) == [0, 1, 2, 3]
+            assert room.lease(0.05) is None
+            made.want(CHUNK_BYTES)
+            assert made.lease(0.05) is None
+        assert made.lease(20) == 0
+    finally:
+        made.close()
+
+
+def test_a_restore_reads_through_a_pool_that_is_pinned() -> None:
+    made = make(4)
+    try:
+        made.pin()
+        with made.reading(1) as room:
+            assert room is made
     finally:
         made.close()
 
@@ -137,8 +164,9 @@ def test_a_pool_that_could_not_grow_tries_again_for_the_next_save_and_the_next_r
                 with pytest.raises(StorageFailed, match="no more pages"):
                     made.lease(20)
         monkeypatch.setattr(Mapping, "allocate", allocate)
-        with made.at_rest(2):
-            assert made.lease(20) is not None
+        with made.reading(1):
+            pass
+        assert made.lease(20) is not None
         made.want(3 * CHUNK_BYTES)
         made.wait_ready()
         assert made.ready_bytes == 3 * CHUNK_BYTES

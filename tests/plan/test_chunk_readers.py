@@ -119,10 +119,10 @@ class Loaded:
 
 @given(
     st.integers(1, 24), st.integers(1, 24), st.sampled_from((1, 64, 8 << 20)),
-    st.sampled_from((2, 16)), st.booleans(), st.data(),
+    st.sampled_from((2, 16)), st.booleans(), st.sampled_from((16, 48, 64)), st.data(),
 )  # fmt: skip
 def test_every_wanted_byte_arrives_once_by_one_reader(
-    before: int, now: int, least: int, few: int, by_ledger: bool, data: st.DataObject
+    before: int, now: int, least: int, few: int, by_ledger: bool, slot: int, data: st.DataObject
 ) -> None:
     tensors = data.draw(described(before, most=4))
     # In the order in which the ranks that wrote it count them.
@@ -167,10 +167,11 @@ def test_every_wanted_byte_arrives_once_by_one_reader(
     blocks: Counter[tuple[int, int]] = Counter()
     readers: dict[tuple[int, int], set[int]] = defaultdict(set)
     for rank, chunks in read.items():
-        for chunk in chunks:
+        for chunk in (part for all_of_it in chunks for part in all_of_it.cut(slot)):
             readers[chunk.file, chunk.start // 64].add(rank)
             assert chunk.start % 16 == 0
             assert chunk.start < chunk.stop <= saved.sizes[chunk.file]
+            assert chunk.stop - chunk.start <= slot
             blocks.update((chunk.file, n) for n in range(chunk.start // 16, -(-chunk.stop // 16)))
             loaded.take(chunk, saved.files[chunk.file][chunk.start : chunk.stop])
     assert all(len(who) == 1 for who in readers.values())

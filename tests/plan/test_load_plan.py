@@ -17,22 +17,22 @@ edges = st.one_of(
 )
 
 
-@given(st.lists(st.tuples(edges, edges), max_size=12))
-@example([(0, TOTAL)])
-@example([(0, TOTAL), (0, TOTAL)])
-@example([(5, 5)])
-@example([(BLOCK_BYTES - 1, BLOCK_BYTES), (BLOCK_BYTES, BLOCK_BYTES + 1)])
+@given(st.lists(st.tuples(edges, edges), max_size=12), st.sampled_from((1, 3, 16)))
+@example([(0, TOTAL)], 16)
+@example([(0, TOTAL), (0, TOTAL)], 4)
+@example([(5, 5)], 16)
+@example([(BLOCK_BYTES - 1, BLOCK_BYTES), (BLOCK_BYTES, BLOCK_BYTES + 1)], 16)
 def test_reads_cover_every_wanted_byte_exactly_in_whole_blocks_and_no_block_twice(
-    pairs: list[tuple[int, int]],
+    pairs: list[tuple[int, int]], most_blocks: int
 ) -> None:
     wants = [Want(min(pair), max(pair), number) for number, pair in enumerate(pairs)]
-    reads = plan_reads(7, TOTAL, wants)
+    reads = plan_reads(7, TOTAL, wants, most_blocks * BLOCK_BYTES)
     end = 0
     for read in reads:
         assert read.file == 7
         assert read.start % BLOCK_BYTES == 0
         assert read.stop % BLOCK_BYTES == 0 or read.stop == TOTAL
-        assert 0 < read.stop - read.start <= CHUNK_BYTES
+        assert 0 < read.stop - read.start <= most_blocks * BLOCK_BYTES
         assert read.start >= end
         end = read.stop
         blocks = range(read.start, read.stop, BLOCK_BYTES)

@@ -23,6 +23,7 @@ import torch
 
 from laststep.errors import LaststepError, StorageFailed, Usage
 from laststep.memory import shared as memory
+from laststep.memory.landing import Landing
 from laststep.memory.slots import Slots
 from laststep.process import threads
 from laststep.terms import CHUNK_BYTES
@@ -60,6 +61,7 @@ class Pool:
     A slot is written by whoever has leased it, until it is sealed for the flusher.
     """
 
+    slot_bytes = CHUNK_BYTES
     guarded: ClassVar[bool] = False
     """For tests: the memory of a slot is read-only from its sealing until its next lease. A process
     that writes past the end of its slot, into one of the flusher's, dies and spoils no other save.
@@ -126,14 +128,19 @@ class Pool:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def at_rest(self, enough_slots: int) -> Iterator[None]:
-        """Make ready only what a restore needs, which would rather have the cores for itself; and
-        make that ready without pauses, because nobody trains meanwhile."""
+    def reading(self, threads: int) -> Iterator[Pool | Landing]:
+        """Give a restore, which reads with so many threads, room to read into. Memory that is
+        pinned is what a device needs: this pool's, of which only so much is made ready, without
+        pauses, because nobody trains meanwhile. Else the pool rests, and leaves the cores to it."""
         with self._changed:
             self._hope()
-            self._resting_at = enough_slots
+            self._resting_at = 2 * threads if self._pinned else 0
         try:
-            yield
+            if self._pinned:
+                yield self
+            else:
+                with Landing(min(threads, self.cap_bytes // (2 * Landing.slot_bytes))) as room:
+                    yield room
         finally:
             with self._changed:
                 self._resting_at = None

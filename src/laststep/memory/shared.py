@@ -75,13 +75,13 @@ def _rest(ranges: list[tuple[int, int]], written: int) -> list[tuple[int, int]]:
 
 
 class Mapping:
-    """One process's view of a shared memory file."""
+    """One process's view of a shared memory file; without a file (-1), memory of its own."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
-        status = os.fstat(fd)
-        self.file = status.st_dev, status.st_ino
-        mapped = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
+        status = None if fd < 0 else os.fstat(fd)
+        self.file = status and (status.st_dev, status.st_ino)
+        mapped = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED if status else mmap.MAP_PRIVATE)
         self._map: mmap.mmap | None = mapped
         self.view = memoryview(mapped)
         self.size_bytes = size_bytes
@@ -137,7 +137,7 @@ _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
 def _in_child() -> None:
     mappings = list(_mappings)
-    _close_all({mapping.file for mapping in mappings if mapping.is_open})
+    _close_all({mapping.file for mapping in mappings if mapping.file and mapping.is_open})
     for mapping in mappings:
         mapping.disown()
     _mappings.clear()

@@ -45,6 +45,13 @@ class Chunk:
     stop: int
     stored: tuple[FileBox, ...]
 
+    def cut(self, most_bytes: int) -> Iterator[Chunk]:
+        """The same in parts of at most so many bytes, which are whole blocks."""
+        for start in range(self.start, self.stop, most_bytes):
+            stop = min(start + most_bytes, self.stop)
+            held = tuple(s for s in self.stored if s.start < stop and start < s.stop)
+            yield Chunk(self.file, start, stop, held)
+
     def boxes(self) -> Iterator[tuple[FileBox, Box, int]]:
         """The boxes that lie in it, each with the byte at which it begins, in the chunk."""
         for stored in self.stored:

@@ -1,7 +1,7 @@
 """Decide which bytes to read for what is wanted, and where they go.
 
 Pure. Every byte that is used is verified, so a read covers whole blocks; neighbouring blocks are
-read together, up to a chunk at a time; each block is read once however many tensors it holds.
+read together, up to a slot at a time; each block is read once however many tensors it holds.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ class Read:
     parts: tuple[ReadPart, ...]
 
 
-def plan_reads(file: int, tensor_bytes: int, wants: list[Want]) -> list[Read]:
-    """Reads that cover every want, in order of offset, none above a chunk, no block twice."""
+def plan_reads(
+    file: int, tensor_bytes: int, wants: list[Want], most_bytes: int = CHUNK_BYTES
+) -> list[Read]:
+    """Reads that cover every want, in order of offset, none of more than `most_bytes`, which are
+    whole blocks, and no block twice."""
     wants = sorted(
         (want for want in wants if want.start < want.stop), key=lambda w: (w.start, w.stop)
     )
-    ranges = _ranges(wants, tensor_bytes)
+    ranges = _ranges(wants, tensor_bytes, most_bytes)
     parts: list[list[ReadPart]] = [[] for _ in ranges]
     first = 0
     for want in wants:  # both are sorted by offset
@@ -65,8 +68,8 @@ def plan_reads(file: int, tensor_bytes: int, wants: list[Want]) -> list[Read]:
     ]
 
 
-def _ranges(wants: list[Want], tensor_bytes: int) -> list[tuple[int, int]]:
-    """Runs of whole blocks that hold a want, cut where a chunk ends."""
+def _ranges(wants: list[Want], tensor_bytes: int, most_bytes: int) -> list[tuple[int, int]]:
+    """Runs of whole blocks that hold a want, cut at multiples of `most_bytes`."""
     runs: list[list[int]] = []
     for want in wants:
         first, last = want.start // BLOCK_BYTES, -(-want.stop // BLOCK_BYTES)
@@ -78,7 +81,7 @@ def _ranges(wants: list[Want], tensor_bytes: int) -> list[tuple[int, int]]:
     for first, last in runs:
         start, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, tensor_bytes)
         while start < end:
-            stop = min(end, (start // CHUNK_BYTES + 1) * CHUNK_BYTES)
+            stop = min(end, (start // most_bytes + 1) * most_bytes)
             ranges.append((start, stop))
             start = stop
     return ranges

@@ -1,4 +1,4 @@
-"""Read planned ranges of stored files through the pool, verify every block, deliver the bytes.
+"""Read planned ranges of stored files through slots, verify every block, deliver the bytes.
 
 Knows nothing of what the bytes mean, nor of torch. Several threads read, each into a slot of its
 own, and as many verify behind them (`read/blocks.py`). The first error stops all of them. Whatever
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Room(Protocol):
-    """Where reads land: the pool."""
+    """Where reads land: the pool, or memory that a restore has for itself."""
 
     def lease(self, timeout_s: float | None = None) -> int | None: ...
 

@@ -27,12 +27,12 @@ from laststep.terms import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from laststep.memory.pool import Pool
     from laststep.plan.who_reads import WriterSource
     from laststep.ranks.group import Ranks
     from laststep.read.content import Content, Key
     from laststep.read.files import DataFile
     from laststep.restoring.match import Match
+    from laststep.restoring.placer import TensorRoom
     from laststep.state.stored_items import TensorSpec
 
 _PARCEL_BYTES = 64 << 20
@@ -56,10 +56,10 @@ class BoxTransfer:
         self._wants = _wants_of_all(wish, [spec.shape for spec in specs], ranks)
         self._chunks = together(ranks, lambda: _chunks(content, index, specs, self._wants, number))
 
-    def run(self, pool: Pool, threads: int) -> int:
+    def run(self, room: TensorRoom, threads: int) -> int:
         """Read and pass on; returns the bytes that this rank read."""
         ranks = self._ranks
-        plan = together(ranks, lambda: self._prepare(pool, threads))
+        plan = together(ranks, lambda: self._prepare(room, threads))
         placer, turns = plan.placer, plan.turns
         read_bytes = 0
         error: Exception | None = None
@@ -82,13 +82,14 @@ class BoxTransfer:
         together(ranks, lambda: self._check_whole(placer))
         return read_bytes
 
-    def _prepare(self, pool: Pool, threads: int) -> _Plan:
-        placer = BoxPlacer(pool, self._ranks.rank, self._targets, self._dtypes, self._wants)
+    def _prepare(self, room: TensorRoom, threads: int) -> _Plan:
+        placer = BoxPlacer(room, self._ranks.rank, self._targets, self._dtypes, self._wants)
         read = functools.partial(
-            _read, files=self._content.files, pool=pool, placer=placer, threads=threads
+            _read, files=self._content.files, room=room, placer=placer, threads=threads
         )
-        passed_on = [placer.passed_on_bytes(chunk) for chunk in self._chunks]
-        return _Plan(placer, _turns(self._chunks, passed_on), sum(passed_on), read)
+        chunks = [part for chunk in self._chunks for part in chunk.cut(room.slot_bytes)]
+        passed_on = [placer.passed_on_bytes(chunk) for chunk in chunks]
+        return _Plan(placer, _turns(chunks, passed_on), sum(passed_on), read)
 
     def _check_whole(self, placer: BoxPlacer) -> None:
         lacking = placer.lacking()
@@ -186,9 +187,13 @@ def _turns(chunks: Sequence[Chunk], passed_on: Sequence[int]) -> list[list[Chunk
 
 
 def _read(
-    chunks: Sequence[Chunk], files: Sequence[DataFile], pool: Pool, placer: BoxPlacer, threads: int
+    chunks: Sequence[Chunk],
+    files: Sequence[DataFile],
+    room: TensorRoom,
+    placer: BoxPlacer,
+    threads: int,
 ) -> int:
     if not chunks:
         return 0
     reads = [Read(file=c.file, start=c.start, stop=c.stop, parts=()) for c in chunks]
-    return read_all(files, reads, pool, placer.deliver, threads=min(threads, len(reads)))
+    return read_all(files, reads, room, placer.deliver, threads=min(threads, len(reads)))

@@ -25,11 +25,11 @@ from laststep.terms import align_up
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from laststep.memory.pool import Pool
     from laststep.plan.chunk_readers import Chunk
     from laststep.plan.load import Read
     from laststep.plan.wishes import Wants
     from laststep.ranks.rank import Rank
+    from laststep.restoring.placer import TensorRoom
 
 _ALIGN_BYTES = 16
 """A box in a parcel begins at a multiple of the largest element."""
@@ -95,13 +95,13 @@ class BoxPlacer:
 
     def __init__(
         self,
-        pool: Pool,
+        room: TensorRoom,
         rank: Rank,
         targets: Mapping[int, Sequence[LocalBox]],
         dtypes: Sequence[str],
         wants: Wants,
     ) -> None:
-        self._pool = pool
+        self._room = room
         self._rank = rank
         self._targets = targets
         self._dtypes = [TORCH_DTYPES[dtype] for dtype in dtypes]
@@ -166,7 +166,7 @@ class BoxPlacer:
             if parcel is not None:
                 place = self._view(parcel, at, tensor, common)
                 copies.append(_Copy(place, tensor, move.at, move.box, common.within(move.box)))
-        self._copy(self._pool.tensor(slot)[: read.stop - read.start], copies)
+        self._copy(self._room.tensor(slot)[: read.stop - read.start], copies)
 
     def unpack(self, parcel: Parcel) -> None:
         """Place what another rank has passed on."""

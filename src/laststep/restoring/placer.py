@@ -1,4 +1,4 @@
-"""Put verified bytes from the pool into tensors, wherever they live.
+"""Put verified bytes from slots into tensors, wherever they live.
 
 Called on reading threads, on several at once: parts of different reads never overlap. A slot may be
 reused when `deliver` returns, so copies to a device are waited for, one chunk's at a time, while
@@ -7,29 +7,37 @@ the other threads read on.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from laststep.capture.device import CopyStreams
 from laststep.capture.exact import copy_each
 from laststep.capture.gather import bytes_of
+from laststep.read.reader import Room
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from laststep.memory.pool import Pool
     from laststep.plan.load import Read, ReadPart
 
 MANY = 16
 """From so many small parts on, a chunk is moved to the device whole and scattered there."""
 
 
+class TensorRoom(Room, Protocol):
+    """Where reads land that go into tensors."""
+
+    slot_bytes: int
+
+    def tensor(self, slot: int) -> torch.Tensor: ...
+
+
 class Placer:
     """Delivers reads into targets; targets MUST be contiguous."""
 
-    def __init__(self, pool: Pool, targets: Sequence[torch.Tensor]) -> None:
-        self._pool = pool
+    def __init__(self, room: TensorRoom, targets: Sequence[torch.Tensor]) -> None:
+        self._room = room
         self._bytes = [bytes_of(target) for target in targets]
         self._devices = [target.device for target in targets]
         self._streams = CopyStreams(self._devices)
@@ -39,7 +47,7 @@ class Placer:
         by_device: dict[torch.device, list[ReadPart]] = {}
         for part in read.parts:
             by_device.setdefault(self._devices[part.target], []).append(part)
-        chunk = self._pool.tensor(slot)
+        chunk = self._room.tensor(slot)
         for device, parts in by_device.items():
             with self._streams.copying(device):
                 source = chunk

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from laststep.catalog.lineage import Seen
     from laststep.catalog.listing import Listed
     from laststep.format.manifest import Commit
-    from laststep.memory.pool import Pool
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
     from laststep.read.content import Content
     from laststep.restoring.choose import Chosen
+    from laststep.restoring.placer import TensorRoom
     from laststep.state.provider import StateProvider
     from laststep.storage.store import Store
 
@@ -98,7 +98,7 @@ class RestoreRequest:
 def restore_into(
     store: Store,
     providers: Mapping[str, StateProvider],
-    pool: Pool,
+    room: TensorRoom,
     bus: Bus,
     wanted: RestoreRequest,
     *,
@@ -119,7 +119,7 @@ def restore_into(
             raise
         return None
     choosing = Choosing(run, wanted.step, ranks, saw)
-    return _Attempts(choosing, providers, pool, bus, wanted, ranks, touched).until_one_succeeds()
+    return _Attempts(choosing, providers, room, bus, wanted, ranks, touched).until_one_succeeds()
 
 
 def _look_at_writers(store: Store, saw: Callable[[Seen], None]) -> None:
@@ -136,7 +136,7 @@ class _Attempts:
         self,
         choosing: Choosing,
         providers: Mapping[str, StateProvider],
-        pool: Pool,
+        room: TensorRoom,
         bus: Bus,
         wanted: RestoreRequest,
         ranks: Ranks,
@@ -144,7 +144,7 @@ class _Attempts:
     ) -> None:
         self._choosing = choosing
         self._providers = providers
-        self._pool = pool
+        self._room = room
         self._bus = bus
         self._wanted = wanted
         self._ranks = ranks
@@ -181,7 +181,7 @@ class _Attempts:
 
     def _restore(self, chosen: Chosen) -> tuple[Outcome, int]:
         """Restore that one, on all ranks, and count the bytes; what fails on one fails on all."""
-        wanted, ranks, pool = self._wanted, self._ranks, self._pool
+        wanted, ranks, room = self._wanted, self._ranks, self._room
         with self._choosing.open(chosen) as content:
             where = f"{self._choosing.url}/{chosen.folder}"
             fitted = fit(
@@ -194,10 +194,10 @@ class _Attempts:
             transfer = Transfer(content, fitted.matches, ranks)
             self._touched(chosen.folder)
             changed_before, self._changed = self._changed, True
-            size_bytes = transfer.run(pool, wanted.threads)
+            size_bytes = transfer.run(room, wanted.threads)
             judge_twins(fitted, ranks)
             give = functools.partial(
-                hand_over, content, fitted, self._providers, pool, ranks.rank,
+                hand_over, content, fitted, self._providers, room, ranks.rank,
                 allow_pickle=wanted.allow_pickle,
             )  # fmt: skip
             together(ranks, give)
@@ -268,7 +268,7 @@ def hand_over(
     content: Content,
     fitted: Fit,
     providers: Mapping[str, StateProvider],
-    pool: Pool,
+    room: TensorRoom,
     rank: Rank,
     *,
     allow_pickle: bool,
@@ -288,7 +288,7 @@ def hand_over(
     for number in range(content.commit.ranks):
         with content.of_rank(number) as theirs:
             for name, of_ranks in states.items():
-                of_ranks.append(state_of_rank(theirs, name, pool, allow_pickle=allow_pickle))
+                of_ranks.append(state_of_rank(theirs, name, room, allow_pickle=allow_pickle))
     for name, of_ranks in states.items():
         merge = providers[name].when_ranks_change
         assert callable(merge)  # noqa: S101 (that is why it is here)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from laststep.memory.pool import Pool
     from laststep.ranks.group import Ranks
     from laststep.read.content import Content
+    from laststep.restoring.placer import TensorRoom
 
 
 def load_all(content: Content, device: str) -> list[Match]:
@@ -50,13 +50,13 @@ class Transfer:
         if common or ranks.size > 1:
             self._boxes = BoxTransfer(content, common, ranks)
 
-    def run(self, pool: Pool, threads: int) -> int:
+    def run(self, room: TensorRoom, threads: int) -> int:
         """Read it; returns the bytes."""
         done = together(
-            self._ranks, lambda: _transfer_whole(self._content, self._own, pool, threads)
+            self._ranks, lambda: _transfer_whole(self._content, self._own, room, threads)
         )
         if self._boxes is not None:
-            done += self._boxes.run(pool, threads)
+            done += self._boxes.run(room, threads)
         pairs = [pair for match in self._matches for pair in match.copies]
         together(self._ranks, lambda: copy_tensors(pairs))
         return done
@@ -68,7 +68,9 @@ def _is_simple(content: Content, match: Match) -> bool:
     return not match.layouts and all(len(boxes) == 1 for boxes in places)
 
 
-def _transfer_whole(content: Content, matches: Sequence[Match], pool: Pool, threads: int) -> int:
+def _transfer_whole(
+    content: Content, matches: Sequence[Match], room: TensorRoom, threads: int
+) -> int:
     targets: list[torch.Tensor] = []
     wants: dict[int, list[Want]] = {}
     for match in matches:
@@ -78,15 +80,16 @@ def _transfer_whole(content: Content, matches: Sequence[Match], pool: Pool, thre
             targets.append(tensor)
     reads: list[Read] = []
     for number, wanted in wants.items():
-        reads += plan_reads(number, content.files[number].header.tensor_bytes, wanted)
-    placer = Placer(pool, targets)
-    done = read_all(content.files, reads, pool, placer.deliver, threads=threads)
+        size_bytes = content.files[number].header.tensor_bytes
+        reads += plan_reads(number, size_bytes, wanted, room.slot_bytes)
+    placer = Placer(room, targets)
+    done = read_all(content.files, reads, room, placer.deliver, threads=threads)
     placer.finish()
     return done
 
 
-def state_of_rank(content: Content, item: str, pool: Pool, *, allow_pickle: bool) -> object:
+def state_of_rank(content: Content, item: str, room: TensorRoom, *, allow_pickle: bool) -> object:
     """An item's state in that rank's view of a checkpoint, in new memory."""
     match = load_item(content.item(item), "cpu")
-    _transfer_whole(content, [match], pool, threads=1)
+    _transfer_whole(content, [match], room, threads=1)
     return match.tree(allow_pickle=allow_pickle)
