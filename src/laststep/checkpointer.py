@@ -26,7 +26,7 @@ from laststep.memory.pool import Pool
 from laststep.process import interrupts, lifetimes, shortage
 from laststep.process import only_one as single
 from laststep.ranks.group import together
-from laststep.ranks.rank import ranks_on_this_node, this_rank
+from laststep.ranks.rank import leaves_cores, ranks_on_this_node, this_rank
 from laststep.restoring import neighbours
 from laststep.restoring.restore import Restored, RestoreRequest, newest_of, restore_into
 from laststep.running import RunningParts, client_of, continuing
@@ -364,16 +364,15 @@ class Checkpointer(single.OnlyOne):
         raised.
         """
         lifetimes.check_process("restore", self._pid)
-        with interrupts.held(), self._turn.of("restore"), shortage.told("restore"):
-            self._work.start_early()  # whoever restores is about to train, and to save
+        starting = self._work.starting(beside=leaves_cores(self._rank))
+        with interrupts.held(), self._turn.of("restore"), shortage.told("restore"), starting:
             self._check_usable("restore", mixed_is_fine=True)
             here = ranks_on_this_node(self._rank)
-            wanted = arguments.restore_request(
-                step, only, self._settings, here, strict=strict, exact=exact
+            return self._restore(
+                arguments.restore_request(
+                    step, only, self._settings, here, strict=strict, exact=exact
+                )
             )
-            restored = self._restore(wanted)
-            self._work.await_start()
-            return restored
 
     def _restore(self, wanted: RestoreRequest) -> Restored:
         mixed, only = self._mixed, wanted.only

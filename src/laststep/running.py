@@ -25,6 +25,7 @@ from laststep.settings import FlushIn
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Iterator
 
     from laststep.capture.capture import Capturer
     from laststep.catalog.epochs import Trainer
@@ -118,8 +119,17 @@ class RunningParts:
                 self._starter = None
         return True
 
-    def await_start(self) -> None:
-        """Wait until the flusher that was started early runs, or never will; not for ever."""
+    @contextlib.contextmanager
+    def starting(self, *, beside: bool) -> Iterator[None]:
+        """Who restores, inside, is about to train, and to save: start the flusher beside that, and
+        wait, not for ever, until it runs; or only afterwards, without waiting, where it would take
+        the cores from the ranks that read."""
+        if not beside:
+            yield
+            self._start()
+            return
+        self.start_early()
+        yield
         if self._starter is not None:
             self._starter.join(_START_S)
             interrupts.wait(self._client.up, _START_S)

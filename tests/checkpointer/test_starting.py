@@ -11,6 +11,7 @@ from torch import nn
 
 import laststep
 from laststep import running
+from laststep.ranks.rank import Rank, leaves_cores
 from waiting import wait_until
 
 if TYPE_CHECKING:
@@ -67,6 +68,34 @@ def test_the_save_after_a_restore_continues_by_the_flusher_that_runs(
         checkpointer.save(1)
     assert len(starts) == 1
     assert laststep.open(run_folder).steps() == [0, 1]
+
+
+def test_where_ranks_leave_no_core_free_it_starts_when_all_is_read(
+    run_folder: Path, starts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, before_the_end = {"t": torch.ones(1000)}, list[int]()
+    with laststep.Checkpointer(run_folder, state=state, flush="thread") as checkpointer:
+        checkpointer.save(0)
+    monkeypatch.setattr("laststep.checkpointer.leaves_cores", lambda _: False)
+    with laststep.Checkpointer(run_folder, state=state) as checkpointer:
+        checkpointer.subscribe(lambda _: before_the_end.append(len(starts)))
+        checkpointer.restore()
+        assert before_the_end == [0]
+        assert len(starts) == 1
+        checkpointer.save(1)
+    assert len(starts) == 1
+    assert laststep.open(run_folder).steps() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "leaves"), [(1, 1, True), (2, 2, False), (2, 4, True), (4, 2, False)]
+)
+def test_one_rank_or_fewer_than_there_are_cores_leave_one_for_it(
+    ranks: int, cores: int, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert leaves_cores(Rank(0, ranks)) is leaves
 
 
 def test_without_a_restore_the_first_optimizer_step_starts_it(

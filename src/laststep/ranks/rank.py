@@ -51,6 +51,11 @@ def ranks_per_node() -> int:
     return max(1, int(announced)) if announced.isdigit() else 1
 
 
+def leaves_cores(rank: Rank) -> bool:
+    """Whether this node has a core for something else, while each of its ranks is busy on one."""
+    return rank.ranks == 1 or ranks_on_this_node(rank) < (os.cpu_count() or 1)
+
+
 def ranks_on_this_node(rank: Rank) -> int:
     """How many ranks share this node's memory: what the launcher says, or all of them."""
     announced = os.environ.get("LOCAL_WORLD_SIZE", "")
