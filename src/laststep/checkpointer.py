@@ -379,8 +379,10 @@ class Checkpointer(single.OnlyOne):
         self._work.wait()
         neighbours.wait_for_others(self._work, self.path)
         with without_collection(), self._pool.reading(wanted.threads) as room:
+            known = self._group is not None
             group = self._all_ranks("restore()")
-            group.arrive()
+            if known:  # else they arrived where it was made
+                group.arrive()
             together(group, self._ready)
             self._schedule.anew()
             outcome = restore_into(

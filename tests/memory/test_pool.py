@@ -68,6 +68,33 @@ def test_a_restore_reads_through_memory_of_its_own_while_the_pool_makes_nothing_
         made.close()
 
 
+def test_a_restore_that_begins_while_memory_is_made_ready_waits_for_one_slot_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go, made_pages = threading.Event(), threading.Event(), list[int]()
+    allocate = Mapping.allocate
+
+    def slow(self: Mapping, start: int, size_bytes: int) -> None:
+        made_pages.append(start)
+        begun.set()
+        go.wait(20)
+        allocate(self, start, size_bytes)
+
+    monkeypatch.setattr(Mapping, "allocate", slow)
+    made = make(4)
+    try:
+        made.want(4 * CHUNK_BYTES)
+        assert begun.wait(20)
+        with made.reading(1):
+            go.set()
+            assert made.lease(20) == 0
+            assert made_pages == [0]
+        made.wait_ready()
+        assert made.ready_bytes == 4 * CHUNK_BYTES
+    finally:
+        made.close()
+
+
 def test_a_restore_reads_through_a_pool_that_is_pinned() -> None:
     made = make(4)
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Self
+from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,26 @@ def tell_all(size: int) -> list[int]:
         senders.append(sender)
     group.close()
     return senders
+
+
+def tell_notes(sizes: list[int]) -> list[int]:
+    """How many rounds it took to be told notes of these sizes, by the last rank."""
+    group = RankGroup(this_rank(), "passing", deadline_s=PATIENCE_S)
+    rounds, broadcast = list[int](), dist.broadcast
+    last = group.size - 1
+    for size in sizes:
+        times = list[int]()
+
+        def counted(*args: Any, times: list[int] = times, **more: Any) -> object:
+            times.append(1)
+            return broadcast(*args, **more)
+
+        with patch.object(dist, "broadcast", counted):
+            own = bytes([group.rank.number + 1]) * size
+            assert group.tell(last, own) == bytes([last + 1]) * size
+        rounds.append(len(times))
+    group.close()
+    return rounds
 
 
 def load_and_lose_a_rank(run: str) -> str:

@@ -35,6 +35,11 @@ def test_what_is_for_all_is_told_to_all(crew: Crew) -> None:
     assert crew("passing_tasks:tell_all", 4, size=SIZE) == [[2], [0, 2], [0], [0, 2]]
 
 
+def test_a_short_note_is_told_in_one_round_and_any_other_in_two(crew: Crew) -> None:
+    sizes = [0, 1, 504, 505, 5000]
+    assert crew("passing_tasks:tell_notes", 2, sizes=sizes) == [[1, 1, 1, 2, 2]] * 2
+
+
 def test_a_rank_that_ends_meanwhile_is_an_error_on_the_others(crew: Crew, run_folder: Path) -> None:
     crew("reading_tasks:save_big", 3, run=str(run_folder), cut=0)
     with pytest.raises(AssertionError) as told:

@@ -244,7 +244,10 @@ class Pool:
                 if self._closed:
                     return
                 late = self._late()
-                first, count = self._ready, min(_STEP_SLOTS, self._goal() - self._ready)
+                # Pages of several slots at once where that is done by several threads; else one by
+                # one, so that a restore that begins meanwhile has the cores soon.
+                step = _STEP_SLOTS if self._pinned else 1
+                first, count = self._ready, min(step, self._goal() - self._ready)
             try:
                 if late:
                     self._pause()

@@ -140,9 +140,7 @@ class RankGroup:
         return _asked(work)
 
     def gather(self, note: bytes) -> list[bytes]:
-        # Mostly there is little to tell: that fits beside its length, and one round is enough.
-        head = len(note).to_bytes(_LENGTH_BYTES, "little") + note[: _NOTE_BYTES - _LENGTH_BYTES]
-        rows = self._gather(head, _NOTE_BYTES)
+        rows = self._gather(_head(note), _NOTE_BYTES)
         sizes = [int.from_bytes(row[:_LENGTH_BYTES], "little") for row in rows]
         if max(sizes) > _NOTE_BYTES - _LENGTH_BYTES:
             rows = self._gather(note, max(sizes))
@@ -168,10 +166,16 @@ class RankGroup:
         return int(value)
 
     def tell(self, who: int, note: bytes) -> bytes:
-        size = torch.tensor([len(note)])
-        _asked(lambda: dist.broadcast(size, group_src=who, group=self._group))
-        mine = note if who == self.rank.number else bytes(int(size))
-        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        head = self._told(who, _head(note), _NOTE_BYTES)
+        size = int.from_bytes(head[:_LENGTH_BYTES], "little")
+        if size > _NOTE_BYTES - _LENGTH_BYTES:
+            return self._told(who, note, size)
+        return head[_LENGTH_BYTES : _LENGTH_BYTES + size]
+
+    def _told(self, who: int, note: bytes, width: int) -> bytes:
+        """The note of that rank, which has, filled up, `width` bytes."""
+        mine = note if who == self.rank.number else b""
+        data = torch.frombuffer(bytearray(mine.ljust(width, b"\0")), dtype=torch.uint8)
         _asked(lambda: dist.broadcast(data, group_src=who, group=self._group))
         return data.numpy().tobytes()
 
@@ -300,6 +304,11 @@ def _after_restart() -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
+
+
+def _head(note: bytes) -> bytes:
+    """How a note begins: mostly it is short and fits beside its length, and one round is enough."""
+    return len(note).to_bytes(_LENGTH_BYTES, "little") + note[: _NOTE_BYTES - _LENGTH_BYTES]
 
 
 def _tensor(data: bytes) -> torch.Tensor:
