@@ -7,6 +7,7 @@ else buffered writes with fsync, and says which.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -184,7 +185,7 @@ def _read(files: list[Path], size_bytes: int, way: Way) -> float:
     each_bytes = size_bytes // len(files)
     started = time.perf_counter()
     fds = [os.open(file, os.O_RDONLY | (os.O_DIRECT if way.direct else 0)) for file in files]
-    buffers = [mmap.mmap(-1, way.request_bytes) for _ in range(way.threads)]
+    buffers = [_huge_pages(way.request_bytes) for _ in range(way.threads)]
 
     def get(fd: int, offset: int) -> None:
         buffer = buffers.pop()
@@ -198,6 +199,15 @@ def _read(files: list[Path], size_bytes: int, way: Way) -> float:
         for fd in fds:
             os.close(fd)
     return time.perf_counter() - started
+
+
+def _huge_pages(size_bytes: int) -> mmap.mmap:
+    """Memory that a direct read fills fastest: a page that lies by itself is a piece of a request,
+    and a disk takes only so many in one."""
+    pages = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE)
+    with contextlib.suppress(OSError):  # this system has none
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def _drive(fds: list[int], each_bytes: int, way: Way, act: Callable[[int, int], None]) -> None:
