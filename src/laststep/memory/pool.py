@@ -134,9 +134,10 @@ class Pool:
         pauses, because nobody trains meanwhile. Else the pool rests, and leaves the cores to it."""
         with self._changed:
             self._hope()
-            self._resting_at = 2 * threads if self._pinned else 0
+            pinned = self._pinned
+            self._resting_at = 2 * threads if pinned else 0
         try:
-            if self._pinned:
+            if pinned:
                 yield self
             else:
                 with Landing(min(threads, self.cap_bytes // (2 * Landing.slot_bytes))) as room:
