@@ -404,12 +404,7 @@ class Checkpointer(single.OnlyOne):
             self._client.continue_from(continuing(found, self._seen))
             self._steps.restored(found.step, found.lineage_steps)
             self._resumed = True
-        commit = outcome.commit
-        return Restored(
-            step=commit.step, next_step=commit.step + 1, skipped=outcome.skipped,
-            problems=outcome.problems, folder=found.folder, metrics=commit.metrics,
-            metadata=commit.metadata,
-        )  # fmt: skip
+        return outcome.told()
 
     def continue_newest(self) -> None:
         """Let saves continue the newest checkpoint without restoring it, as an import does."""

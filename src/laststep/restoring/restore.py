@@ -80,6 +80,15 @@ class Outcome:
     problems: Problems
     mixed: bool
 
+    def told(self) -> Restored:
+        """The same as a user is told it."""
+        commit = self.commit
+        return Restored(
+            step=commit.step, next_step=commit.step + 1, skipped=self.skipped,
+            problems=self.problems, folder=self.chosen.folder, metrics=commit.metrics,
+            metadata=commit.metadata,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
