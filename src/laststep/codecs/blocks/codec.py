@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     Part = bytes | memoryview
 
+__all__ = ["BlockCodec"]
+
 ELEMENT_BYTES = (1, 2, 4, 8, 16)
 
 

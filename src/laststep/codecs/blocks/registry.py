@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from laststep.codecs.blocks.codec import BlockCodec
 
+__all__ = ["codec_named", "register"]
+
 OURS = ("patches", "planes", "raw", "subtract")
 _EXTRAS = {"zstandard": "'laststep[compress]'"}
 """The extra of laststep that brings a module."""
