@@ -167,7 +167,9 @@ def borrow_and_code_readily(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(coder, "_MOST_OF_RAW", 1e9 if seed % 3 else 0.0)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [
+    *range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 30))
+])  # fmt: skip
 def test_every_step_of_a_chain_comes_back_however_it_is_encoded(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

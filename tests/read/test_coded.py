@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 TOP = "model.safetensors"
 
 
-@pytest.fixture
-def training(tmp_path: Path) -> CodedTraining:
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> CodedTraining:
     """Three steps. Of the last, block 3 is told by its difference to that of the second, which has
     block 2 as a difference, too."""
-    made = CodedTraining(tmp_path / "run")
+    made = CodedTraining(tmp_path_factory.mktemp("sound") / "run")
     made.save(0)
     made.touch(2)
     made.redraw(3)
@@ -42,6 +42,12 @@ def training(tmp_path: Path) -> CodedTraining:
     made.ckpt.close()
     assert made.codecs(2)[2:4] == ["patches", "patches"]
     return made
+
+
+@pytest.fixture
+def training(sound: CodedTraining, tmp_path: Path) -> CodedTraining:
+    """A copy of that, whose headers are to lie."""
+    return sound.copied(tmp_path / "run")
 
 
 def lie(folder: Path, name: str, change: Callable[[Header], Header]) -> None:
