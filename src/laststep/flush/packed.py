@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from laststep.storage.store import FileWriting, Store
 
 
+_NAMES_SHARE = 1024
+"""The header of a file that borrows takes no more of the image than that for names of tensors."""
+
+
 class CannotBorrow(Exception):
     """What was to be borrowed of is gone, or cannot be linked, or there is too much to say of all
     blocks: the image is written whole."""
@@ -85,16 +89,27 @@ class PackedImage:
         self._changed = 0
 
     def _reserve(self, coder: FileCoder | None) -> int:
+        """Room for the header, whether something is borrowed in the end or, encoded, nothing: that
+        takes the names of all tensors, for which room is left where they are few."""
         plan, lent = self._plan, tuple(record.name for record in self._links.values())
         names = {*self._before.objects, *plan.object_names}
-        header = Header(
-            item=plan.item, tensors=() if lent else plan.entries, tensor_bytes=plan.tensor_bytes,
-            blocks=b"", parts={} if lent else plan.parts, lent=lent, lossy=self._lossy,
+        alone = Header(
+            item=plan.item, tensors=plan.entries, tensor_bytes=plan.tensor_bytes, blocks=b"",
+            parts=plan.parts, lossy=self._lossy,
             objects=tuple(
                 ObjectEntry(name=name, start=0, stop=0, digest=b"") for name in sorted(names)
             ),
         )  # fmt: skip
-        region = reserve_packed_bytes(header, codecs=() if coder is None else coder.codecs)
+        codecs = () if coder is None else coder.codecs
+        region = reserve_packed_bytes(
+            msgspec.structs.replace(alone, tensors=(), parts={}, lent=lent) if lent else alone,
+            codecs=codecs,
+        )
+        self._may_stand_alone = coder is not None
+        if lent and coder is not None:
+            wider = reserve_packed_bytes(alone, codecs=codecs)
+            self._may_stand_alone = wider <= max(region, plan.tensor_bytes // _NAMES_SHARE)
+            region = max(region, wider) if self._may_stand_alone else region
         if region > MAX_HEADER_BYTES:
             raise CannotBorrow
         return region
@@ -136,7 +151,13 @@ class PackedImage:
     def finish(self, objects: Objects) -> tuple[FileRecord, ...]:
         before, plan = self._before, self._plan
         numbers = self._held.numbers()
-        known = {name: e for name, e in before.objects.items() if e.file not in self._retired}
+        needed = self._needed(set(numbers))
+        alone = self._may_stand_alone and not needed
+        known = {
+            name: entry
+            for name, entry in before.objects.items()
+            if not alone and entry.file not in self._retired
+        }
         own = [
             (name, data)
             for name, data in objects
@@ -148,7 +169,8 @@ class PackedImage:
             records = self._link_top()
             if records:
                 return records
-        used = self._used(set(numbers), borrowed)
+        # The first says what tensors there are.
+        used = [] if alone else sorted({0} | needed | {entry.file for entry in borrowed})
         self._let_go(set(self._links) - set(used))
         number_of = {file: number for number, file in enumerate(used, 1)}
         slots = {number: slot for slot, number in enumerate(numbers)}
@@ -177,18 +199,15 @@ class PackedImage:
         self._lender = self._lender_of(record, lent, header, number_of, slots)
         return (record, *lent)
 
-    def _used(self, held: set[int], borrowed: list[ObjectEntry]) -> list[int]:
-        """The files that something is needed of, now that all is known: the first says what tensors
-        there are."""
-        if not self._links:
-            return []
-        before, used = self._before, {0} | {entry.file for entry in borrowed}
+    def _needed(self, held: set[int]) -> set[int]:
+        """The files that blocks are needed of, now that all are known."""
+        before, needed = self._before, set[int]()
         for number, place in enumerate(before.places):
             if number not in held:
-                used |= {place.file, before.anchor(number).place.file}
+                needed |= {place.file, before.anchor(number).place.file}
         coded = {} if self._coded is None else self._coded.coded()
-        used |= {block.anchor.file for block in coded.values() if block.anchor is not None}
-        return sorted(used)
+        needed |= {block.anchor.file for block in coded.values() if block.anchor is not None}
+        return needed
 
     def _coding(
         self, numbers: list[int], number_of: dict[int, int]
