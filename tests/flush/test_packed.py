@@ -14,7 +14,7 @@ import pytest
 
 from laststep.catalog.run import Run
 from laststep.errors import StorageFailed
-from laststep.flush import lending
+from laststep.flush import lending, packed
 from laststep.flush.coder import Compressor
 from laststep.flush.packed import CannotBorrow, PackedImage
 from laststep.flush.protocol import FileBegin, Orders
@@ -242,3 +242,42 @@ def test_what_is_gone_is_not_borrowed_of_but_written_encoded(tmp_path: Path) -> 
     assert [record.name for record in history.records] == [NAME]
     assert history.records[0].size_bytes < SIZE
     assert history.read() == (changed_data, b"tree")
+
+
+@pytest.mark.parametrize("tree", [b"tree", b"other"])
+def test_an_image_that_borrows_nothing_after_all_stands_alone(tmp_path: Path, tree: bytes) -> None:
+    history, data = History(tmp_path), drawn(0)
+    history.commit(history.save(data))
+    data = drawn(1)[: 3 * BLOCK_BYTES] + bytes(range(256)) * 9999
+    data = data[:SIZE]
+    history.commit(history.save(data, tree=tree))
+    assert [record.name for record in history.records] == [NAME]
+    names = {path.name for path in (tmp_path / history.folder).iterdir()}
+    assert names == {NAME, "manifest.json"}
+    assert history.read() == (data, tree)
+    assert history.lenders == {
+        name: msgspec.structs.replace(one, changed=1.0)
+        for name, one in lending.of_checkpoint(history.store, history.folder, [NAME]).items()
+    }
+    data = b"\1" + data[1:]
+    history.commit(history.save(data, tree=tree))
+    assert len(history.records) == 2
+    assert history.read() == (data, tree)
+
+
+def test_a_header_leaves_no_room_for_many_names_of_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "_NAMES_SHARE", 1 << 40)
+    monkeypatch.setattr(lending, "LEAST_BYTES", 0)
+    history, data = History(tmp_path, size=400_000), drawn(0, 400_000)
+    narrow = [(f"tensor {n}", "bfloat16", (100,), 200 * n, 200 * n + 200) for n in range(2000)]
+    history.plan = msgspec.structs.replace(
+        history.plan, entries=tuple(map(TensorEntry._make, narrow)), region_bytes=1 << 20
+    )
+    history.commit(history.save(data))
+    assert history.records[0].header_bytes > 50_000
+    data = drawn(1, 400_000)
+    history.commit(history.save(data))
+    assert history.records[0].header_bytes < 9000
+    assert history.read() == (data, b"tree")
