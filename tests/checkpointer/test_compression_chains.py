@@ -178,7 +178,7 @@ def borrow_and_code_readily(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [
-    0, 1, 3, 12, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(13, 40))
+    0, 12, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(13, 40))
 ])  # fmt: skip
 def test_every_step_of_a_chain_comes_back_however_it_is_encoded(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
