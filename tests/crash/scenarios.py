@@ -26,7 +26,7 @@ from laststep.catalog.run import Run, plan_prune
 from laststep.errors import LaststepError, NotFound
 from laststep.flush import lending
 from laststep.flush.coder import Compressor
-from laststep.flush.protocol import FileBegin
+from laststep.flush.protocol import FileBegin, Orders
 from laststep.flush.writer import SaveFlush
 from laststep.format.group import GroupManifest
 from laststep.format.header import reserve_bytes
@@ -157,7 +157,7 @@ class Encoding:
     """Saves whose blocks are encoded by one flusher, which keeps what it wrote in memory."""
 
     def __init__(self) -> None:
-        self._compressor = Compressor("max", memory_bytes=1 << 20, threads=1)
+        self._compressor = Compressor(Orders(writers=1, compression="max"), memory_bytes=1 << 20)
 
     def save(self, step: int, epoch: int, attempt: int) -> Stage:
         """Write a file that differs in a few bytes from save to save, and one of which nothing

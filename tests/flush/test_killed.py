@@ -14,6 +14,7 @@ import torch
 import laststep
 from laststep.flush import launch as starting
 from laststep.flush.client import Client
+from laststep.memory.landing import Landing
 from laststep.memory.pool import Pool
 from laststep.storage.disk import Disk
 from laststep.terms import CHUNK_BYTES
@@ -142,21 +143,21 @@ def test_an_idle_flusher_that_dies_during_a_restore_is_just_replaced(
         run_folder, state=state, host_memory_bytes=4 * CHUNK_BYTES
     ) as checkpointer:
         checkpointer.save(1).wait(PATIENCE_S)
-        client, lease = checkpointer._client, Pool.lease
+        client, lease = checkpointer._client, Landing.lease
         pid, died, killing = client.helper_pid, threading.Event(), threading.Lock()
 
-        def kill_and_lease(pool: Pool, timeout_s: float | None = None, **how: bool) -> int | None:
+        def kill_and_lease(landing: Landing, timeout_s: float | None = None) -> int | None:
             with killing:  # several threads read
                 if not died.is_set():
                     os.kill(pid, signal.SIGKILL)
                     client._receiver.join()
                     died.set()
-            return lease(pool, timeout_s, **how)
+            return lease(landing, timeout_s)
 
         for tensor in state.values():
             tensor.zero_()
         with monkeypatch.context() as patch:
-            patch.setattr(Pool, "lease", kill_and_lease)
+            patch.setattr(Landing, "lease", kill_and_lease)
             assert checkpointer.restore().step == 1
         assert died.is_set()
         assert [int(tensor[0]) for tensor in state.values()] == list(range(8))
