@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from numpy import float32, uint32
+    from numpy import float32, uint16
     from numpy.typing import NDArray
 
     from laststep.flush.protocol import FileBegin
@@ -74,16 +74,11 @@ def to_bf16(data: memoryview, at: int) -> None:  # noqa: ARG001 (each number by 
     """Each number to the nearest that bfloat16 has, to the even one of two."""
     import numpy as np
 
-    bits: NDArray[uint32] = np.frombuffer(data, np.uint32)
-    odd = bits >> np.uint32(16)
-    odd &= np.uint32(1)
-    odd += np.uint32(0x7FFF)
-    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    nans = bits[is_nan]
-    bits += odd
-    bits &= np.uint32(0xFFFF0000)
-    if len(nans):
-        bits[is_nan] = nans & np.uint32(0xFFFF0000) | np.uint32(0x00400000)
+    from laststep.codecs.rounding import rounded
+
+    halves: NDArray[uint16] = np.frombuffer(data, "<u2")
+    halves[1::2] = np.frombuffer(rounded(data, "bfloat16"), "<u2")
+    halves[::2] = 0
 
 
 def to_int8(data: memoryview, at: int) -> None:
