@@ -162,6 +162,20 @@ class CodingSettings(TypedDict):
     lossy: dict[str, str] | None
 
 
+def derived(asked: object) -> bool | dict[str, str]:
+    """What follows from what, in a form of its own."""
+    asked = dict(asked) if isinstance(asked, Mapping) else asked
+    pairs: bool | dict[str, str] = checked("derived", asked, bool | dict[str, str])
+    for name, master in pairs.items() if isinstance(pairs, dict) else ():
+        if name.count("*") != master.count("*"):
+            raise Usage(
+                "derived maps names of tensors to those of their masters",
+                expected="as many '*' on both sides", found=f"{name!r}: {master!r}",
+                remedy="derived={'model/*': 'optimizer/state/*/master'}, or derived=True",
+            )  # fmt: skip
+    return pairs
+
+
 def coding(
     compression: object, lossy: object, items: Iterable[str], *, here: bool
 ) -> CodingSettings:

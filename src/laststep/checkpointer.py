@@ -88,6 +88,7 @@ class Checkpointer(single.OnlyOne):
         compare_replicas: CompareReplicas | str = DEFAULTS.compare_replicas,
         compression: str | Mapping[str, str] = DEFAULTS.compression,
         lossy: Mapping[str, str] | None = DEFAULTS.lossy,
+        derived: bool | Mapping[str, str] = DEFAULTS.derived,
         every: int | str | None = DEFAULTS.every,
         mtbf: str | None = DEFAULTS.mtbf,
         most_share: float = DEFAULTS.most_share,
@@ -103,14 +104,14 @@ class Checkpointer(single.OnlyOne):
             host_memory_bytes=host_memory_bytes, device_margin_bytes=device_margin_bytes,
             allow_pickle=allow_pickle, writers=writers, progress=progress, deadline_s=deadline_s,
             compare_replicas=compare_replicas, new_lineage=new_lineage,  # type: ignore[arg-type]
-            every=every, mtbf=mtbf, most_share=most_share,
+            every=every, mtbf=mtbf, most_share=most_share, derived=arguments.derived(derived),
             **arguments.coding(compression, lossy, named, here=flush == FlushIn.THREAD),
         )  # fmt: skip
         self._keep = arguments.rules(keep)
         subscribers = arguments.callables(subscribers)
         self._rank = self._who()
         self._group: Ranks | None = None
-        self._preparer = Preparer(self._rank)
+        self._preparer = Preparer(self._rank, self._settings.derived)
         self._caches: dict[str, CollectCache] = {}
         """By which the state of each item is known again at its next save."""
         self._turn = queueing.Turn()
@@ -462,8 +463,7 @@ class Checkpointer(single.OnlyOne):
 
     def _make_room(self, save: SaveUnderWay) -> float:
         """Wait for, or give way to, earlier saves that stand in the way; returns the seconds."""
-        saves = self._client.saves.all()
-        last = self._preparer.last
+        saves, last = self._client.saves.all(), self._preparer.last
         short = last is not None and self._pool.room_bytes < last.plan.tensor_bytes
         reason = queueing.obstacle(saves, short_of_room=short)
         if reason is None:

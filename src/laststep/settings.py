@@ -111,6 +111,8 @@ class Settings(Checked, frozen=True, kw_only=True):
     """One of `Compression` or the name of a codec, for all items or for each by its name."""
     lossy: dict[str, str] | None = None
     """Patterns of `item/tensor`, and to what the numbers of such tensors are rounded."""
+    derived: bool | dict[str, str] = False
+    """Whether tensors that are others rounded are left out: True, or which of which by patterns."""
     every: Every = None
     """How often `step()` saves: after so many steps, a duration, or as often as loses least."""
     mtbf: Duration | None = None

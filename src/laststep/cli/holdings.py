@@ -62,6 +62,8 @@ class ShownFile:
     record: FileRecord
     lent_to: tuple[str, ...]
     """The files that borrow blocks of it, as far as their headers can be read."""
+    follows_from: tuple[str, ...]
+    """The other files with masters of its tensors, likewise."""
     damage: tuple[Damage, ...]
     codecs: tuple[str, ...] = ()
     """By which blocks that it holds are encoded."""
@@ -88,6 +90,7 @@ def shown_files(records: Iterable[FileRecord], files: list[Opened]) -> list[Show
     """All data files of a checkpoint; what is wrong with a lent one shows where it is opened for
     another."""
     lent_to: dict[str, list[str]] = {}
+    follows: dict[str, tuple[str, ...]] = {}
     damage: dict[str, list[Damage]] = {}
     codecs: dict[str, tuple[str, ...]] = {}
     for file in files:
@@ -96,17 +99,25 @@ def shown_files(records: Iterable[FileRecord], files: list[Opened]) -> list[Show
             codecs[held.record.name] = tuple(sorted(ways))
         for name in () if file.header is None else file.header.lent:
             lent_to.setdefault(name, []).append(file.record.name)
+        follows[file.record.name] = _masters(file)
         for wrong in file.damage:
             damage.setdefault(wrong.file, []).append(wrong)
     return [
         ShownFile(
             record=record,
             lent_to=tuple(lent_to.get(record.name, ())),
+            follows_from=follows.get(record.name, ()),
             damage=tuple(damage.get(record.name, ())),
             codecs=codecs.get(record.name, ()),
         )
         for record in records
     ]
+
+
+def _masters(file: Opened) -> tuple[str, ...]:
+    """The other files that tensors of one follow from."""
+    derived = {} if file.header is None else file.header.derived
+    return tuple(dict.fromkeys(m.file for m in derived.values() if m.file != file.record.name))
 
 
 def tensors_of(commit: Commit, files: list[Opened]) -> list[ShownTensor]:
@@ -138,7 +149,7 @@ def tensors_of(commit: Commit, files: list[Opened]) -> list[ShownTensor]:
 
 def files_by_item(commit: Commit, files: list[Opened]) -> dict[str, list[str]]:
     """The names of the files that hold something of each item: tensors, or its tree; with those
-    that are lent to them."""
+    that are lent to them, or that its tensors follow from."""
     found: dict[str, list[str]] = {item.name: [] for item in commit.items}
     for file in files:
         if file.header is None:
@@ -146,5 +157,5 @@ def files_by_item(commit: Commit, files: list[Opened]) -> dict[str, list[str]]:
         items = {stored_in(file.header, entry).item for entry in file.header.tensors}
         items.update(item_of_object(entry.name) or "" for entry in file.header.objects)
         for item in items & found.keys():
-            found[item] += [file.record.name, *file.header.lent]
+            found[item] += [file.record.name, *file.header.lent, *_masters(file)]
     return found

@@ -8,13 +8,13 @@ that wrote it), `metrics`, `metadata`, `lineage` (as in `ls`; null outside a run
 `continues`, `references`, `self_contained`; `items` (`name`, `kind`, `per_rank`, `tensors`,
 `size_bytes`, `files`, the names of those that hold something of it); `files` (`name`, `rank`,
 `size_bytes`, `header_bytes`, `header_digest`, `origin`, the folder that it was written for, null
-for this one, `lent`, whether it is here only for others, `lent_to`, these, `sharers`, how many
-checkpoints had it before, `codecs`, by which its blocks are encoded, `lossy`, `error`); `tensors`
-(`name`, as `Checkpoint.tensor` takes it; `rank`, whose it is, null where it is no rank's own;
-`dtype`, `shape`, `size_bytes`; `missing_bytes`, which lie in damaged files; `lossy`, how it was
-rounded, or null; `parts`, each with `start`, an index, `shape`, `size_bytes`, `file`); and
-`objects` (`name`, `size_bytes`, `file`). Reads manifest and headers, never data; `verify` does
-that.
+for this one, `lent`, whether it is here only for others, `lent_to`, these, `follows_from`, files
+with masters of its tensors, `sharers`, how many checkpoints had it before, `codecs`, by which its
+blocks are encoded, `lossy`, `error`); `tensors` (`name`, as `Checkpoint.tensor` takes it; `rank`,
+whose it is, null where it is no rank's own; `dtype`, `shape`, `size_bytes`; `missing_bytes`, which
+lie in damaged files; `lossy`, how it was rounded, or null; `parts`, each with `start`, an index,
+`shape`, `size_bytes`, `file`); and `objects` (`name`, `size_bytes`, `file`). Reads manifest and
+headers, never data; `verify` does that.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ def _document(
                 "origin": file.record.origin or None,
                 "lent_to": file.lent_to,
                 "codecs": file.codecs,
+                "follows_from": file.follows_from,
                 "error": str(file.damage[0].error) if file.damage else None,
             }
             for file in shown
@@ -245,6 +246,8 @@ def _notes(file: ShownFile) -> Iterator[str]:
     """What is to be said of a file: whose it was first, for whom it is here, what is wrong."""
     if file.record.lent:
         yield f"lent to {', '.join(file.lent_to)}" if file.lent_to else "lent"
+    if file.follows_from:
+        yield f"follows from {', '.join(file.follows_from)}"
     if file.record.origin:
         yield f"written for {file.record.origin}"
     if file.codecs:

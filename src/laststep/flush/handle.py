@@ -97,8 +97,8 @@ class SaveReport:
     unchanged_bytes: int = 0
     """What did not leave its device, because the last checkpoint has it."""
     coding: tuple[CodingReport, ...] = ()
-    """With compression: of each file what was picked, why, and what came of it; known once
-    durable."""
+    """With compression or `derived`: of each file what was picked, why, and what came of it; known
+    once durable."""
     tensors: int = 0
     capture: str = ""
     """How bytes were captured, e.g. `device staged 7.26 GB, host staged 1.28 kB`: staged is copied

@@ -18,9 +18,9 @@ from laststep.terms import BLOCK_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.flush.coder import FileCoder
     from laststep.flush.files import Objects
     from laststep.flush.lending import Anchor
+    from laststep.format.coding import CodedBy
     from laststep.format.header import ObjectEntry
     from laststep.storage.store import FileWriting
 
@@ -83,6 +83,20 @@ class PlainBlocks:
         return writer, entries_of(objects, whole + len(tail))
 
 
+class BlockCoder(Protocol):
+    """What makes blocks shorter."""
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """All that may be used."""
+
+    def encode(
+        self, number: int, data: memoryview, digest: bytes, anchor: Anchor | None
+    ) -> tuple[bytes | memoryview, CodedBy]:
+        """A block as it is to be stored, and how that was made; `anchor` is what it may be coded
+        against."""
+
+
 class EncodedBlocks:
     """Blocks that a coder makes shorter where it can."""
 
@@ -90,7 +104,7 @@ class EncodedBlocks:
         self,
         opened: Callable[[], FileWriting],
         region_bytes: int,
-        coder: FileCoder,
+        coder: BlockCoder,
         anchor_of: Callable[[int], Anchor | None],
     ) -> None:
         """`anchor_of` gives the block that one of the image may be coded against."""

@@ -6,6 +6,7 @@ Knows nothing of what it does there.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -161,6 +162,9 @@ def start_thread(
 def _places(*, foreign: bool) -> list[str]:
     """Where the helper finds this very package, and the others that it needs, however the trainer
     found them; with a store or a codec of somebody else's, whatever the trainer finds."""
-    needed = [str(Path(module.__file__ or "").resolve().parents[1]) for module in (msgspec, xxhash)]
+    files = [module.__file__ or "" for module in (msgspec, xxhash)]
+    numpy = importlib.util.find_spec("numpy")  # not imported: only some saves need it
+    files += [] if numpy is None or numpy.origin is None else [numpy.origin]
+    needed = [str(Path(file).resolve().parents[1]) for file in files]
     needed += [str(Path(place).resolve()) for place in sys.path] if foreign else []
     return [str(Path(__file__).resolve().parents[2]), *dict.fromkeys(needed)]

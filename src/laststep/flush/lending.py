@@ -17,6 +17,7 @@ from laststep.catalog.names import parse_folder
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import LaststepError
 from laststep.format.borrowing import BlockPlace, places_of
+from laststep.format.deriving import ROUNDED
 from laststep.format.header import ObjectEntry, PartEntry
 from laststep.format.manifest import Commit
 from laststep.format.safetensors import TensorEntry
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from laststep.flush.protocol import FileBegin
     from laststep.format.manifest import FileRecord
-    from laststep.read.files import DataFile
+    from laststep.read.files import DataFile, HeldFile
     from laststep.storage.store import Store
 
 MAX_FILES = 8
@@ -51,7 +52,7 @@ class LentFile(NamedTuple):
     folder: str
     record: FileRecord
     blocks: int
-    """How many it holds."""
+    """How many it holds, but for those that follow from others."""
 
     def worth(self) -> float:
         """How many blocks it takes the room of: encoded ones take less than they are."""
@@ -106,6 +107,9 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
     """The share of its blocks that had changed when it was written; None where nobody knows."""
     anchors: dict[int, Anchor] = {}
     """Of the blocks that are coded against another: that one."""
+    derived: frozenset[int] = frozenset()
+    """The blocks that follow from other files of that checkpoint, and are not stored: another one
+    says anew whether they do."""
 
     def anchor(self, number: int) -> Anchor:
         """What a block of the image is, or is coded against."""
@@ -120,12 +124,17 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
 
     def lends(self) -> bool:
         """Whether another save may borrow of it."""
-        return self.files[0].record.size_bytes >= LEAST_BYTES and 0 not in self.retired()
+        return (
+            self.files[0].record.size_bytes >= LEAST_BYTES
+            and (not self.derived or len(self.derived) < len(self.places))
+            and 0 not in self.retired()
+        )
 
     def retired(self) -> frozenset[int]:
         """The files that no more is borrowed of: what still lies in them is written anew."""
         live = [0] * len(self.files)
-        for place in (*self.places, *(anchor.place for anchor in self.anchors.values())):
+        stored = (p for number, p in enumerate(self.places) if number not in self.derived)
+        for place in (*stored, *(anchor.place for anchor in self.anchors.values())):
             live[place.file] += 1
         out = {
             number
@@ -137,7 +146,7 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
         out.update(left[: max(too_many, 0)])
         # The least used go, until all that is left and what comes anew is little enough. What has
         # changed the last time, and lies in the newest, is taken for what changes now.
-        blocks, newest = len(self.places), len(self.files) - 1
+        blocks, newest = len(self.places) - len(self.derived), len(self.files) - 1
         changed = 0.0 if self.changed is None else self.changed * blocks
         used = sorted(
             set(range(len(self.files))) - out,
@@ -196,23 +205,34 @@ def of_checkpoint(store: Store, folder: str, names: Iterable[str]) -> dict[str, 
 def _lender_of(folder: str, file: DataFile) -> Lender:
     header = file.header
     held = [
-        LentFile(folder, part.record, len(part.header.blocks) // DIGEST_BYTES)
+        LentFile(folder, part.record, len(part.header.blocks) // DIGEST_BYTES - len(_derived(part)))
         for part in file.files
     ]
     own, *lent = held
     blocks = len(header.blocks) // DIGEST_BYTES
     # A file that borrows is the last of its files here, and the first in its own numbers.
     number_of = [len(lent), *range(len(lent))] if lent else [0]
-    places = places_of(header.stretches) if lent else (BlockPlace(0, n) for n in range(blocks))
+    places = tuple(
+        places_of(header.stretches) if lent else (BlockPlace(0, n) for n in range(blocks))
+    )
+    rounded = _derived(file.files[0])
     return Lender(
         item=header.item, entries=header.tensors, parts=header.parts, digests=header.blocks,
         places=tuple(BlockPlace(number_of[place.file], place.block) for place in places),
         files=(*lent, own), top=len(lent), anchors=_anchors(file, number_of),
+        derived=frozenset(
+            n for n, (where, block) in enumerate(places) if where == 0 and block in rounded
+        ),
         objects={
             entry.name: msgspec.structs.replace(entry, file=number_of[entry.file])
             for entry in header.objects
         },
     )  # fmt: skip
+
+
+def _derived(file: HeldFile) -> set[int]:
+    """The blocks of a file that follow from others."""
+    return {n for n, block in enumerate(file.header.coded or ()) if block.way == ROUNDED}
 
 
 def _anchors(file: DataFile, number_of: Sequence[int]) -> dict[int, Anchor]:

@@ -18,12 +18,14 @@ from laststep.flush.files import sealed
 from laststep.flush.held import EncodedBlocks, PlainBlocks
 from laststep.flush.lending import Anchor, Lender, LentFile
 from laststep.format.borrowing import BlockPlace, stretches_of
+from laststep.format.deriving import ROUNDED
 from laststep.format.header import Header, ObjectEntry, reserve_packed_bytes
 from laststep.terms import BLOCK_BYTES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
-    from laststep.flush.coder import FileCoder
+    from laststep.flush.deriving import DerivedFile
     from laststep.flush.files import Objects, OpenWriter
+    from laststep.flush.held import BlockCoder
     from laststep.flush.protocol import FileBegin
     from laststep.format.coding import CodedBlock
     from laststep.format.manifest import FileRecord
@@ -43,7 +45,7 @@ class PackedImage:
     """A file that holds only what differs from the last one, and borrows the rest; or all blocks,
     encoded. Where nothing differs, there is no file: the last one is linked under its name."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what is known of a file, each by its name)
         self,
         store: Store,
         open_writer: OpenWriter,
@@ -52,16 +54,18 @@ class PackedImage:
         *,
         before: Lender | None,
         borrows: bool,
-        coder: FileCoder | None,
+        coder: BlockCoder | None,
         lossy: dict[str, str] | None = None,
+        derived: DerivedFile | None = None,
     ) -> None:
         """`before` is a file of the same image, to tell what has changed, and to borrow of where it
-        lends. Who does not borrow needs a coder."""
+        lends. Who does not borrow needs a coder; `derived` is what that coder may leave out."""
         self._store = store
         self._folder = folder
         self._plan = plan
         self._lossy = lossy or {}
         self._compared = before
+        self._derived = derived
         self._before = before if before is not None and borrows else _nothing(plan)
         self._retired = self._before.retired()
         self._links: dict[int, FileRecord] = {}
@@ -86,9 +90,9 @@ class PackedImage:
         self._lock = threading.Lock()
         self._sums = bytearray(-(-plan.tensor_bytes // BLOCK_BYTES) * DIGEST_BYTES)
         self._sums[:] = self._before.digests or self._sums
-        self._changed = 0
+        self._changed: set[int] = set()
 
-    def _reserve(self, coder: FileCoder | None) -> int:
+    def _reserve(self, coder: BlockCoder | None) -> int:
         """Room for the header, whether something is borrowed in the end or, encoded, nothing: that
         takes the names of all tensors, for which room is left where they are few."""
         plan, lent = self._plan, tuple(record.name for record in self._links.values())
@@ -96,6 +100,7 @@ class PackedImage:
         alone = Header(
             item=plan.item, tensors=plan.entries, tensor_bytes=plan.tensor_bytes, blocks=b"",
             parts=plan.parts, lossy=self._lossy,
+            derived={} if self._derived is None else self._derived.widest(),
             objects=tuple(
                 ObjectEntry(name=name, start=0, stop=0, digest=b"") for name in sorted(names)
             ),
@@ -119,7 +124,7 @@ class PackedImage:
         same = (self._compared or self._before).same(first, sums)
         kept = [known and self._keeps(number) for number, known in enumerate(same, first)]
         with self._lock:
-            self._changed += same.count(False)
+            self._changed.update(number for number, known in enumerate(same, first) if not known)
             self._sums[first * DIGEST_BYTES : first * DIGEST_BYTES + len(sums)] = sums
         at = 0
         for is_kept, run in itertools.groupby(kept):
@@ -136,14 +141,14 @@ class PackedImage:
 
     def _keeps(self, number: int) -> bool:
         """Whether a block that is the same is borrowed: nothing that it needs is retired."""
-        if not self._links:
+        if not self._links or number in self._before.derived:
             return False
         files = {self._before.places[number].file, self._before.anchor(number).place.file}
         return not files & self._retired
 
     def _anchor(self, number: int) -> Anchor | None:
         """The block that one of the image may be coded against."""
-        if not self._links:
+        if not self._links or number in self._before.derived:
             return None
         anchor = self._before.anchor(number)
         return None if anchor.place.file in self._retired else anchor
@@ -193,6 +198,7 @@ class PackedImage:
                 for number, place in enumerate(before.places)
             ),
             coded=self._coding(numbers, number_of), lossy=self._lossy,
+            derived=self._derived.used() if self._derived and self._left_out() else {},
         )  # fmt: skip
         record = sealed(writer, plan.name, header, self._region)
         lent = tuple(self._links[file] for file in used)
@@ -237,8 +243,9 @@ class PackedImage:
             LentFile(self._folder, there, before.files[file].blocks)
             for file, there in zip(sorted(number_of), lent, strict=True)
         ]
-        own = LentFile(self._folder, record, len(slots))
         coded = {} if self._coded is None else self._coded.coded()
+        derived = self._left_out()
+        own = LentFile(self._folder, record, len(slots) - len(derived))
         places: list[BlockPlace] = []
         anchors: dict[int, Anchor] = {}
 
@@ -257,7 +264,7 @@ class PackedImage:
                 anchors[number] = Anchor(moved(anchor.place), anchor.digest)
         return msgspec.structs.replace(
             before, digests=bytes(self._sums), places=tuple(places), anchors=anchors,
-            files=(*files, own), top=last, changed=self._share(),
+            files=(*files, own), top=last, changed=self._share(), derived=derived,
             objects={
                 entry.name: msgspec.structs.replace(entry, file=(entry.file or last + 1) - 1)
                 for entry in header.objects
@@ -265,9 +272,17 @@ class PackedImage:
         )  # fmt: skip
 
     def _share(self) -> float | None:
+        """How much has changed, of what is stored at all."""
         if self._compared is None:
             return None
-        return self._changed / max(len(self._compared.places), 1)
+        derived = self._left_out()
+        stored = len(self._compared.places) - len(derived)
+        return len(self._changed - derived) / max(stored, 1)
+
+    def _left_out(self) -> frozenset[int]:
+        """The blocks that follow from others."""
+        coded = {} if self._coded is None else self._coded.coded()
+        return frozenset(number for number, block in coded.items() if block.way == ROUNDED)
 
     def _link_top(self) -> tuple[FileRecord, ...]:
         """Nothing is new: the last file stands here under its own name as well. Out of this folder,

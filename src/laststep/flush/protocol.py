@@ -63,13 +63,18 @@ class FileBegin(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     parts: dict[str, PartEntry] = {}
     object_names: tuple[str, ...] = ()
     """As far as they are known."""
+    derived: tuple[tuple[int, int, int], ...] = ()
+    """Entries that may follow from others: the number of each, of the other's file and of its entry
+    there. One may stand here several times."""
+    is_declared: bool = False
+    """Whether the user has said that they do: then they are tried at each save."""
 
     @classmethod
     def of(cls, file: FilePlan) -> FileBegin:
         return cls(
             name=file.name, item=file.item, region_bytes=file.region_bytes, entries=file.entries,
             tensor_bytes=file.tensor_bytes, has_objects=bool(file.object_names), parts=file.parts,
-            object_names=file.object_names,
+            object_names=file.object_names, derived=file.derived, is_declared=file.is_declared,
         )  # fmt: skip
 
 
@@ -203,7 +208,7 @@ class CodingReport(msgspec.Struct, frozen=True, kw_only=True):
 
     file: str
     mode: str
-    """What was asked for: `adaptive`, `max` or the name of a codec."""
+    """What was asked for: `adaptive`, `max` or the name of a codec; or `derived`."""
     picked: str
     """`raw`, or the codecs that were used, by how many blocks each has."""
     why: str
@@ -230,7 +235,7 @@ class Flushed(_Message, frozen=True, kw_only=True):
     seconds: float
     files: tuple[FileRecord, ...] = ()
     coding: tuple[CodingReport, ...] = ()
-    """Of the files for which compression was asked."""
+    """Of the files for which compression was asked, or of which something may be derived."""
 
 
 class Grouped(_Message, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from laststep.codecs import objects
 from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.flush import lending
 from laststep.flush.coder import Compressor
+from laststep.flush.deriving import Misses
 from laststep.flush.epoch import WriterEpoch
 from laststep.flush.protocol import (
     Begin,
@@ -62,6 +63,8 @@ from laststep.terms import CHUNK_BYTES
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from laststep.catalog.epochs import Trainer
     from laststep.catalog.run import Run
     from laststep.flush.lending import Lender
@@ -93,6 +96,7 @@ class Flusher:
         self._compressor = (
             Compressor(orders, memory_bytes=len(pool) // 2) if orders.encodes else None
         )
+        self._misses = Misses()
         self._witness: tuple[str, Lock] | None = None
         self._given_up = False
         self._lending: tuple[int, dict[str, Lender]] = (0, {})
@@ -166,8 +170,7 @@ class Flusher:
                 if not save.located and save.dropped is None:
                     save.early += message.filled
                     return
-            for chunk in message.filled:
-                self._chunks.put((save, chunk))
+            self._queue(save, message.filled)
         elif isinstance(message, Unchanged):
             save.unchanged = message
             if save.located:
@@ -223,7 +226,9 @@ class Flusher:
         if not lenders and before is not None:
             names = [file.name for file in files]
             save.lender, lenders = 0, lending.of_checkpoint(self._store, before, names)
-        return SaveFlush(self._store, save.at.folder, files, lenders, self._compressor)
+        return SaveFlush(
+            self._store, save.at.folder, files, lenders, self._compressor, self._misses
+        )
 
     def _grant(self, save: Save) -> None:
         """Answer which of the chunks that did not change need not come."""
@@ -252,18 +257,23 @@ class Flusher:
             early, save.early = save.early, []
             save.changed.notify_all()
         self._grant(save)
-        for chunk in early:
-            self._chunks.put((save, chunk))
+        self._queue(save, early)
 
     def _drop(self, save: Save, reason: str) -> None:
         with save.changed:
             save.dropped = reason
             early, save.early = save.early, []
             save.changed.notify_all()
-        for chunk in early:  # counted, freed, and not written
-            self._chunks.put((save, chunk))
+        self._queue(save, early)  # counted, freed, and not written
         if save.flush is not None:
             save.flush.fail(Aborted(reason))
+
+    def _queue(self, save: Save, filled: Iterable[Filled]) -> None:
+        """Give chunks to the threads that write, which take them in this order."""
+        for chunk in filled:
+            if save.flush is not None:
+                save.flush.expect(chunk.file, chunk.start)
+            self._chunks.put((save, chunk))
 
     def _write(self) -> None:
         while True:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import block_digests
 from laststep.errors import Exists, LaststepError, StorageFailed
+from laststep.flush.deriving import Deriving, DerivingCoder, Misses
 from laststep.flush.images import WholeImage, WrittenImage
 from laststep.flush.lending import MOST_CHANGED
 from laststep.flush.packed import CannotBorrow, PackedImage
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from laststep.flush.coder import Compressor, FileCoder
+    from laststep.flush.held import BlockCoder
     from laststep.flush.lending import Lender
     from laststep.flush.protocol import CodingReport, FileBegin
     from laststep.flush.rounding import Rounding
@@ -37,7 +39,8 @@ _NOTHING = memoryview(b"")
 class _File:
     """One data file of a save, and how much of it has been written."""
 
-    def __init__(self, plan: FileBegin, before: Lender | None) -> None:
+    def __init__(self, number: int, plan: FileBegin, before: Lender | None) -> None:
+        self.number = number
         self.plan = plan
         self.before = before
         self.choosing = threading.Lock()
@@ -45,6 +48,8 @@ class _File:
         self.rounding: Rounding | None = None
         self.coder: FileCoder | None = None
         """Chosen with the image; None where compression was not asked for."""
+        self.deriving: DerivingCoder | None = None
+        """Chosen with the image; None where nothing of it follows from others."""
         self.written_bytes = 0
         self.records: tuple[FileRecord, ...] = ()
 
@@ -65,9 +70,10 @@ class SaveFlush:
         files: tuple[FileBegin, ...],
         lenders: Mapping[str, Lender] | None = None,
         compressor: Compressor | None = None,
+        misses: Misses | None = None,
     ) -> None:
         """`lenders` are the files of the last checkpoint, by name; without a compressor nothing
-        is encoded."""
+        is encoded. `misses` are of earlier saves."""
         self.folder = folder
         self.written_bytes = 0
         self._store = store
@@ -77,20 +83,26 @@ class SaveFlush:
         self._files: list[_File] = []
         self._folders = {f"{folder}/{plan.name}".rpartition("/")[0]: None for plan in files}
         """In which the files lie: the attempt's own, or one within it."""
+        self._deriving = (
+            Deriving(files, Misses() if misses is None else misses, lambda: self.error is not None)
+            if any(plan.derived for plan in files)
+            else None
+        )
         try:
             for place in self._folders:
                 if place != folder:
                     self._make(place)
-            for plan in files:
+            for number, plan in enumerate(files):
                 before = (lenders or {}).get(plan.name)
                 if before is not None and not before.has_the_image_of(plan):
                     before = None
-                self._files.append(_File(plan, before))
+                self._files.append(_File(number, plan, before))
                 if compressor is not None:
                     self._files[-1].rounding = compressor.rounding(plan) or None
             self._roomy = self._is_roomy()
             for file in self._files:
-                if not self._lends(file) and not self._compresses(file):
+                undecided = self._lends(file) or self._compresses(file) or file.plan.derived
+                if not undecided:
                     file.image = WholeImage(self._open, folder, file.plan, file.before)
             if compressor is not None:
                 compressor.begin_save()
@@ -135,6 +147,11 @@ class SaveFlush:
         with self._lock:
             self._error = self._error or error
 
+    def expect(self, file: int, start: int) -> None:
+        """These bytes are on their way to `write`; told in the order in which they get there."""
+        if self._deriving is not None:
+            self._deriving.expect(file, start)
+
     def write(self, file: int, start: int, image: memoryview, size_bytes: int) -> None:
         """Digest and write `size_bytes` of `image`, which starts at byte `start` of the tensor
         area. `image` MUST reach to the next multiple of the alignment. Never raises."""
@@ -160,6 +177,8 @@ class SaveFlush:
         if target.rounding is not None:
             target.rounding.apply(start, data)
         sums = block_digests(data)
+        if self._deriving is not None:
+            self._deriving.take(target.number, start, data)
         self._image(target, start, data, sums).write(start, image, size_bytes, sums)
         with self._lock:
             self.written_bytes += size_bytes
@@ -189,6 +208,8 @@ class SaveFlush:
             if not isinstance(image, PackedImage):
                 continue
             for start, size in parts:
+                if self._deriving is not None and self._deriving.needs(number, start, size):
+                    continue  # what follows from it is found out as it comes by
                 blocks = range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES))
                 if image.can_keep(blocks):
                     granted.append((number, start))
@@ -209,10 +230,12 @@ class SaveFlush:
                         plan, start, data, known=before is not None,
                         rounded=file.rounding is not None,
                     )  # fmt: skip
-                coder = file.coder if file.coder is not None and file.coder.encodes else None
+                inner = file.coder if file.coder is not None and file.coder.encodes else None
+                file.deriving = self._derives(file, start, data, inner)
+                coder = file.deriving or inner
                 if self._lends(file) and (
                     self._changed(file, start, sums) <= MOST_CHANGED
-                    or (coder is not None and coder.has_anchors)
+                    or (inner is not None and inner.has_anchors)
                 ):
                     with contextlib.suppress(CannotBorrow):
                         file.image = self._packed(file, coder, borrows=True)
@@ -223,10 +246,28 @@ class SaveFlush:
                     file.image = WholeImage(self._open, self.folder, plan, before)
             return file.image
 
-    def _packed(self, file: _File, coder: FileCoder | None, *, borrows: bool) -> PackedImage:
+    def _derives(
+        self, file: _File, start: int, data: memoryview, inner: FileCoder | None
+    ) -> DerivingCoder | None:
+        """What leaves out what follows from others: where some of the first bytes does, or they
+        have nothing that could."""
+        derived = None if self._deriving is None else self._deriving.of(file.number)
+        if derived is None:
+            return None
+        first, count = start // BLOCK_BYTES, -(-len(data) // BLOCK_BYTES)
+        blocks = (data[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES] for n in range(count))
+        if derived.has_runs(first, first + count) and all(
+            derived.payload(number, block) is None for number, block in enumerate(blocks, first)
+        ):
+            derived.give_up()
+            return None
+        return DerivingCoder(derived, inner)
+
+    def _packed(self, file: _File, coder: BlockCoder | None, *, borrows: bool) -> PackedImage:
         return PackedImage(
             self._store, self._open, self.folder, file.plan, before=file.before, borrows=borrows,
             coder=coder, lossy=None if file.rounding is None else file.rounding.names,
+            derived=None if file.deriving is None else file.deriving.derived,
         )  # fmt: skip
 
     def _changed(self, file: _File, start: int, sums: bytes) -> float:
@@ -236,8 +277,10 @@ class SaveFlush:
             return 0.0  # somebody knows better
         if file.before.changed is not None:
             return file.before.changed
-        same = file.before.same(start // BLOCK_BYTES, sums)
-        return same.count(False) / len(same)
+        first = start // BLOCK_BYTES
+        same = enumerate(file.before.same(first, sums), first)
+        stored = [known for number, known in same if number not in file.before.derived]
+        return stored.count(False) / max(len(stored), 1)
 
     def finish(self, objects: tuple[tuple[int, str, bytes], ...]) -> tuple[FileRecord, ...]:
         """Append objects, write headers, make every file and the folder durable; all chunks MUST
@@ -248,6 +291,8 @@ class SaveFlush:
             records += file.records or self._finish_file(file, mine)
         if self.error is not None:
             raise self.error
+        if self._deriving is not None:
+            self._deriving.end()
         # The attempt's own too where it holds only folders: the rank that made them may not have
         # got that far yet.
         for place in {**self._folders, self.folder: None}:
@@ -255,8 +300,11 @@ class SaveFlush:
         return tuple(records)
 
     def coding(self) -> tuple[CodingReport, ...]:
-        """What was chosen for the files for which compression was asked, and what came of it."""
-        return tuple(file.coder.report() for file in self._files if file.coder is not None)
+        """What was chosen for the files for which compression was asked, or in which something may
+        follow from others, and what came of it."""
+        coded = [file.coder.report() for file in self._files if file.coder is not None]
+        derived = [(f.plan.name, f.deriving) for f in self._files if f.deriving is not None]
+        return (*coded, *(deriving.report(name) for name, deriving in derived))
 
     def close(self) -> None:
         """Close what is open; does nothing to finished files."""

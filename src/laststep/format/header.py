@@ -6,7 +6,7 @@ Knows nothing of how bytes get there, what tensors mean or how files are named. 
 data exactly, in order, without holes, so a reader need check nothing again. `decode_*` raise only
 `Corrupt`, and `Usage` for a file that needs something newer or other than this library. A file that
 borrows blocks (`format.borrowing`) or has them coded (`format.coding`) has those that it holds as
-one entry of bytes, and no tensors.
+one entry of bytes, and no tensors. Some of its tensors may follow from others (`format.deriving`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from laststep.errors import Usage
 from laststep.format import borrowing, coding
 from laststep.format.borrowing import BlockPlace, Stretch
 from laststep.format.coding import CodedBlock, CodedBy, CodingDocument
+from laststep.format.deriving import Master
 from laststep.format.safetensors import (
     LENGTH_BYTES,
     RawEntry,
@@ -88,6 +89,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """How the blocks that the file holds are encoded; None: not at all."""
     lossy: dict[str, str] = {}
     """Entries of the image that were rounded, and how."""
+    derived: dict[str, Master] = {}
+    """The tensors that follow from others, where blocks are coded so, and those others."""
 
     @property
     def is_packed(self) -> bool:
@@ -132,6 +135,8 @@ class _Laststep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tensors: tuple[tuple[str, str, tuple[Size, ...]], ...] | msgspec.UnsetType = msgspec.UNSET
     """Of a file that holds a whole image of coded blocks: name, dtype and shape, in order."""
     lossy: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+    derived: dict[str, Master] | msgspec.UnsetType = msgspec.UNSET
+    """Tensors that follow from others: the file, and the name of the tensor in it."""
 
 
 class _Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -258,6 +263,7 @@ def _json_of(header: Header) -> bytes:
         tensors=msgspec.UNSET if header.coded is None or header.lent
         else tuple((name, dtype, shape) for name, dtype, shape, _, _ in header.tensors),
         lossy=header.lossy or msgspec.UNSET,
+        derived=header.derived or msgspec.UNSET,
     )  # fmt: skip
     try:
         entries[METADATA] = _Metadata(laststep=msgspec.json.encode(document).decode())
@@ -298,6 +304,7 @@ def decode_header(region: bytes | memoryview, *, data_bytes: int, where: str) ->
         else tuple(map(Stretch._make, document.stretches)),
         coded=coded,
         lossy={} if document.lossy is msgspec.UNSET else document.lossy,
+        derived={} if document.derived is msgspec.UNSET else document.derived,
     )  # fmt: skip
     _check_kind(document, header, where)
     problem = header_problem(header)

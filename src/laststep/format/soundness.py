@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import DIGEST_BYTES
-from laststep.format import borrowing, coding
+from laststep.format import borrowing, coding, deriving
 from laststep.terms import BLOCK_BYTES, DTYPES
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ def header_problem(header: Header) -> str | None:
             return problem
     if any(stored.file > len(header.lent) for stored in header.objects):
         return "an object of a file that lends nothing"
+    # The tensors of a file that borrows are known only with those that it borrows of.
+    problem = _deriving_problem(header) or (
+        None if header.lent else deriving.problem(header.tensors, header.derived)
+    )
+    if problem is not None:
+        return problem
     if header.lent:
         return _borrowing_problem(header)
     return (
@@ -51,6 +57,13 @@ def header_problem(header: Header) -> str | None:
         or _block_problem(header)
         or _part_problem(header)
     )
+
+
+def _deriving_problem(header: Header) -> str | None:
+    ways = {block.way for block in header.coded or () if block.way.codec == deriving.ROUNDED.codec}
+    if ways - {deriving.ROUNDED} or bool(ways) != bool(header.derived):
+        return f"{len(header.derived)} derived tensors, and blocks coded by {sorted(ways)}"
+    return None
 
 
 def _borrowing_problem(header: Header) -> str | None:

@@ -74,6 +74,10 @@ class FilePlan:
     tensor_bytes: int
     region_bytes: int
     parts: dict[str, PartEntry] = field(default_factory=dict)
+    derived: tuple[tuple[int, int, int], ...] = ()
+    """Entries that may follow from others (`plan.deriving`): own entry, file, entry there."""
+    is_declared: bool = False
+    """Whether the user has said that they do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

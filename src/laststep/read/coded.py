@@ -2,7 +2,7 @@
 
 A digest covers what a block decodes to, so damage to encoded bytes shows as one of what they stand
 for. What cannot be decoded reads as something that the digest is not of. An anchor that is damaged
-is named in place of the block that was coded against it.
+is named in place of the block that was coded against it, and so is a master (`read.derived`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 from laststep.codecs.blocks.registry import codec_named
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, block_digests, digest, digest_text
 from laststep.errors import Corrupt, StorageFailed
+from laststep.format.deriving import ROUNDED
 from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.read.blocks import Damage, damage_of
+from laststep.read.derived import Kept
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, CHUNK_BYTES, align_up
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class CodedExtent:
 
     def fill(self, into: memoryview) -> int:
         """Read and decode, without a look at the digests."""
+        derived: list[tuple[int, bytes]] = []
         for numbers in self._runs():
             first, last = self._blocks[numbers[0]], self._blocks[numbers[-1]]
             stored, got = self._stored(first.start, last.stop)
@@ -84,12 +87,25 @@ class CodedExtent:
                 block = self._blocks[number]
                 at, size = number * BLOCK_BYTES, self._size_of(number)
                 low, high = block.start - first.start, block.stop - first.start
+                if block.way == ROUNDED and high <= got:
+                    derived.append((number, bytes(stored[low:high])))
                 decoded: bytes | memoryview | None = None
-                if high <= got:
+                if high <= got and block.way != ROUNDED:
                     with contextlib.suppress(Corrupt):
                         decoded = self._decoded(number, stored[low:high], size)
                 into[at : at + size] = self._other(number, size) if decoded is None else decoded
+        self._derive(derived, into)
         return self.size_bytes
+
+    def _derive(self, derived: list[tuple[int, bytes]], into: memoryview) -> None:
+        """Put in the blocks that need masters, last: reading those uses this thread's memory."""
+        masters, kept = self._file.masters, Kept()
+        for number, stored in derived:
+            at, size = number * BLOCK_BYTES, self._size_of(number)
+            with contextlib.suppress(Corrupt):
+                assert masters is not None  # noqa: S101 (checked when the file was opened)
+                block = masters.block(self._image_first + number, stored, size, kept)
+                into[at : at + size] = block
 
     def verify(self, image: memoryview, got: int) -> list[Damage]:
         """What is wrong with what was filled in, also after a second look."""
@@ -158,10 +174,13 @@ class CodedExtent:
             at, size = number * BLOCK_BYTES, self._size_of(number)
             part = image[at : at + size]
             if digest(part) != self._digest(number):
-                wrong += self._wrong_anchors(number, size) or [self._damage(number, part)]
+                wrong += self._wrong_others(number, size) or [self._damage(number, part)]
         return wrong
 
-    def _wrong_anchors(self, number: int, size: int) -> list[Damage]:
+    def _wrong_others(self, number: int, size: int) -> list[Damage]:
+        """What is wrong with the blocks that this one needs."""
+        if self._blocks[number].way == ROUNDED and self._file.masters is not None:
+            return self._file.masters.damage(self._image_first + number, size)
         if self._blocks[number].anchor is None:
             return []
         return self._anchor(number).read(memoryview(bytearray(size)))

@@ -140,17 +140,19 @@ class Content:
                 raise gone from error
             raise
 
-    def _open(self, records: Sequence[FileRecord]) -> list[int]:
+    def _open(
+        self, records: Sequence[FileRecord], among: Sequence[FileRecord] | None = None
+    ) -> list[int]:
         """Open files that are not open yet; the numbers of all of these. Files that are only lent
-        are opened with those that borrow of them."""
+        are opened with those that borrow of them; what tensors follow from is `among` others."""
         numbers = []
-        among = {record.name: record for record in records}
+        known = {record.name: record for record in among or records}
         for record in records:
             if record.lent:
                 continue
             if record.name not in self._opened:
                 self._opened[record.name] = len(self.files)
-                self.files.append(open_file(self._store, self.folder, record, among).sound())
+                self.files.append(open_file(self._store, self.folder, record, known).sound())
             numbers.append(self._opened[record.name])
         return numbers
 
@@ -178,7 +180,7 @@ class Content:
         records = files_of(self._store, self.folder, self.commit, {*firsts, self._rank})
         shared = [record for record in records if _is_shared(record) or record.lent]
         own = [record for record in records if record.rank == self._rank] if self.per_rank else []
-        self._open(shared)
+        self._open(shared, records)
         tables = [self._table(record) for record in self.commit.classes]
         known = [table for table in tables if table is not None]
         if len(known) < len(tables):  # by a version that describes it in another way

@@ -13,12 +13,14 @@ from msgspec import structs
 
 from laststep.codecs.digests import DIGEST_BYTES, digest_text
 from laststep.errors import Corrupt, NotFound, StorageFailed
-from laststep.format import borrowing
+from laststep.format import borrowing, deriving
+from laststep.format.deriving import ROUNDED
 from laststep.format.header import Header, decode_header
 from laststep.format.manifest import DAMAGE_REMEDY, FileRecord
 from laststep.format.safetensors import region_bytes_of
 from laststep.read.blocks import OBJECT, Damage, Extent, Extents, damage_of, refuse
 from laststep.read.coded import CodedExtent
+from laststep.read.derived import Masters
 from laststep.terms import BLOCK_BYTES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class HeldFile(NamedTuple):
     where: str
     lenders: Mapping[str, HeldFile] = {}
     """The files that its blocks may be coded against, by name."""
+    masters: Masters | None = None
+    """What some of its tensors follow from."""
 
     def blocks(
         self, first: int, count: int, image_first: int, end: int, *, as_anchor: bool = False
@@ -77,6 +81,8 @@ class DataFile:
     """Itself, and the files that are lent to it."""
     lies: borrowing.BlockMap | None = None
     """Where its blocks lie, if not all in it, one after the other."""
+    masters: tuple[DataFile, ...] = ()
+    """Other files that its tensors follow from."""
 
     @property
     def where(self) -> str:
@@ -107,9 +113,23 @@ class DataFile:
         """One of its objects, verified."""
         return _read_whole(self.object(entry))
 
+    def is_derived(self, start: int, stop: int) -> bool:
+        """Whether any block of these bytes of its tensors is put together from others."""
+        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
+        parts = [(first, borrowing.Stretch(last - first, 0, first))]
+        return any(
+            block.way == ROUNDED
+            for _, part in (parts if self.lies is None else self.lies.cut(first, last))
+            for block in (self.files[part.file].header.coded or ())[
+                part.first : part.first + part.blocks
+            ]
+        )
+
     def close(self) -> None:
         for file in self.files:
             file.reader.close()
+        for master in self.masters:
+            master.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +169,42 @@ def open_file(
     *,
     cached: bool = False,
 ) -> Opened:
-    """Open a data file of the checkpoint in `folder`, and those that it borrows of, which are
-    `among` its files; verify sizes and headers. Where a record has no digest, because the manifest
-    is lost, the header has to speak for itself."""
+    """Open a data file of the checkpoint in `folder`, and those that it borrows of or its tensors
+    follow from, which are `among` its files; verify sizes and headers. Where a record has no
+    digest, because the manifest is lost, the header has to speak for itself."""
+    opened = _open_image(store, folder, record, among, cached=cached)
+    file = opened.file
+    if file is None or not file.header.derived:
+        return opened
+    damage, others = list(opened.damage), dict[str, Opened]()
+    whole: DataFile | None = None
+    try:
+        for name in dict.fromkeys(master.file for master in file.header.derived.values()):
+            if name != record.name:
+                there = _named(name, among, file.where)
+                others[name] = _open_image(store, folder, there, among, cached=cached)
+                damage += others[name].damage
+        masters = {name: other.file for name, other in others.items() if other.file is not None}
+        if len(masters) == len(others):
+            whole = _with_masters(file, masters)
+    except Corrupt as error:
+        damage.append(damage_of(error, file=record.name, what="header", stop=record.header_bytes))
+    finally:
+        if whole is None:
+            for every in (opened, *others.values()):
+                every.close()
+    return replace(opened, damage=tuple(damage), file=whole)
+
+
+def _open_image(
+    store: Store,
+    folder: str,
+    record: FileRecord,
+    among: Mapping[str, FileRecord] | None,
+    *,
+    cached: bool,
+) -> Opened:
+    """A data file with those that it borrows of."""
     opened = _open_one(store, folder, record, cached=cached)
     file = opened.file
     if file is None or not file.header.lent:
@@ -189,13 +242,18 @@ def _put_together(file: DataFile, lent: Sequence[DataFile]) -> DataFile:
     if image.lent or image.tensor_bytes != header.tensor_bytes or image.item != header.item:
         problem = f"{files[1].record.name}, which has other tensors"
     for stretch in header.stretches:
-        count = len(files[stretch.file].header.blocks) // DIGEST_BYTES
-        if stretch.first + stretch.blocks > count:
-            problem = f"block {stretch.first + stretch.blocks - 1} of {count}"
+        there = files[stretch.file].header
+        count, last = len(there.blocks) // DIGEST_BYTES, stretch.first + stretch.blocks
+        if last > count:
+            problem = f"block {last - 1} of {count}"
+        elif stretch.file and any(
+            b.way == ROUNDED for b in (there.coded or ())[stretch.first : last]
+        ):
+            problem = f"a block of {files[stretch.file].record.name} that follows from others"
     for entry in header.objects:
-        there = files[entry.file]
-        if entry.stop > there.record.size_bytes - there.record.header_bytes:
-            problem = f"{entry.name} behind the end of {there.record.name}"
+        held = files[entry.file]
+        if entry.stop > held.record.size_bytes - held.record.header_bytes:
+            problem = f"{entry.name} behind the end of {held.record.name}"
     if problem is not None:
         raise _lends_nothing(file.where, problem)
     by_name = {there.record.name: there for there in files}
@@ -223,8 +281,40 @@ def _check_anchors(file: HeldFile, used: Stretch, by_name: Mapping[str, HeldFile
         count = 0 if there is None else len(there.header.blocks) // DIGEST_BYTES
         if there is None or number >= count:
             raise _lends_nothing(file.where, f"block {number} of {count} of {name} as an anchor")
-        if there.header.coded is not None and there.header.coded[number].anchor is not None:
-            raise _lends_nothing(file.where, f"block {number} of {name}, which has an anchor")
+        anchor = None if there.header.coded is None else there.header.coded[number]
+        if anchor is not None and (anchor.anchor is not None or anchor.way == ROUNDED):
+            raise _lends_nothing(file.where, f"block {number} of {name}, which needs another")
+
+
+def _with_masters(file: DataFile, others: Mapping[str, DataFile]) -> DataFile:
+    """A file with the tensors that its own follow from. Those have to be what they are rounded
+    from, and to lie in blocks that need no others."""
+    header, places = file.header, dict[str, tuple[DataFile, int]]()
+    problem = deriving.problem(header.tensors, header.derived)
+    entries = {entry.name: entry for entry in header.tensors}
+    by_file = {
+        name: {entry.name: entry for entry in other.header.tensors}
+        for name, other in {**others, file.record.name: file}.items()
+    }
+    for name, (there, tensor) in header.derived.items():
+        found, own = by_file[there].get(tensor), entries.get(name)
+        if problem is not None or found is None or own is None:
+            problem = problem or f"{tensor!r} of {there}, which is not there"
+            break
+        master = others.get(there, file)
+        if found.dtype != deriving.MASTER_DTYPE or found.shape != own.shape:
+            problem = f"{found.dtype} {list(found.shape)} for {name!r} {list(own.shape)}"
+        elif found.start < found.stop and master.is_derived(found.start, found.stop):
+            problem = f"{tensor!r} of {there}, which follows from another"
+        places[name] = master, found.start
+    if problem is not None:
+        raise Corrupt(
+            "a tensor follows from what there is not", where=file.where, found=problem,
+            remedy=DAMAGE_REMEDY,
+        )  # fmt: skip
+    runs = deriving.DerivedRuns(header.tensors, header.derived)
+    own_file = file.files[0]._replace(masters=Masters(runs, places))
+    return replace(file, files=(own_file, *file.files[1:]), masters=tuple(others.values()))
 
 
 def _lends_nothing(where: str, found: str) -> Corrupt:

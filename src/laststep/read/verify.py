@@ -212,7 +212,8 @@ class _Check:
                 self._note(file, part, damage)
 
     def _note(self, file: DataFile, part: Readable, damage: list[Damage]) -> None:
-        ends = {held.record.name: held.reader.size_bytes for held in file.files}
+        files = (file, *file.masters)
+        ends = {h.record.name: h.reader.size_bytes for whole in files for h in whole.files}
         # What is missing behind the end of a short file is one damage already: its size.
         self.damage += [
             replace(wrong, touches=self._touched_by(file, wrong))

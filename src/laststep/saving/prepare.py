@@ -11,6 +11,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from laststep.capture.copies import Copies
+from laststep.plan.deriving import with_derived
 from laststep.plan.files import SavePlan, plan_save
 from laststep.process import interrupts
 from laststep.saving.describe import take_state
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from laststep.capture.capture import Capturer
     from laststep.codecs.objects import EncodedDicts
     from laststep.memory.pool import Pool
+    from laststep.plan.files import ItemSpec
     from laststep.plan.tables import Agreement, Table
     from laststep.ranks.rank import Rank
     from laststep.saving.describe import Described, TakenState
@@ -50,8 +52,10 @@ class Prepared:
 class Preparer:
     """Prepares the saves of one Checkpointer."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, derived: bool | Mapping[str, str] = False) -> None:  # noqa: FBT001, FBT002
+        """`derived` is what the user says of tensors that follow from others."""
         self._rank = rank
+        self._derived = derived
         self.last: Prepared | None = None
 
     def prepare(
@@ -64,7 +68,7 @@ class Preparer:
         last = self.last if self.last and self.last.described == described else None
         if agree is None and not any(layouts for _, layouts in described):
             if last is None:
-                last = self.last = Prepared(described, plan_save(taken.specs), None)
+                last = self.last = Prepared(described, self._plan(taken.specs), None)
             return last, taken.sources
         known = last and last.portion
         table = known.table if known else table_of(taken)
@@ -78,11 +82,20 @@ class Preparer:
                 return last, sources
         portion, sources = work_out(taken, agreement, table, self._rank.number)
         if agree is None:
-            plan = plan_save(portion.specs)
+            plan = self._plan(portion.specs)
         else:
-            plan = plan_save(portion.specs, rank=self._rank, objects=portion.objects)
+            plan = self._plan(portion.specs, rank=self._rank, objects=portion.objects)
         self.last = Prepared(described, plan, portion)
         return self.last, sources
+
+    def _plan(
+        self,
+        items: tuple[ItemSpec, ...],
+        rank: Rank | None = None,
+        objects: tuple[str, ...] | None = None,
+    ) -> SavePlan:
+        plan = plan_save(items, rank=rank, objects=objects)
+        return with_derived(plan, self._derived) if self._derived else plan
 
 
 def rehearse(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["codec_named", "register"]
 
 OURS = ("patches", "planes", "raw", "subtract")
+_RESERVED = ("rounded",)
+"""What files call blocks that no codec decodes (`format.deriving`)."""
 _EXTRAS = {"zstandard": "'laststep[compress]'"}
 """The extra of laststep that brings a module."""
 _GROUP = "laststep.codecs"
@@ -36,7 +38,9 @@ def register(codec: BlockCodec) -> None:
             expected="up to 32 lower-case letters, digits and dashes",
         )  # fmt: skip
     # One act for "is it free" and "take it": two threads cannot both find it free.
-    holder = None if codec.name in OURS else _registered.setdefault(codec.name, codec)
+    holder = (
+        None if codec.name in (*OURS, *_RESERVED) else _registered.setdefault(codec.name, codec)
+    )
     if holder is not codec:
         taken_by = "a codec of laststep" if holder is None else repr(holder)
         raise Usage(

@@ -1,0 +1,117 @@
+"""Which tensors of a file follow from others, and what is stored of a block that holds some.
+
+Pure. A tensor of bf16 or fp16 may be *derived*: it is the rounding of a tensor of fp32 of the same
+shape, its *master*, in this or another file of the same checkpoint. What lies of it in one block is
+a *run*. A block that is coded so has a bit for each of its runs, whether that is the rounding of
+its master, and then the bytes of all else. A master's own blocks are never coded so: to decode a
+block takes its masters, and nothing beyond.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING, NamedTuple
+
+from laststep.format.coding import CodedBy
+from laststep.terms import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from laststep.format.safetensors import TensorEntry
+
+ROUNDED = CodedBy("rounded", 2, anchored=False)
+DERIVED_DTYPES = ("bfloat16", "float16")
+MASTER_DTYPE = "float32"
+_RATIO = 2
+"""An element of a master has so many times the bytes."""
+
+
+class Master(NamedTuple):
+    """The tensor that another one is the rounding of."""
+
+    file: str
+    tensor: str
+
+
+class DerivedRun(NamedTuple):
+    """Bytes [start, stop) of an image: what lies of a derived tensor in one block."""
+
+    tensor: str
+    dtype: str
+    start: int
+    stop: int
+    ahead: int
+    """The bytes of the tensor that lie in front of these."""
+
+    def of_master(self, begins: int) -> tuple[int, int]:
+        """The bytes of its master, which begins there, that it is the rounding of."""
+        start = begins + _RATIO * self.ahead
+        return start, start + _RATIO * (self.stop - self.start)
+
+
+class DerivedRuns:
+    """The runs of an image, to be asked for those of a block."""
+
+    def __init__(self, entries: Iterable[TensorEntry], derived: Collection[str]) -> None:
+        self._entries = [e for e in entries if e.name in derived and e.start < e.stop]
+        self._stops = [entry.stop for entry in self._entries]
+
+    def blocks(self) -> Iterator[int]:
+        """The blocks that have any, in order; a block may come several times."""
+        for entry in self._entries:
+            yield from range(entry.start // BLOCK_BYTES, -(-entry.stop // BLOCK_BYTES))
+
+    def of_block(self, number: int) -> list[DerivedRun]:
+        """Those of one block, in order."""
+        low, high = number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES
+        runs = []
+        for at in range(bisect_right(self._stops, low), len(self._entries)):
+            name, dtype, _, start, stop = self._entries[at]
+            if start >= high:
+                break
+            first = max(start, low)
+            runs.append(DerivedRun(name, dtype, first, min(stop, high), first - start))
+        return runs
+
+
+def pack(block: memoryview, at: int, runs: Sequence[DerivedRun], rounded: Sequence[bool]) -> bytes:
+    """What is stored of a block that begins at byte `at` of the image, where some of its runs are
+    the rounding of their masters."""
+    bits = sum(1 << number for number, is_rounded in enumerate(rounded) if is_rounded)
+    kept = [bits.to_bytes(-(-len(runs) // 8), "little")]
+    low = 0
+    for run, is_rounded in zip(runs, rounded, strict=True):
+        if is_rounded:
+            kept.append(bytes(block[low : run.start - at]))
+            low = run.stop - at
+    kept.append(bytes(block[low:]))
+    return b"".join(kept)
+
+
+def unpack(
+    stored: memoryview, into: memoryview, at: int, runs: Sequence[DerivedRun]
+) -> list[DerivedRun]:
+    """Put what is stored into a block that begins at byte `at` of the image; the runs that are left
+    to be rounded. `ValueError`, in words, for what cannot be."""
+    size = -(-len(runs) // 8)
+    bits = int.from_bytes(stored[:size], "little")
+    left = [run for number, run in enumerate(runs) if bits >> number & 1]
+    due = size + len(into) - sum(run.stop - run.start for run in left)
+    if len(stored) != due or bits >> len(runs):
+        raise ValueError(f"{len(stored)} bytes of a block of {len(runs)} runs where {due} are due")
+    low = 0
+    for start, stop in [*((run.start - at, run.stop - at) for run in left), (len(into),) * 2]:
+        into[low:start] = stored[size : size + start - low]
+        size, low = size + start - low, stop
+    return left
+
+
+def problem(entries: Iterable[TensorEntry], derived: Collection[str]) -> str | None:
+    """Why these tensors cannot follow from others, in words, or None."""
+    known = {entry.name: entry for entry in entries}
+    for name in derived:
+        entry = known.get(name)
+        if entry is None or entry.dtype not in DERIVED_DTYPES or entry.start % _RATIO:
+            return f"the derived tensor {name!r}, which is {entry}"
+    return None

@@ -1,0 +1,146 @@
+"""Decide which tensors of a save may follow from which others: candidates, that are tried later.
+
+Pure: nothing looks at a value here, only at names, dtypes and shapes. A tensor of bf16 or fp16 may
+be the rounding of one of fp32 that has the same shape, and is the same part of its tensor where
+ranks share it. Which one is declared by patterns of names, or guessed by how states are built: what
+an optimizer keeps for a parameter goes by its name; copies in lists come in the order of what they
+are copies of.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain, zip_longest
+from typing import TYPE_CHECKING, NamedTuple
+
+from laststep.format.deriving import DERIVED_DTYPES, MASTER_DTYPE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from laststep.plan.files import FilePlan, SavePlan
+
+log = logging.getLogger(__name__)
+
+_MOST = 4
+"""Candidates of one tensor: each costs a rounding of its bytes, until it is known to be wrong."""
+_HINTS = re.compile(r"master|fp32|param|main|copy|orig")
+"""In the names of masters: these are tried first."""
+
+
+_Box = tuple[tuple[int, ...], ...]
+
+
+class _Tensor(NamedTuple):
+    """A tensor, or the part of one, that lies in a planned file."""
+
+    name: str
+    """In full, `item/name`."""
+    dtype: str
+    box: _Box
+    """Its own shape and, of a part, the shape of the tensor and where the part begins."""
+    file: int
+    entry: int
+
+    @property
+    def path(self) -> str:
+        """Its name in its item."""
+        return self.name.partition("/")[2]
+
+    @property
+    def series(self) -> str:
+        """Its name without the places that it has in lists."""
+        return re.sub(r"#\d+", "#", self.name)
+
+
+def with_derived(plan: SavePlan, asked: bool | Mapping[str, str]) -> SavePlan:  # noqa: FBT001
+    """A plan that says what may follow from what. `asked` maps patterns of tensors to those of
+    their masters, or is True: then what may be so is found. Files of which something follows from
+    others come last, so that those others are there when it comes."""
+    tensors = [
+        tensor for number, file in enumerate(plan.files) for tensor in _of_file(number, file)
+    ]
+    low = [tensor for tensor in tensors if tensor.dtype in DERIVED_DTYPES]
+    masters = [tensor for tensor in tensors if tensor.dtype == MASTER_DTYPE]
+    pairs = _declared(low, masters, asked) if isinstance(asked, Mapping) else _found(low, masters)
+    follows = {tensor.file for tensor, _ in pairs}
+    order = sorted(range(len(plan.files)), key=lambda number: number in follows)
+    number_of = {file: number for number, file in enumerate(order)}
+    rows: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for tensor, master in pairs:
+        rows[tensor.file].append((tensor.entry, number_of[master.file], master.entry))
+    is_declared = isinstance(asked, Mapping)
+    files = tuple(
+        replace(plan.files[n], derived=tuple(rows[n]), is_declared=is_declared) for n in order
+    )
+    return replace(plan, files=files)
+
+
+def _of_file(number: int, file: FilePlan) -> Iterable[_Tensor]:
+    outer = "" if file.item is None else f"{file.item}/"
+    for entry, (name, dtype, shape, start, stop) in enumerate(file.entries):
+        part = file.parts.get(name)
+        box = (shape,) if part is None else (shape, part.shape, part.start)
+        if start < stop:
+            whole = name if part is None else name[: name.rindex("~6at")]
+            yield _Tensor(outer + whole, dtype, box, number, entry)
+
+
+def _declared(
+    low: list[_Tensor], masters: list[_Tensor], asked: Mapping[str, str]
+) -> list[tuple[_Tensor, _Tensor]]:
+    known = {(master.name, master.box): master for master in masters}
+    pairs: list[tuple[_Tensor, _Tensor]] = []
+    for pattern, target in asked.items():
+        before, wanted = len(pairs), re.compile("(.*)".join(map(re.escape, pattern.split("*"))))
+        for tensor in low:
+            match = wanted.fullmatch(tensor.name)
+            if match is not None:
+                name = "".join(chain(*zip_longest(target.split("*"), match.groups(), fillvalue="")))
+                master = known.get((name, tensor.box))
+                pairs += [] if master is None else [(tensor, master)]
+        if len(pairs) == before:
+            log.warning("derived: no %s has a %s of fp32 and its shape so far", pattern, target)
+    return pairs
+
+
+def _found(low: list[_Tensor], masters: list[_Tensor]) -> list[tuple[_Tensor, _Tensor]]:
+    keys = {tensor: _keys(tensor) for tensor in low}
+    wanted = set(chain.from_iterable(keys.values()))
+    by_key: dict[tuple[str, _Box], list[_Tensor]] = defaultdict(list)
+    series: dict[tuple[str, _Box], list[_Tensor]] = defaultdict(list)
+    for master in masters:
+        for key in wanted.intersection((master.path, *master.path.split("/"))):
+            by_key[key, master.box].append(master)
+        if "#" in master.name:
+            series[master.series, master.box].append(master)
+    pairs: list[tuple[_Tensor, _Tensor]] = []
+    unknown: dict[tuple[str, _Box], list[_Tensor]] = defaultdict(list)
+    for tensor in low:
+        found = [master for key in keys[tensor] for master in by_key[key, tensor.box]]
+        found = sorted(dict.fromkeys(found), key=_is_unlikely)[:_MOST]
+        pairs += [(tensor, master) for master in found]
+        if not found:
+            unknown[tensor.name.partition("/")[0], tensor.box].append(tensor)
+    for (_, box), some in unknown.items():
+        alike = [others for (_, of), others in series.items() if of == box]
+        for others in sorted(alike, key=lambda others: _is_unlikely(others[0]))[:_MOST]:
+            if len(others) == len(some):
+                pairs += zip(some, others, strict=True)
+    return pairs
+
+
+def _keys(tensor: _Tensor) -> list[str]:
+    """What may stand for a tensor in the name of what belongs to it: its name, from some part of
+    the path on, as a path or as modules name their parameters."""
+    item, *parts = tensor.name.split("/")
+    ends = [parts[at:] for at in range(len(parts))]
+    return [f"{item}:{'.'.join(parts)}", *("/".join(e) for e in ends), *(".".join(e) for e in ends)]
+
+
+def _is_unlikely(master: _Tensor) -> bool:
+    return _HINTS.search(master.name.rpartition("/")[2] or master.name) is None
