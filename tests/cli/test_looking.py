@@ -243,7 +243,7 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
     }
     assert document["files"][0].keys() == {
         "name", "rank", "size_bytes", "header_bytes", "header_digest", "error", "origin", "lent",
-        "lent_to", "sharers", "codecs", "lossy",
+        "lent_to", "follows_from", "sharers", "codecs", "lossy",
     }  # fmt: skip
     assert document["tensors"] == [
         {

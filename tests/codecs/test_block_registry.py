@@ -60,7 +60,7 @@ def test_two_of_one_name_are_refused() -> None:
     assert codec_named("theirs") is first
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", [*OURS, "rounded"])
 def test_our_names_are_ours(name: str) -> None:
     with pytest.raises(Usage, match="taken by a codec of laststep"):
         register(Theirs(name))

@@ -84,7 +84,7 @@ def coded(change: Callable[[CodedBlock], CodedBlock]) -> Callable[[Header], Head
 @pytest.mark.parametrize(
     ("anchor", "found"),
     [
-        (BlockPlace(2, 0), "block 0 of model~1-2.safetensors, which has an anchor"),
+        (BlockPlace(2, 0), "block 0 of model~1-2.safetensors, which needs another"),
         (BlockPlace(2, 2), "block 2 of 2 of model~1-2.safetensors as an anchor"),
         (BlockPlace(1, 1 << 60), f"block {1 << 60} of 9 of model~1-1.safetensors as an anchor"),
     ],

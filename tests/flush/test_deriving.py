@@ -1,0 +1,245 @@
+"""What follows from masters is found out by digests, whatever order bytes come in."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from laststep.codecs.rounding import rounded
+from laststep.flush.deriving import Deriving, DerivingCoder, Misses
+from laststep.flush.protocol import FileBegin
+from laststep.flush.writer import SaveFlush
+from laststep.format.coding import RAW
+from laststep.format.deriving import ROUNDED, Master
+from laststep.format.safetensors import TensorEntry
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, CHUNK_BYTES, align_up
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from laststep.flush.deriving import DerivedFile
+
+COUNT = 5 * CHUNK_BYTES // 4 // 4
+"""Elements of the master, which lies in two chunks."""
+MASTERS, MODEL = 0, 1
+
+
+def begin(
+    name: str, *tensors: tuple[str, str, int], derived: tuple[tuple[int, int, int], ...] = ()
+) -> FileBegin:
+    entries, at = [], 0
+    for tensor, dtype, count in tensors:
+        size = count * (4 if dtype == "float32" else 2)
+        entries.append(TensorEntry(tensor, dtype, (count,), at, at + size))
+        at += size
+    return FileBegin(
+        name=name, item=name, region_bytes=4096, tensor_bytes=at, has_objects=False,
+        entries=tuple(entries), derived=derived,
+    )  # fmt: skip
+
+
+FILES = (
+    begin("masters", ("w", "float32", COUNT), ("other", "float32", COUNT)),
+    begin("model", ("w", "bfloat16", COUNT), derived=((0, 0, 1), (0, 0, 0))),
+)
+
+
+@pytest.fixture(scope="module")
+def values() -> np.ndarray:
+    return np.random.default_rng(3).standard_normal(COUNT).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def image(values: np.ndarray) -> memoryview:
+    """Of the file of masters: the first is another one."""
+    return memoryview(values.tobytes() + (values + 1).tobytes())
+
+
+def chunks(image: memoryview) -> list[tuple[int, memoryview]]:
+    starts = range(0, len(image), CHUNK_BYTES)
+    return [(start, image[start : start + CHUNK_BYTES]) for start in starts]
+
+
+def made(misses: Misses | None = None, *, failed: bool = False) -> tuple[Deriving, DerivedFile]:
+    save = Deriving(FILES, Misses() if misses is None else misses, lambda: failed)
+    derived = save.of(MODEL)
+    assert derived is not None
+    return save, derived
+
+
+def payloads(derived: DerivedFile, model: memoryview) -> list[bytes | None]:
+    return [
+        derived.payload(number, model[at : at + BLOCK_BYTES])
+        for number, at in enumerate(range(0, len(model), BLOCK_BYTES))
+    ]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_master_may_come_in_any_order(image: memoryview, order: int) -> None:
+    save, derived = made()
+    for start, data in chunks(image)[::order]:
+        save.take(MASTERS, start, data)
+    model = rounded(image[: 4 * COUNT], "bfloat16")
+    assert payloads(derived, model) == [b"\x01"] * (-(-len(model) // BLOCK_BYTES))
+    assert derived.used() == {"w": Master("masters", "w")}
+
+
+def test_the_candidate_whose_rounding_it_is_is_found(image: memoryview) -> None:
+    save, derived = made()
+    for start, data in chunks(image):
+        save.take(MASTERS, start, data)
+    model = rounded(image[4 * COUNT :], "bfloat16")
+    assert set(payloads(derived, model)) == {b"\x01"}
+    assert derived.used() == {"w": Master("masters", "other")}
+
+
+def test_what_comes_before_its_master_is_stored(image: memoryview) -> None:
+    _, derived = made()
+    assert set(payloads(derived, rounded(image[: 4 * COUNT], "bfloat16"))) == {None}
+
+
+def test_a_master_that_another_thread_has_is_waited_for(image: memoryview) -> None:
+    waits = threading.Event()
+
+    def failed() -> bool:
+        """Asked by who is about to wait."""
+        waits.set()
+        return False
+
+    save = Deriving(FILES, Misses(), failed)
+    derived = save.of(MODEL)
+    assert derived is not None
+    for start, _ in chunks(image):
+        save.expect(MASTERS, start)
+    save.expect(MODEL, 0)
+    model, found = rounded(image[: 4 * COUNT], "bfloat16"), []
+    waiting = threading.Thread(
+        target=lambda: found.append(derived.payload(0, model[:BLOCK_BYTES])), daemon=True
+    )
+    waiting.start()
+    assert waits.wait(60)
+    for start, data in chunks(image):
+        save.take(MASTERS, start, data)
+    waiting.join()
+    assert found == [b"\x01"]
+
+
+def test_a_master_that_is_behind_in_the_queue_is_not_waited_for(image: memoryview) -> None:
+    save, derived = made()
+    save.expect(MODEL, 0)
+    for start, _ in chunks(image):
+        save.expect(MASTERS, start)
+    assert derived.payload(0, rounded(image[: 4 * COUNT], "bfloat16")[:BLOCK_BYTES]) is None
+
+
+def test_nobody_waits_in_a_save_that_has_failed(image: memoryview) -> None:
+    save, derived = made(failed=True)
+    for start, _ in chunks(image):
+        save.expect(MASTERS, start)
+    save.expect(MODEL, 0)
+    assert derived.payload(0, rounded(image[: 4 * COUNT], "bfloat16")[:BLOCK_BYTES]) is None
+
+
+def test_a_candidate_that_was_wrong_twice_is_left_alone_for_some_saves(image: memoryview) -> None:
+    misses = Misses()
+    model = rounded(image[: 4 * COUNT], "bfloat16")
+    tried = []
+    for _ in range(20):
+        save, derived = made(misses)
+        tried.append(save.needs(MASTERS, 6 * CHUNK_BYTES // 4, 1))
+        for start, data in chunks(image):
+            save.take(MASTERS, start, data)
+        assert None not in payloads(derived, model)
+        save.end()
+    assert [number for number, is_tried in enumerate(tried) if is_tried] == [0, 1, 16]
+
+
+def test_a_block_with_masters_in_it_is_never_left_out_itself() -> None:
+    count = BLOCK_BYTES // 4
+    small = begin("one", ("m", "float32", 8), ("w", "bfloat16", 8), derived=((1, 0, 0),))
+    assert Deriving((small,), Misses(), lambda: False).of(0) is None
+    large = begin("one", ("m", "float32", 4 * count), ("n", "float32", 16),
+                  ("w", "bfloat16", 4 * count), derived=((2, 0, 0), (2, 0, 1)))  # fmt: skip
+    values = np.arange(4 * count, dtype=np.float32).tobytes()
+    image = memoryview(values + bytes(64) + bytes(rounded(values, "bfloat16")))
+    save = Deriving((large,), Misses(), lambda: False)
+    save.take(0, 0, image)
+    derived = save.of(0)
+    assert derived is not None
+    assert payloads(derived, image) == [None] * 5 + [b"\x01"] * 2
+
+
+def test_nobody_waits_for_what_is_never_rounded() -> None:
+    def failed() -> bool:
+        raise AssertionError("somebody waits")
+
+    count = CHUNK_BYTES // 4
+    one = begin("one", ("m", "float32", count + 8), ("w", "bfloat16", count + 8),
+                derived=((1, 0, 0),))  # fmt: skip
+    save = Deriving((one,), Misses(), failed)
+    for start in range(0, one.tensor_bytes, CHUNK_BYTES):
+        save.expect(0, start)
+    derived = save.of(0)
+    assert derived is not None
+    # The first bytes of `w` lie beside the last of its master, in a later chunk than the others.
+    assert derived.payload(CHUNK_BYTES // BLOCK_BYTES, memoryview(bytes(BLOCK_BYTES))) is None
+
+
+def test_a_block_that_follows_in_part_keeps_the_rest() -> None:
+    files = (
+        begin("masters", ("b", "float32", 4)),
+        begin("model", ("a", "bfloat16", 3), ("b", "bfloat16", 4), derived=((1, 0, 0),)),
+    )
+    save = Deriving(files, Misses(), lambda: False)
+    values = np.arange(4, dtype=np.float32).tobytes()
+    save.take(0, 0, memoryview(values))
+    derived = save.of(1)
+    assert derived is not None
+    block = memoryview(b"abcdef" + bytes(rounded(values, "bfloat16")))
+    assert derived.payload(0, block) == b"\x01abcdef"
+    coder = DerivingCoder(derived, None)
+    assert coder.encode(0, block, b"", None) == (b"\x01abcdef", ROUNDED)
+    other = memoryview(b"abcdef" + bytes(8))
+    assert coder.encode(0, other, b"", None) == (other, RAW)
+
+
+def test_what_others_follow_from_is_asked_for_although_it_did_not_change(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    count = 3 * BLOCK_BYTES // 2
+    plans = (
+        begin("masters.safetensors", ("w", "float32", count)),
+        begin("model.safetensors", ("frozen", "bfloat16", 4 * count), ("w", "bfloat16", count),
+              derived=((1, 0, 0),)),
+    )  # fmt: skip
+    master = np.random.default_rng(3).standard_normal(count).astype(np.float32).tobytes()
+    weights = bytes(rounded(master, "bfloat16"))
+    images = [master, bytes(8 * count) + weights]
+
+    def written(flush: SaveFlush, number: int) -> None:
+        slot = mmap.mmap(-1, align_up(len(images[number]), ALIGN_BYTES))
+        slot[: len(images[number])] = images[number]
+        flush.write(number, 0, memoryview(slot), len(images[number]))
+
+    def name_of(attempt: int) -> str:
+        store.make_folder(f"step-0000000{attempt}.1-{attempt}")
+        return f"step-0000000{attempt}.1-{attempt}"
+
+    first = SaveFlush(store, name_of(1), plans)
+    for number in range(2):
+        written(first, number)
+    first.finish(())
+    then = SaveFlush(store, name_of(2), plans, first.lenders())
+    assert then.borrow([(0, 0, len(images[0])), (1, 0, len(images[1]))]) == ()
+    assert then.borrow([(1, 0, 8 * count)]) == ((1, 0),)
+    written(then, 0)
+    tail = mmap.mmap(-1, align_up(len(weights), ALIGN_BYTES))
+    tail[: len(weights)] = weights
+    then.write(1, 8 * count, memoryview(tail), len(weights))
+    model, *lent = [record for record in then.finish(()) if "model" in record.name]
+    assert model.size_bytes < BLOCK_BYTES
+    assert len(lent) == 1

@@ -1,0 +1,125 @@
+"""Runs of derived tensors, what is stored of their blocks, and headers that name masters."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laststep.codecs.digests import digest
+from laststep.errors import Corrupt, Usage
+from laststep.format.coding import RAW, CodedBlock
+from laststep.format.deriving import ROUNDED, DerivedRun, DerivedRuns, Master, pack, unpack
+from laststep.format.header import Header, decode_header, encode_header, reserve_packed_bytes
+from laststep.format.safetensors import TensorEntry
+from laststep.terms import BLOCK_BYTES
+
+ENTRIES = (
+    TensorEntry("norm", "float32", (2,), 0, 8),
+    TensorEntry("w", "bfloat16", (BLOCK_BYTES,), 8, 8 + 2 * BLOCK_BYTES),
+    TensorEntry("none", "bfloat16", (0,), 8 + 2 * BLOCK_BYTES, 8 + 2 * BLOCK_BYTES),
+    TensorEntry("b", "float16", (3,), 8 + 2 * BLOCK_BYTES, 14 + 2 * BLOCK_BYTES),
+)
+DERIVED = {"w": Master("m.safetensors", "w32"), "b": Master("m.safetensors", "b32")}
+
+
+def header(**changes: object) -> Header:
+    coded = tuple(CodedBlock(number, 1, ROUNDED) for number in range(3))
+    made = Header(
+        item="model", tensors=ENTRIES, objects=(), tensor_bytes=14 + 2 * BLOCK_BYTES,
+        blocks=digest(b"") * 3, coded=coded, derived=DERIVED,
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **changes)
+
+
+def test_runs_are_cut_at_blocks_and_leave_out_what_is_empty() -> None:
+    runs = DerivedRuns(ENTRIES, ["w", "b", "none"])
+    assert runs.of_block(0) == [DerivedRun("w", "bfloat16", 8, BLOCK_BYTES, 0)]
+    assert runs.of_block(1) == [
+        DerivedRun("w", "bfloat16", BLOCK_BYTES, 2 * BLOCK_BYTES, BLOCK_BYTES - 8)
+    ]
+    end = 2 * BLOCK_BYTES
+    assert runs.of_block(2) == [
+        DerivedRun("w", "bfloat16", end, end + 8, end - 8),
+        DerivedRun("b", "float16", end + 8, end + 14, 0),
+    ]
+    assert list(runs.blocks()) == [0, 1, 2, 2]
+
+
+def test_a_run_is_the_rounding_of_twice_as_many_bytes_of_its_master() -> None:
+    assert DerivedRun("w", "bfloat16", 100, 110, 6).of_master(1000) == (1012, 1032)
+
+
+@given(st.data())
+def test_what_is_packed_is_unpacked(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 60))
+    cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=40)))
+    runs = [
+        DerivedRun("t", "bfloat16", 500 + a, 500 + b, 0)
+        for a, b in zip(cuts[::2], cuts[1::2], strict=False)
+    ]
+    rounded = [data.draw(st.booleans()) for _ in runs]
+    block = data.draw(st.binary(min_size=size, max_size=size))
+    stored = pack(memoryview(block), 500, runs, rounded)
+    into = memoryview(bytearray(size))
+    left = unpack(memoryview(stored), into, 500, runs)
+    assert left == [run for run, is_so in zip(runs, rounded, strict=True) if is_so]
+    for run in left:
+        into[run.start - 500 : run.stop - 500] = block[run.start - 500 : run.stop - 500]
+    assert bytes(into) == block
+    assert len(stored) == -(-len(runs) // 8) + size - sum(run.stop - run.start for run in left)
+
+
+@pytest.mark.parametrize(
+    "stored", [b"", b"\x00", b"\x01", b"\x00" * 12, b"\x03" + bytes(8), b"\x04" + bytes(10)]
+)
+def test_what_was_never_packed_is_refused(stored: bytes) -> None:
+    runs = [DerivedRun("t", "bfloat16", 2, 4, 0), DerivedRun("u", "bfloat16", 6, 10, 0)]
+    with pytest.raises(ValueError, match="bytes of a block of 2 runs"):
+        unpack(memoryview(stored), memoryview(bytearray(10)), 0, runs)
+
+
+def test_a_header_says_what_follows_from_what() -> None:
+    made = header()
+    region = encode_header(made, region_bytes=reserve_packed_bytes(made, codecs=["rounded"]))
+    assert decode_header(region, data_bytes=3, where="here") == made
+
+
+PLAIN = tuple(CodedBlock(number, 1, RAW) for number in range(3))
+ODD = tuple(CodedBlock(number, 1, ROUNDED._replace(element_bytes=4)) for number in range(3))
+UNSOUND = {
+    "no masters": {"derived": {}},
+    "no block that is derived": {"coded": PLAIN},
+    "no blocks that are coded": {"coded": None},
+    "a tensor that is not there": {"derived": {**DERIVED, "x": Master("m.safetensors", "x")}},
+    "a tensor of fp32": {"derived": {**DERIVED, "norm": Master("m.safetensors", "x")}},
+    "elements of another size": {"coded": ODD},
+}
+
+
+@pytest.mark.parametrize("changes", UNSOUND.values(), ids=UNSOUND)
+def test_an_unsound_header_is_neither_written_nor_read(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = header(**changes)
+    size = max(reserve_packed_bytes(made, codecs=["rounded"]), 8192)
+    with pytest.raises(Usage):
+        encode_header(made, region_bytes=size)
+    with monkeypatch.context() as patch:
+        patch.setattr("laststep.format.header.header_problem", lambda _: None)
+        region = encode_header(made, region_bytes=size)
+    with pytest.raises(Corrupt):
+        decode_header(region, data_bytes=made.held_bytes, where="here")
+
+
+def test_a_tensor_at_an_odd_byte_is_not_derived() -> None:
+    tensors = (
+        TensorEntry("flag", "uint8", (1,), 0, 1), TensorEntry("w", "bfloat16", (4,), 1, 9),
+    )  # fmt: skip
+    made = header(
+        tensors=tensors, tensor_bytes=9, blocks=digest(b""),
+        coded=(CodedBlock(0, 2, ROUNDED),), derived={"w": Master("m.safetensors", "w")},
+    )  # fmt: skip
+    with pytest.raises(Usage, match="derived tensor"):
+        encode_header(made, region_bytes=4096)
