@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from laststep.errors import Usage
 from laststep.settings import Settings
 
 
@@ -16,3 +17,9 @@ def test_as_many_threads_read_as_there_are_cores_two_in_each_rank_at_the_least(
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     assert Settings().readers(ranks) == threads
+
+
+def test_a_mean_time_between_failures_that_nobody_reckons_with_is_refused() -> None:
+    with pytest.raises(Usage, match="every='auto'"):
+        Settings(mtbf="6 h", every=10)
+    assert Settings(mtbf="6 h", every="auto").mtbf == "6 h"

@@ -6,6 +6,7 @@ Knows nothing of what the arguments do. Whatever cannot work is `Usage`, before 
 from __future__ import annotations
 
 import difflib
+import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypedDict
 
 from laststep.catalog.retention import Keep
 from laststep.checks import checked, plain, shown
-from laststep.codecs.blocks.registry import codec_named, is_known_everywhere
+from laststep.codecs.blocks.registry import OURS, codec_named, is_known_everywhere
 from laststep.errors import Usage
 from laststep.flush.rounding import ROUNDED
 from laststep.restoring.restore import RestoreRequest
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.events import Subscriber
+
+log = logging.getLogger(__name__)
 
 MAX_STEP = (1 << 62) - 1
 SETTINGS = ("items", "keep", *Settings.__struct_fields__, "subscribers")
@@ -181,10 +184,21 @@ def coding(
 ) -> CodingSettings:
     """Words that mean something, for items that there are; codecs that can be had where blocks are
     encoded, in this process or in another, and give back what they were given."""
-    modes = dict(compression) if isinstance(compression, Mapping) else compression
-    rounded = dict(lossy) if isinstance(lossy, Mapping) else lossy
-    modes = checked("compression", modes, str | dict[str, str])
-    rounded = checked("lossy", {} if rounded is None else rounded, dict[str, str])
+    modes: Any = dict(compression) if isinstance(compression, Mapping) else compression
+    rounded: Any = dict(lossy) if isinstance(lossy, Mapping) else {} if lossy is None else lossy
+    if not isinstance(modes, str) and not _are_words(modes):
+        raise Usage(
+            "compression is not understood", expected="a word such as 'adaptive', or a word for "
+            "each item, {'optimizer': 'max'}", found=shown(compression),
+            remedy="see docs/guides/smaller.md",
+        )  # fmt: skip
+    if not _are_words(rounded):
+        raise Usage(
+            "lossy is not understood", found=shown(lossy),
+            expected="patterns of tensors and what they are rounded to",
+            remedy="pass lossy={'optimizer/*exp_avg': 'int8'}, or leave it out",
+        )  # fmt: skip
+    modes = plain(modes) if isinstance(modes, str) else modes
     names = [*items, ALL_ITEMS]
     for item, word in {ALL_ITEMS: modes}.items() if isinstance(modes, str) else modes.items():
         if item not in names:
@@ -195,20 +209,37 @@ def coding(
             raise _unknown(f"{pattern} cannot be rounded to that", word, list(ROUNDED))
         whose = pattern.partition("/")[0]
         if not any(fnmatchcase(item, whose) for item in names):
-            raise _unknown(f"lossy names {whose!r}, which is no item", whose, names)
+            raise _unknown(
+                f"lossy={{{pattern!r}: …}} names no item: a pattern is item/tensor, as in "
+                "'optimizer/*exp_avg' or '*/*exp_avg'", whose, names,
+            )  # fmt: skip
         codec_named("planes")  # which makes something of it
     return {"compression": modes, "lossy": rounded or None}
 
 
+def _are_words(value: object) -> bool:
+    """Whether it is a dict of texts."""
+    return isinstance(value, dict) and all(
+        isinstance(text, str) and text for pair in value.items() for text in pair
+    )
+
+
 def _check_mode(word: str, *, here: bool) -> None:
-    if word in (Compression.NONE, Compression.ADAPTIVE):
+    if word == Compression.NONE:
+        return
+    if word == Compression.ADAPTIVE:
+        try:
+            codec_named("planes")
+        except Usage as error:
+            log.warning("compression='adaptive' stores everything as it is: %s", error)
         return
     name = "planes" if word == Compression.MAX else word
     try:
         codec = codec_named(name)
-    except Usage:
-        if name == word and difflib.get_close_matches(word, list(Compression), n=1):
-            raise _unknown("there is no such compression", word, list(Compression)) from None
+    except Usage as error:
+        if name == word and word not in OURS:
+            words = [*Compression, *sorted(OURS)]
+            raise _unknown("there is no such compression, nor a codec", word, words) from error
         raise
     if not here and not is_known_everywhere(name):
         raise Usage(
@@ -224,7 +255,7 @@ def _check_mode(word: str, *, here: bool) -> None:
 
 
 def _unknown(what: str, found: str, known: Sequence[str]) -> Usage:
-    near = difflib.get_close_matches(found, known, n=1)
+    near = difflib.get_close_matches(found.lower(), known, n=1)
     return Usage(
         what, expected=f"one of {', '.join(known)}", found=repr(found),
         remedy=f"did you mean '{near[0]}'?" if near else "see docs/guides/smaller.md",

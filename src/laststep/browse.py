@@ -158,6 +158,8 @@ class Checkpoint(OnlyOne):
         self.metadata = commit.metadata
         self.created_s = commit.created_s
         self.size_bytes = commit.size_bytes
+        self.lossy = commit.lossy
+        """How tensors in it were rounded; nothing: all is exact."""
         self.ranks = commit.ranks
         self._commit = commit
 

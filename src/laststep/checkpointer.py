@@ -111,7 +111,9 @@ class Checkpointer(single.OnlyOne):
         subscribers = arguments.callables(subscribers)
         self._rank = self._who()
         self._group: Ranks | None = None
-        self._preparer = Preparer(self._rank, self._settings.derived)
+        self._preparer = Preparer(
+            self._rank, derived=self._settings.derived, lossy=self._settings.lossy
+        )
         self._caches: dict[str, CollectCache] = {}
         """By which the state of each item is known again at its next save."""
         self._turn = queueing.Turn()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from msgspec import Meta
 
 from laststep.checks import Checked
+from laststep.errors import Usage
 from laststep.terms import CHUNK_BYTES, DURATION
 
 if TYPE_CHECKING:
@@ -123,6 +124,15 @@ class Settings(Checked, frozen=True, kw_only=True):
     what anybody notices among the differences from one step to the next."""
     new_lineage: bool = False
     """Whether saves may leave the checkpoints of a run behind that were not restored."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mtbf is not None and self.every != "auto":
+            raise Usage(
+                "mtbf is for every='auto', which reckons with it",
+                found=f"every={self.every!r}",
+                remedy="pass every='auto', or leave mtbf out",
+            )
 
     @staticmethod
     def advice(name: str, value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -35,10 +36,10 @@ def test_bf16_is_what_torch_rounds_to(numbers: np.ndarray) -> None:
     to_bf16(memoryview(data), 0)
     found = np.frombuffer(data, np.float32)
     wanted = torch.from_numpy(numbers.copy()).bfloat16().float().numpy()
-    is_number = ~np.isnan(numbers)
+    is_number = ~np.isnan(numbers) & (np.isfinite(wanted) | np.isinf(numbers))
     assert (found.view(np.uint32) & 0xFFFF == 0).all()
     assert (found.view(np.uint32) == wanted.view(np.uint32))[is_number].all()
-    assert np.isnan(found[~is_number]).all()
+    assert (np.isnan(found) == np.isnan(numbers)).all()
 
 
 @given(floats)
@@ -99,3 +100,34 @@ def test_chunks_that_begin_anywhere_round_what_they_have(start: int) -> None:
     rounding.apply(start, memoryview(data))
     wanted = np.array([1.001, 1.001, 1.0, 1.0], np.float32)
     assert data == wanted.tobytes()[start:]
+
+
+def test_scalars_are_left_alone() -> None:
+    asked = plan(("w", "float32", 8))
+    step = TensorEntry("step", "float32", (), 8, 12)
+    asked = msgspec.structs.replace(asked, entries=(*asked.entries, step), tensor_bytes=12)
+    assert Rounding(asked, {"o": "bf16"}).names == {"w": "bf16"}
+
+
+def test_nothing_becomes_infinite() -> None:
+    largest = np.finfo(np.float32).max
+    data = bytearray(np.array([largest, -largest, np.inf, 3.4e38], np.float32).tobytes())
+    to_bf16(memoryview(data), 0)
+    found = np.frombuffer(data, np.float32)
+    assert np.isfinite(found).tolist() == [True, True, False, True]
+
+
+@given(floats)
+def test_what_was_rounded_stays_as_it_is(numbers: np.ndarray) -> None:
+    for way in (to_bf16, to_int8):
+        once = bytearray(numbers.tobytes())
+        way(memoryview(once), 0)
+        twice = bytearray(once)
+        way(memoryview(twice), 0)
+        assert once == twice
+
+
+def test_a_group_is_as_fine_as_its_largest_number_allows() -> None:
+    data = bytearray(np.array([127, 1, 3, 5, *[0] * 60], np.float32).tobytes())
+    to_int8(memoryview(data), 0)
+    assert np.frombuffer(data, np.float32)[:4].tolist() == [127, 1, 3, 5]

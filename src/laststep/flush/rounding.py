@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from laststep.flush.protocol import FileBegin
+    from laststep.plan.files import FilePlan
 
 _DTYPE = "float32"
 _GROUP = 64
 """So many numbers share a scale."""
 _GROUP_BYTES = 4 * _GROUP
 _LEVELS = 127
+_INFINITE = 0x7F80
+"""The exponent of infinity, in the upper half of a number."""
 _TOO_LARGE = 2.0**127
 """What is larger may be rounded to infinity."""
 
@@ -39,18 +42,24 @@ class RoundedRange(NamedTuple):
 class Rounding:
     """What is rounded in one file."""
 
-    def __init__(self, plan: FileBegin, lossy: Mapping[str, str]) -> None:
-        """`lossy` says how, by patterns of `item/tensor`; the first that fits holds."""
+    def __init__(self, plan: FileBegin | FilePlan, lossy: Mapping[str, str]) -> None:
+        """`lossy` says how, by patterns of `item/tensor`; the first that fits holds. A scalar is
+        no tensor to be rounded: optimizers count their steps in such."""
         self.names: dict[str, str] = {}
+        self.patterns: set[str] = set()
+        """Those that name something here."""
         self._ranges: list[RoundedRange] = []
         for entry in plan.entries if lossy else ():
             part = plan.parts.get(entry.name)
             name = entry.name if part is None else part.tensor
             full = name if plan.item is None else f"{plan.item}/{name}"
-            how = next((lossy[p] for p in lossy if _fits(full, p)), None)
-            if how is not None and entry.dtype == _DTYPE and entry.start < entry.stop:
-                self.names[entry.name] = how
-                self._ranges.append(RoundedRange(entry.start, entry.stop, how))
+            pattern = next((pattern for pattern in lossy if _fits(full, pattern)), None)
+            is_scalar = not (entry.shape if part is None else part.shape)
+            if pattern is None or entry.dtype != _DTYPE or is_scalar or entry.start == entry.stop:
+                continue
+            self.patterns.add(pattern)
+            self.names[entry.name] = lossy[pattern]
+            self._ranges.append(RoundedRange(entry.start, entry.stop, lossy[pattern]))
 
     def __bool__(self) -> bool:
         return bool(self._ranges)
@@ -71,13 +80,16 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def to_bf16(data: memoryview, at: int) -> None:  # noqa: ARG001 (each number by itself)
-    """Each number to the nearest that bfloat16 has, to the even one of two."""
+    """Each number to the nearest that bfloat16 has, to the even one of two; none to infinity."""
     import numpy as np
 
     from laststep.codecs.rounding import rounded
 
     halves: NDArray[uint16] = np.frombuffer(data, "<u2")
-    halves[1::2] = np.frombuffer(rounded(data, "bfloat16"), "<u2")
+    upper = np.array(np.frombuffer(rounded(data, "bfloat16"), "<u2"))
+    was_finite = (halves[1::2] & 0x7F80) != _INFINITE
+    upper[((upper & 0x7FFF) == _INFINITE) & was_finite] -= 1  # the largest number there is
+    halves[1::2] = upper
     halves[::2] = 0
 
 
@@ -103,7 +115,8 @@ def _quantize(groups: NDArray[float32]) -> None:
     largest = np.abs(groups).max(axis=1)
     ok = (largest > 0) & (largest < _TOO_LARGE)
     # The least power of two of which 127 reach the largest number; the smallest that floats have.
-    _, exponents = np.frexp(np.where(ok, largest, 1) / np.float32(_LEVELS))
+    fractions, exponents = np.frexp(np.where(ok, largest, 1).astype(np.float64) / _LEVELS)
+    exponents -= fractions == 0.5
     scales = np.ldexp(np.float64(1), np.maximum(exponents, -149))[:, None]
     with np.errstate(invalid="ignore"):  # of groups that are left alone
         rounded = np.rint(groups / scales)

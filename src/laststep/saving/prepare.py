@@ -8,9 +8,11 @@ hangs on one value, which is replaced whole: no part of it can be of another sta
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING
 
 from laststep.capture.copies import Copies
+from laststep.flush.rounding import Rounding
 from laststep.plan.deriving import with_derived
 from laststep.plan.files import SavePlan, plan_save
 from laststep.process import interrupts
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from laststep.state.provider import StateProvider
     from laststep.state.tensors import CollectCache
 
+log = logging.getLogger(__name__)
+
 
 class Prepared:
     """All that a save needs besides the state itself."""
@@ -52,10 +56,18 @@ class Prepared:
 class Preparer:
     """Prepares the saves of one Checkpointer."""
 
-    def __init__(self, rank: Rank, derived: bool | Mapping[str, str] = False) -> None:  # noqa: FBT001, FBT002
-        """`derived` is what the user says of tensors that follow from others."""
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        derived: bool | Mapping[str, str] = False,
+        lossy: Mapping[str, str] | None = None,
+    ) -> None:
+        """`derived` is what the user says of tensors that follow from others, `lossy` of those that
+        may be rounded."""
         self._rank = rank
         self._derived = derived
+        self._lossy = lossy or {}
         self.last: Prepared | None = None
 
     def prepare(
@@ -95,7 +107,20 @@ class Preparer:
         objects: tuple[str, ...] | None = None,
     ) -> SavePlan:
         plan = plan_save(items, rank=rank, objects=objects)
+        if rank is None and self._lossy:
+            self._tell_of_useless(plan)
         return with_derived(plan, self._derived) if self._derived else plan
+
+    def _tell_of_useless(self, plan: SavePlan) -> None:
+        """Warn of patterns that round nothing, once. In a job of ranks each has but a part."""
+        used = {p for file in plan.files for p in Rounding(file, self._lossy).patterns}
+        for pattern in self._lossy.keys() - used:
+            log.warning(
+                "lossy: %r rounds nothing: no float32 tensor of one or more dimensions is named so "
+                "(`laststep show` lists names), or an earlier pattern names it",
+                pattern,
+            )
+        self._lossy = {pattern: self._lossy[pattern] for pattern in used}
 
 
 def rehearse(
