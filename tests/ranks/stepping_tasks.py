@@ -14,7 +14,7 @@ import laststep
 def opened(run: str, state: dict[str, object], every: object) -> laststep.Checkpointer:
     made = laststep.Checkpointer(
         run, state=state, progress=False, deadline_s=PATIENCE_S, flush="thread",
-        every=every, mtbf="0.2 s", most_share=0.9,
+        every=every, mtbf="0.2 s" if every == "auto" else None, most_share=0.9,
     )  # fmt: skip
     # Clocks of ranks differ, in what they show and in how fast they go.
     rank = dist.get_rank()
