@@ -90,15 +90,15 @@ class Compressor:
         mode = self.mode(plan)
         if rounded and mode in (Compression.NONE, Compression.ADAPTIVE):
             why = "tensors in it are rounded, which is for nothing if they are not encoded"
-            return FileCoder(plan, mode, codec_named(_CODEC), self.earlier, why)
+            return FileCoder(plan, mode, codec_named(_CODEC), self.earlier, why, known=known)
         if mode != Compression.ADAPTIVE:
             codec = codec_named(_CODEC if mode == Compression.MAX else mode)
-            return FileCoder(plan, mode, codec, self.earlier, "it was asked for")
+            return FileCoder(plan, mode, codec, self.earlier, "it was asked for", known=known)
         try:
             pays, why = self._judged(codec_named(_CODEC), plan, start, image)
         except Usage as error:
             pays, why = None, f"{error.what}: {error.remedy}"
-        return FileCoder(plan, mode, pays, self.earlier, why)
+        return FileCoder(plan, mode, pays, self.earlier, why, known=known)
 
     def _judged(
         self, codec: BlockCodec, plan: FileBegin, start: int, image: memoryview
@@ -126,9 +126,18 @@ class FileCoder:
     """Encodes the blocks of one file of one save."""
 
     def __init__(
-        self, plan: FileBegin, mode: str, codec: BlockCodec | None, earlier: Earlier, why: str
+        self,
+        plan: FileBegin,
+        mode: str,
+        codec: BlockCodec | None,
+        earlier: Earlier,
+        why: str,
+        *,
+        known: bool = True,
     ) -> None:
+        """`known`: the last save had the same tensors."""
         self._plan = plan
+        self._known = known
         self._mode = mode
         self._codec = codec
         self._earlier = earlier
@@ -174,7 +183,10 @@ class FileCoder:
         return stored, way
 
     def _keeps(self, width: int) -> bool:
-        return self._differences and (self._mode == Compression.MAX or width <= _NARROW_BYTES)
+        """Whether later blocks may be told against this one. Wide elements gain less, and may never
+        change again: of these, what has been written a second time."""
+        wide = self._mode == Compression.MAX and self._known
+        return self._differences and (wide or width <= _NARROW_BYTES)
 
     def _anchored(
         self, number: int, data: memoryview, width: int, anchor: Anchor | None
