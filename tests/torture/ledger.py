@@ -114,11 +114,17 @@ class Ledger:
 
     def of_step(self, step: int) -> Entry | None:
         """Which `restore(step)` means: of the lineage, or else the last one beside it."""
+        return next(iter(self.all_of_step(step)), None)
+
+    def all_of_step(self, step: int) -> list[Entry]:
+        """The same, and what it means once that is gone, which retention may be about to delete."""
+        found: dict[str, Entry] = {}
         for entries in (self.lineage(), self.there()):
-            fitting = [entry for entry in entries if entry.step == step]
-            if fitting:
-                return fitting[-1]
-        return None
+            for entry in reversed([entry for entry in entries if entry.step == step]):
+                found.setdefault(entry.folder, entry)
+                if not entry.may_go:
+                    return list(found.values())
+        return list(found.values())
 
     # Retention
 

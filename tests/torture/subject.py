@@ -311,9 +311,8 @@ class Subject:
         if step is None:
             allowed, damaged = self.ledger.of_newest()
         else:
-            entry = self.ledger.of_step(step)
             allowed, damaged = [], []
-            if entry is not None:
+            for entry in self.ledger.all_of_step(step):
                 (allowed if entry.is_sound else damaged).append(entry)
         if restored is not None:
             self._restored(one, restored, allowed, damaged if step is None else [])

@@ -165,7 +165,7 @@ def full(scene: Scene) -> None:
 
 @fault("out of inodes (ext4)")
 def inodes(scene: Scene) -> None:
-    image = _ext4(scene, "-N", "64")
+    image = _ext4(scene, "-N", "96")
     leave = scene.chance.randrange(6)
     with mounted(scene, "-o", "loop", str(image)) as place:
         _elsewhere(scene, place / "run")

@@ -74,5 +74,10 @@ def test_after_a_rollback_the_ledger_counts_the_new_branch_alone() -> None:
         )
     assert [entry.folder for entry in ledger.lineage()] == ["a", "c"]
     assert ledger.of_step(1).folder == "b"
+    ledger.entries["d"] = Entry(folder="d", step=1, form=0, mark=0, epoch=2, loss=0.0)
+    assert [entry.folder for entry in ledger.all_of_step(1)] == ["d"]
+    ledger.entries["d"].may_go = True
+    assert [entry.folder for entry in ledger.all_of_step(1)] == ["d", "b"]
+    del ledger.entries["d"]
     assert ledger.retain(Rules(last=1), resumed_from="a", abandoned=False) == set()
     assert ledger.retain(Rules(last=1), resumed_from=None, abandoned=True) == {"a", "b"}
