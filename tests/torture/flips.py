@@ -95,6 +95,13 @@ def covered_bytes(folder: Path, name: str) -> tuple[Covered, ...]:
         size = file.header.tensor_bytes
         blocks = [file.blocks(at, min(at + 1, size)) for at in range(0, size, BLOCK_BYTES)]
         extents = [*blocks, *map(file.object, file.header.objects)]
+        extents += [
+            extent._anchor(number)
+            for extent in blocks
+            if isinstance(extent, CodedExtent)
+            for number, block in enumerate(extent._blocks)
+            if block.anchor is not None
+        ]
         file.close()
         ranges += [
             Covered(extent.start, extent.stop, extent.what or f"block {extent.first}")

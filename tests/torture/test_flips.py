@@ -29,7 +29,9 @@ def test_flips_in_all_files_are_noticed(run_folder: Path) -> None:
     tally = Tally()
     flips.flip(run_folder, 1, tally, flips=12)
     assert tally.faults.total() == tally.compared == 12
-    assert not any("exact" in outcome for outcome in tally.notes)
+    lent = sum(count for what, count in tally.faults.items() if "~" in what)
+    assert tally.notes[f"bit flipped: {flips.OUTSIDE}"] <= lent  # of which not all is needed
+    assert tally.notes[f"bit flipped: {flips.SPARE}"] <= 1
 
 
 def test_a_restore_that_notices_nothing_is_a_violation(
@@ -51,8 +53,8 @@ def test_a_restore_that_notices_nothing_is_a_violation(
 
     monkeypatch.setattr(flips, "_make", made)
     monkeypatch.setattr(flips, "_restore", blind)
-    with pytest.raises(Violation, match="as if nothing had changed, but the byte is in"):
-        flips.flip(run_folder, 1, Tally(), flips=5)
+    with pytest.raises(Violation, match=r"but the byte is in|but verify finds"):
+        flips.flip(run_folder, 1, Tally(), flips=12)
 
 
 def test_a_byte_that_no_digest_covers_may_change(run_folder: Path) -> None:
