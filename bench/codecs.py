@@ -23,6 +23,7 @@ import torch  # noqa: E402
 
 from bench.state import GPT  # noqa: E402
 from laststep.codecs.blocks.registry import codec_named  # noqa: E402
+from laststep.flush.rounding import to_bf16, to_int8  # noqa: E402
 from laststep.terms import BLOCK_BYTES  # noqa: E402
 
 if TYPE_CHECKING:
@@ -194,6 +195,11 @@ def main() -> None:
         show(f"fp32 {name}, planes", found)
     show("fp32 state, planes", total(list(dense.values())), 1.18)
     show("bf16 weights, planes", code("planes", trained["bf16"], None, options.turns), 1.45)
+    for name, to in (("exp_avg", to_int8), ("exp_avg", to_bf16), ("exp_avg_sq", to_bf16)):
+        rounded = trained[name].clone()
+        to(memoryview(rounded.view(torch.uint8).numpy()), 0)
+        found = code("planes", rounded, None, options.turns)
+        show(f"{name} rounded {to.__name__.replace('_', ' ')}, planes", found)
     for name in (*FP32, "bf16"):
         found = code("subtract", later[name], trained[name], options.turns)
         show(f"{name}, one step later, subtract", found)

@@ -188,7 +188,7 @@ def durable(training: TextTraining, parent: Path, reps: int, *, slow: bool) -> d
             for step in range(reps + 1):
                 for mode, ckpt in (("none", raw), ("adaptive", adaptive)):
                     training.train(1)
-                    time.sleep(0.5)
+                    time.sleep(0.5)  # cores are idle between saves, as beside a device
                     report = ckpt.save(step).result()
                     if step:
                         seconds[mode].append(report.durable_s or 0.0)
