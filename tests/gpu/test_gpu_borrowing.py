@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,10 +12,10 @@ import torch
 
 import laststep
 from laststep.capture.kernels import Digests, Tiles, kernels_on, prepare_kernels
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.gpu
 
@@ -88,11 +87,16 @@ def test_what_is_frozen_crosses_to_the_host_once(tmp_path: Path, flush: str) -> 
 
 
 def kill(flusher: Callable[[], int]) -> None:
-    os.kill(flusher(), signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE_S
-    with contextlib.suppress(ProcessLookupError):
-        while flusher() and time.monotonic() < deadline:
-            time.sleep(0.01)
+    victim = flusher()
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: is_dead(victim))
+
+
+def is_dead(process: int) -> bool:
+    try:
+        return not Path(f"/proc/{process}/cmdline").read_bytes()  # nobody has waited for it yet
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def test_after_the_death_of_the_flusher_everything_crosses_once_more(
