@@ -167,8 +167,13 @@ class CodingSettings(TypedDict):
 
 def derived(asked: object) -> bool | dict[str, str]:
     """What follows from what, in a form of its own."""
-    asked = dict(asked) if isinstance(asked, Mapping) else asked
-    pairs: bool | dict[str, str] = checked("derived", asked, bool | dict[str, str])
+    pairs: Any = dict(asked) if isinstance(asked, Mapping) else asked
+    if not isinstance(pairs, bool) and not _are_words(pairs):
+        raise Usage(
+            "derived is not understood", found=shown(asked),
+            expected="True, False, or names of tensors and those of their masters",
+            remedy="pass derived=True, or derived={'model/*': 'optimizer/state/*/master'}",
+        )  # fmt: skip
     for name, master in pairs.items() if isinstance(pairs, dict) else ():
         if name.count("*") != master.count("*"):
             raise Usage(
@@ -176,7 +181,7 @@ def derived(asked: object) -> bool | dict[str, str]:
                 expected="as many '*' on both sides", found=f"{name!r}: {master!r}",
                 remedy="derived={'model/*': 'optimizer/state/*/master'}, or derived=True",
             )  # fmt: skip
-    return pairs
+    return pairs  # type: ignore[no-any-return]
 
 
 def coding(

@@ -173,12 +173,15 @@ class DerivedFile:
         """Of each candidate the number of its file, and the byte at which it begins there."""
         self._candidates: dict[str, list[Master]] = {}
         """Of each tensor."""
+        self._is_declared = is_declared = files[number].is_declared
         entries = files[number].entries
         for own, there, entry in files[number].derived:
             master = Master(files[there].name, files[there].entries[entry].name)
-            if files[number].is_declared or self._is_tried(entries[own].name, master):
+            known = self._candidates.setdefault(entries[own].name, [])
+            if master not in known and (is_declared or self._is_tried(entries[own].name, master)):
                 self._begins[master] = there, files[there].entries[entry].start
-                self._candidates.setdefault(entries[own].name, []).append(master)
+                known.append(master)
+        self._candidates = {name: some for name, some in self._candidates.items() if some}
         self._chosen: dict[str, Master] = {}
         self._wrong: set[tuple[str, Master]] = set()
         self._runs = DerivedRuns(entries, self._candidates)
@@ -215,11 +218,17 @@ class DerivedFile:
                     found.append((there, _Wanted(start, stop, self._number, run, master)))
         return found
 
-    def has_runs(self, first: int, last: int) -> bool:
-        """Whether any of these blocks may follow from others."""
-        return any(
-            first <= block < last and block not in self._apart for block in self._runs.blocks()
-        )
+    def is_refuted(self, start: int, data: memoryview) -> bool:
+        """Whether by these bytes of the file nothing of it follows from others: some of them could,
+        and none does. Of what is declared they have to hold some of every tensor."""
+        first = start // BLOCK_BYTES
+        there = range(first, first + -(-len(data) // BLOCK_BYTES))
+        tried = sorted({b for b in self._runs.blocks() if b in there and b not in self._apart})
+        tensors = {run.tensor for block in tried for run in self._runs.of_block(block)}
+        if not tried or (self._is_declared and tensors < self._candidates.keys()):
+            return False
+        parts = [(block, block * BLOCK_BYTES - start) for block in tried]
+        return all(self.payload(b, data[at : at + BLOCK_BYTES]) is None for b, at in parts)
 
     def widest(self) -> dict[str, Master]:
         """What `used` says at the longest: JSON, within a string of JSON."""
@@ -233,11 +242,6 @@ class DerivedFile:
         """The tensors that may follow from others, and which: of some it may be that no block
         does."""
         return {name: self._chosen.get(name, some[0]) for name, some in self._candidates.items()}
-
-    def give_up(self) -> None:
-        """Nothing of the file is to be left out."""
-        with self._lock:
-            self._wrong |= {(name, m) for name, some in self._candidates.items() for m in some}
 
     def end(self) -> None:
         """All of the file has come: remember which candidates were wrong, or not needed."""

@@ -231,7 +231,9 @@ class SaveFlush:
                         rounded=file.rounding is not None,
                     )  # fmt: skip
                 inner = file.coder if file.coder is not None and file.coder.encodes else None
-                file.deriving = self._derives(file, start, data, inner)
+                derived = None if self._deriving is None else self._deriving.of(file.number)
+                if derived is not None and not derived.is_refuted(start, data):
+                    file.deriving = DerivingCoder(derived, inner)
                 coder = file.deriving or inner
                 if self._lends(file) and (
                     self._changed(file, start, sums) <= MOST_CHANGED
@@ -245,23 +247,6 @@ class SaveFlush:
                 if file.image is None:
                     file.image = WholeImage(self._open, self.folder, plan, before)
             return file.image
-
-    def _derives(
-        self, file: _File, start: int, data: memoryview, inner: FileCoder | None
-    ) -> DerivingCoder | None:
-        """What leaves out what follows from others: where some of the first bytes does, or they
-        have nothing that could."""
-        derived = None if self._deriving is None else self._deriving.of(file.number)
-        if derived is None:
-            return None
-        first, count = start // BLOCK_BYTES, -(-len(data) // BLOCK_BYTES)
-        blocks = (data[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES] for n in range(count))
-        if derived.has_runs(first, first + count) and all(
-            derived.payload(number, block) is None for number, block in enumerate(blocks, first)
-        ):
-            derived.give_up()
-            return None
-        return DerivingCoder(derived, inner)
 
     def _packed(self, file: _File, coder: BlockCoder | None, *, borrows: bool) -> PackedImage:
         return PackedImage(

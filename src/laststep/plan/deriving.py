@@ -57,16 +57,25 @@ class _Tensor(NamedTuple):
         return re.sub(r"#\d+", "#", self.name)
 
 
-def with_derived(plan: SavePlan, asked: bool | Mapping[str, str]) -> SavePlan:  # noqa: FBT001
+def with_derived(
+    plan: SavePlan,
+    asked: bool | Mapping[str, str],  # noqa: FBT001
+    *,
+    is_all: bool = True,
+) -> SavePlan:
     """A plan that says what may follow from what. `asked` maps patterns of tensors to those of
     their masters, or is True: then what may be so is found. Files of which something follows from
-    others come last, so that those others are there when it comes."""
+    others come last, so that those others are there when it comes. `is_all`: no other rank has a
+    part of the save, so that a pattern without any tensor here has none at all."""
     tensors = [
         tensor for number, file in enumerate(plan.files) for tensor in _of_file(number, file)
     ]
     low = [tensor for tensor in tensors if tensor.dtype in DERIVED_DTYPES]
     masters = [tensor for tensor in tensors if tensor.dtype == MASTER_DTYPE]
-    pairs = _declared(low, masters, asked) if isinstance(asked, Mapping) else _found(low, masters)
+    if isinstance(asked, Mapping):
+        pairs = _declared(low, masters, asked, is_all=is_all)
+    else:
+        pairs = _found(low, masters)
     follows = {tensor.file for tensor, _ in pairs}
     order = sorted(range(len(plan.files)), key=lambda number: number in follows)
     number_of = {file: number for number, file in enumerate(order)}
@@ -91,7 +100,7 @@ def _of_file(number: int, file: FilePlan) -> Iterable[_Tensor]:
 
 
 def _declared(
-    low: list[_Tensor], masters: list[_Tensor], asked: Mapping[str, str]
+    low: list[_Tensor], masters: list[_Tensor], asked: Mapping[str, str], *, is_all: bool
 ) -> list[tuple[_Tensor, _Tensor]]:
     known = {(master.name, master.box): master for master in masters}
     pairs: list[tuple[_Tensor, _Tensor]] = []
@@ -103,9 +112,9 @@ def _declared(
                 name = "".join(chain(*zip_longest(target.split("*"), match.groups(), fillvalue="")))
                 master = known.get((name, tensor.box))
                 pairs += [] if master is None else [(tensor, master)]
-        if len(pairs) == before:
+        if len(pairs) == before and is_all:
             log.warning("derived: no %s has a %s of fp32 and its shape so far", pattern, target)
-    return pairs
+    return list(dict.fromkeys(pairs))  # two patterns may mean the same
 
 
 def _found(low: list[_Tensor], masters: list[_Tensor]) -> list[tuple[_Tensor, _Tensor]]:

@@ -95,6 +95,12 @@ class Extent(NamedTuple):
         # Up to whole pages, where there is room: a direct read of these is not copied.
         return min(size, self.reader.read_into(self.start, into[: align_up(size, ALIGN_BYTES)]))
 
+    def part(self, first: int, last: int) -> bytes:
+        """These of its bytes, without a look at the digests; zeros where the file has ended."""
+        into = bytearray(last - first)
+        self.reader.read_into(self.start + first, memoryview(into))
+        return bytes(into)
+
     def verify(self, image: memoryview, got: int) -> list[Damage]:
         """What is wrong with the `got` bytes that were filled in, also after a second look."""
         return self._wrong(image, got) and self._wrong(image, self.fill(image))

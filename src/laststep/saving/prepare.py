@@ -109,7 +109,9 @@ class Preparer:
         plan = plan_save(items, rank=rank, objects=objects)
         if rank is None and self._lossy:
             self._tell_of_useless(plan)
-        return with_derived(plan, self._derived) if self._derived else plan
+        if not self._derived:
+            return plan
+        return with_derived(plan, self._derived, is_all=rank is None)
 
     def _tell_of_useless(self, plan: SavePlan) -> None:
         """Warn of patterns that round nothing, once. In a job of ranks each has but a part."""
