@@ -22,14 +22,13 @@ from laststep.commit import meeting as teaming
 from laststep.errors import Aborted, LaststepError, brief
 from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
 from laststep.flush.saves import SaveUnderWay
-from laststep.memory.pool import Pool
 from laststep.process import interrupts, lifetimes, shortage
 from laststep.process import only_one as single
 from laststep.ranks.group import together
 from laststep.ranks.rank import leaves_cores, ranks_on_this_node, this_rank
 from laststep.restoring import neighbours
 from laststep.restoring.restore import Restored, RestoreRequest, newest_of, restore_into
-from laststep.running import RunningParts, client_of, continuing
+from laststep.running import RunningParts, client_of, continuing, pool_in
 from laststep.saving import backlog as queueing
 from laststep.saving import place as places
 from laststep.saving import preflight as sizing
@@ -42,6 +41,8 @@ from laststep.settings import DEFAULTS, WAIT_FOR_OTHERS_S, FlushIn, OnBusy, Sett
 from laststep.state.items import providers_for
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES
+from laststep.tiers.nearest import NearestStore
+from laststep.tiers.tier import Tier, arranged
 from laststep.watching import watch
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from laststep.ranks.rank import Rank
     from laststep.settings import Capture, CompareReplicas
     from laststep.state.tensors import CollectCache
+    from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +73,12 @@ class Checkpointer(single.OnlyOne):
 
     def __init__(  # noqa: PLR0913 (each setting is a keyword of its own)
         self,
-        run: str | os.PathLike[str],
+        run: str | os.PathLike[str] | None = None,
         /,
         *unnamed: Never,
         items: Mapping[str, object] | None = None,
         keep: Keep | None = None,
+        tiers: Sequence[str | os.PathLike[str] | Tier] = (),
         capture: Capture | str = DEFAULTS.capture,
         flush: FlushIn | str = DEFAULTS.flush,
         on_busy: OnBusy | str = DEFAULTS.on_busy,
@@ -107,7 +110,8 @@ class Checkpointer(single.OnlyOne):
             every=every, mtbf=mtbf, most_share=most_share, derived=arguments.derived(derived),
             **arguments.coding(compression, lossy, named, here=flush == FlushIn.THREAD),
         )  # fmt: skip
-        self._keep = arguments.rules(keep)
+        self._tiers = arranged(run, tiers, arguments.rules(keep))
+        self._keep = self._tiers.keep
         subscribers = arguments.callables(subscribers)
         self._rank = self._who()
         self._group: Ranks | None = None
@@ -126,7 +130,7 @@ class Checkpointer(single.OnlyOne):
         self._closed = False
         self._pid = os.getpid()
         by_others = self._rank.ranks > 1 or self._settings.flush is FlushIn.PROCESS
-        self._store = open_store(run, shared=by_others)
+        self._store = open_store(self._tiers.home, shared=by_others)
         self.path = self._store.url
         self._providers = providers_for(named)
         if self._rank.ranks > 1:
@@ -140,7 +144,9 @@ class Checkpointer(single.OnlyOne):
     def _start(self) -> None:
         """Everything that runs."""
         cap, expected, on_device = sizing.memory_for(self._providers, self._settings, self._rank)
-        self._pool = Pool(cap, pinned=bool(on_device))
+        self._pool, self._segment = pool_in(
+            self._tiers.memory, cap, pinned=bool(on_device), run=self.path, rank=self._rank
+        )
         self._capturer = Capturer(
             self._pool,
             mode=self._settings.capture,
@@ -148,7 +154,9 @@ class Checkpointer(single.OnlyOne):
         )
         staged = self._capturer.start(on_device)
         self._pool.want(expected, without_pauses=not staged)
-        self._client = client_of(self._store, self._pool, self._settings, self._keep, self._bus)
+        self._client = client_of(
+            self._store, self._pool, self._settings, self._keep, self._bus, self._segment
+        )
         self._team = None
         try:
             interrupts.let_in()
@@ -161,8 +169,12 @@ class Checkpointer(single.OnlyOne):
             self._closed = True
             self._capturer.close()
             self._pool.close()
+            if self._segment is not None:
+                self._segment.remove()
             raise
-        self._work = RunningParts(self.path, self._pool, self._capturer, self._client, self._team)
+        self._work = RunningParts(
+            self.path, self._pool, self._capturer, self._client, self._team, self._segment
+        )
         self._capturer.at_optimizer_step(1, self._work.start_early)
         if self._team is None and all(provider.cheap for provider in self._providers.values()):
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, lifetimes.weakly(self._rehearse))
@@ -321,6 +333,7 @@ class Checkpointer(single.OnlyOne):
             self._work.wait()  # Ctrl-C here leaves it open
             with self._turn.of("close"):
                 self._closed = True
+                self._work.ends_well = well
                 self._client.ends_well = well and self._schedule.end()
                 self._work.close()  # Ctrl-C here leaves the rest to the next call
                 self._dropped.detach()
@@ -389,7 +402,7 @@ class Checkpointer(single.OnlyOne):
             together(group, self._ready)
             self._schedule.anew()
             outcome = restore_into(
-                self._store, self._providers, room, self._bus, wanted, ranks=group,
+                self._nearest(), self._providers, room, self._bus, wanted, ranks=group,
                 touched=functools.partial(setattr, self, "_mixed"),
                 saw=functools.partial(setattr, self, "_seen"),
             )  # fmt: skip
@@ -415,6 +428,12 @@ class Checkpointer(single.OnlyOne):
         newest = newest_of(self._store)
         self._client.continue_from(continuing(newest, seen, resumed=False))
         self._knows_lineage = True
+
+    def _nearest(self) -> Store:
+        """The run as it is restored: what is in shared memory comes out of that."""
+        if self._tiers.memory is None:
+            return self._store
+        return NearestStore(self._store, self._tiers.memory, self._segment)
 
     # -- inside -----------------------------------------------------------------------------------
 

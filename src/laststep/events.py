@@ -17,7 +17,7 @@ from laststep.process import threads
 __all__ = [
     "Captured", "Committed", "Durable", "Event", "MetricMissing", "PassedOver", "Preflight",
     "Pruned", "ReplicasDiffer", "Restored", "SaveFailed", "SaveSkipped", "SaveStarted",
-    "Subscriber", "Written",
+    "Subscriber", "TierHolds", "Written",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,16 @@ class Preflight:
 class SaveStarted:
     step: int
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierHolds:
+    """A tier has a checkpoint: what came before it can no longer be lost with the tiers nearer."""
+
+    step: int
+    tier: str
+    seconds: float
+    """Since the call of save()."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +145,8 @@ class MetricMissing:
 
 
 Event = (
-    Preflight | SaveStarted | Captured | Written | Durable | Committed | SaveFailed | SaveSkipped
-    | Restored | PassedOver | Pruned | ReplicasDiffer | MetricMissing
+    Preflight | SaveStarted | Captured | TierHolds | Written | Durable | Committed | SaveFailed
+    | SaveSkipped | Restored | PassedOver | Pruned | ReplicasDiffer | MetricMissing
 )  # fmt: skip
 Subscriber = Callable[[Event], None]
 

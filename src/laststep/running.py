@@ -20,8 +20,12 @@ from laststep.errors import LaststepError, StorageFailed
 from laststep.flush import launch as starting
 from laststep.flush.client import Client
 from laststep.flush.protocol import Continue, Orders
+from laststep.memory import segments
+from laststep.memory.pool import Pool
 from laststep.process import interrupts, lifetimes, threads
 from laststep.settings import FlushIn
+from laststep.terms import CHUNK_BYTES
+from laststep.tiers.sealed import saves_in
 
 if TYPE_CHECKING:
     import socket
@@ -35,7 +39,8 @@ if TYPE_CHECKING:
     from laststep.events import Bus
     from laststep.flush.client import Helper, Launch
     from laststep.flush.handle import SaveHandle
-    from laststep.memory.pool import Pool
+    from laststep.memory.segments import Segment
+    from laststep.ranks.rank import Rank
     from laststep.settings import Settings
     from laststep.storage.store import Store
 
@@ -46,15 +51,36 @@ _START_S = 10.0
 """So long a restore waits for the flusher to run, on a machine that has better things to do."""
 
 
+def pool_in(
+    base: str | None, cap_bytes: int, *, pinned: bool, run: str, rank: Rank
+) -> tuple[Pool, Segment | None]:
+    """The memory for saves: that of this process and its flusher alone or, with a base, a segment
+    of shared memory there, which outlives both."""
+    if base is None:
+        return Pool(cap_bytes, pinned=pinned), None
+    size = max(cap_bytes // CHUNK_BYTES, 1) * CHUNK_BYTES
+    segment, fd = segments.make(base, run, rank=rank.number, ranks=rank.ranks, size_bytes=size)
+    try:
+        return Pool(size, pinned=pinned, fd=fd), segment
+    except BaseException:
+        segment.remove()
+        raise
+
+
 def launcher(
-    run: str, pool: Pool, settings: Settings, keep: Keep | None, trainer: Trainer
+    run: str,
+    pool: Pool,
+    settings: Settings,
+    keep: Keep | None,
+    trainer: Trainer,
+    segment: str | None = None,
 ) -> Launch:
     """How to start a flusher for that run."""
 
     def launch(end: socket.socket) -> Helper:
         orders = Orders(
             writers=settings.writers, keep=keep, compression=settings.compression,
-            lossy=settings.lossy or {},
+            lossy=settings.lossy or {}, segment=segment,
         )  # fmt: skip
         if settings.flush is FlushIn.THREAD:
             return starting.start_thread(
@@ -67,11 +93,24 @@ def launcher(
     return launch
 
 
-def client_of(store: Store, pool: Pool, settings: Settings, keep: Keep | None, bus: Bus) -> Client:
+def client_of(
+    store: Store,
+    pool: Pool,
+    settings: Settings,
+    keep: Keep | None,
+    bus: Bus,
+    segment: Segment | None = None,
+) -> Client:
     """The way to the flusher of a new start of a job."""
     start = Start(store)
-    launch = launcher(store.url, pool, settings, keep, start.writer)
-    return Client(launch, pool, bus, start)
+    folder = None if segment is None else segment.folder
+    launch = launcher(store.url, pool, settings, keep, start.writer, folder)
+
+    def kept() -> frozenset[int]:
+        saves = [] if segment is None else saves_in(segment)
+        return frozenset(slot for save in saves for slot in save.slots)
+
+    return Client(launch, pool, bus, start, kept)
 
 
 def continuing(found: AttemptName | None, seen: Seen, *, resumed: bool = True) -> Continue:
@@ -94,14 +133,19 @@ class RunningParts:
         capturer: Capturer,
         client: Client,
         team: CommitThread | None = None,
+        segment: Segment | None = None,
     ) -> None:
         self._run = run
         self._pid = os.getpid()
         self._closing = threading.RLock()
         self._is_closing = False
         self._client = client
+        self.ends_well = False
+        """Whether training has ended as it should: then nobody needs what is in shared memory."""
         self.preflight: threading.Thread | None = None
         ends = [capturer.close, client.close, self._end_preflight, pool.close]
+        if segment is not None:
+            ends.append(lambda: segment.remove() if self.ends_well else None)
         if team is not None:
             ends.insert(1, team.close)
         self._ends = collections.deque(ends)

@@ -32,6 +32,9 @@ ALIGN_BYTES = 4096
 MAX_HEADER_BYTES = 64 << 20
 """A data file whose header would grow past this is split (safetensors refuses 100 MB)."""
 
+MEMORY = "shm://"
+"""How the tier in shared memory is named, whose folder follows from the run."""
+
 MANIFEST_NAME = "manifest.json"
 """The create-only name for which commit and abort compete, in a checkpoint's folder."""
 

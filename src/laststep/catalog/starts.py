@@ -54,6 +54,11 @@ class Start:
         """Whether the log has said that a mark failed: without such locks every one does."""
 
     @property
+    def url(self) -> str:
+        """Of its run."""
+        return self._store.url
+
+    @property
     def witness_name(self) -> str:
         """The name of the witness within the run."""
         return names.witness_name(self.writer.start, self.writer.pid)

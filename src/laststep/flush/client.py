@@ -27,6 +27,7 @@ from laststep.events import (
     MetricMissing,
     Pruned,
     SaveFailed,
+    TierHolds,
     Written,
 )
 from laststep.flush.protocol import (
@@ -41,6 +42,7 @@ from laststep.flush.protocol import (
     Freed,
     Granted,
     Grouped,
+    Held,
     NoMetric,
     Ready,
     Removed,
@@ -90,8 +92,17 @@ Launch = Callable[[socket.socket], Helper]
 class Client:
     """Talks to one flusher at a time."""
 
-    def __init__(self, launch: Launch, pool: Pool, bus: Bus, start: Start) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        pool: Pool,
+        bus: Bus,
+        start: Start,
+        kept: Callable[[], frozenset[int]] = frozenset,
+    ) -> None:
+        """`kept` tells which slots a flusher that died has left as they are to be."""
         self._launch = launch
+        self._kept = kept
         self._job = start
         self._pool = pool
         self._bus = bus
@@ -140,7 +151,7 @@ class Client:
                 remedy="a disk that hangs keeps it: look at `dmesg`; the next save tries again",
             )  # fmt: skip
         self._connection.close()
-        self._pool.slots.reset()
+        self._pool.slots.reset(self._kept())
         with self._starting:
             # As if there had been none yet: where this start fails, a later save tries again.
             self._helper = self.saves.refusal = None
@@ -322,12 +333,21 @@ class Client:
             save = self.saves.find(message.save)
             if save is not None:
                 save.note(message)
+        elif isinstance(message, Held):
+            self._held(message)
         elif isinstance(message, Flushed):
             self._flushed(message)
         elif isinstance(message, Decided):
             self.decided(message)
         elif isinstance(message, Failed):
             self._fail(message.save, from_wire(message.kind, message.fields))
+
+    def _held(self, message: Held) -> None:
+        save = self.saves.find(message.save)
+        if save is not None:
+            seconds = save.handle.since_began_s()
+            save.handle.report.tiers[message.tier] = seconds
+            self._bus.emit(TierHolds(step=save.handle.step, tier=message.tier, seconds=seconds))
 
     def _flushed(self, message: Flushed) -> None:
         save = self.saves.find(message.save)
@@ -362,6 +382,7 @@ class Client:
         )  # fmt: skip
         report = save.handle.report
         report.committed_s, report.folder = save.handle.since_began_s(), message.at.folder
+        report.tiers[self._job.url] = report.committed_s
         save.handle.committed.reach()
         save.note()
         self._bus.emit(

@@ -7,6 +7,7 @@ finisher commits them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,9 @@ from laststep.catalog.lineage import Seen
 from laststep.catalog.names import AttemptName
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
-from laststep.errors import Aborted, LaststepError
+from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.flush.protocol import Continue, NoMetric, Removed
+from laststep.format.manifest import Abort
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +87,35 @@ class WriterEpoch:
         self.run.check_newest(at.epoch)
         self.run.commit(at.folder, commit)
         self.last_folder = at.folder
+
+    def was_given_up(self, folder: str) -> bool:
+        """Whether the first rank has decided against a member's save, or removed its folder."""
+        with contextlib.suppress(LaststepError, OSError):
+            if isinstance(self.run.decision(folder), Abort):
+                return True
+            return not self._store.list(folder)
+        return False
+
+    def abort_as_member(self, folder: str, reason: str) -> bool:
+        """Decide against an attempt of all ranks; True if it has been committed. Its folder stays
+        for the first rank, or whoever comes after it: others may still be writing, and whoever
+        finds the decision finds the reason in it."""
+        return not isinstance(self.run.abort(folder, reason), Abort)
+
+    def abort(self, folder: str, reason: str) -> bool:
+        """Decide against an attempt of our own and remove it; True if it has been committed."""
+        run = self.run
+        try:
+            if not isinstance(run.abort(folder, reason), Abort):
+                return True
+            if run.decision(folder) is not None:  # else a later start has removed it already
+                run.discard(folder)
+        except StorageFailed:
+            # A full disk has no room for a decision either; without its folder nobody can commit.
+            if run.decision(folder) is not None:
+                raise
+            self._store.delete_folder(folder)
+        return False
 
     def retain(
         self, at: AttemptName, *, overwritten: bool, tell: Callable[[NoMetric | Removed], None]

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from laststep.codecs.digests import digest, digest_text
-from laststep.format.header import ObjectEntry, encode_header
+from laststep.codecs.digests import digest_text
+from laststep.format.header import encode_header
 from laststep.format.manifest import FileRecord
 from laststep.terms import ALIGN_BYTES, align_up
 
@@ -75,16 +75,6 @@ class Appender:
         with memoryview(piece) as view, view[:size] as used:
             if size:
                 self._writer.write_at(offset, used)
-
-
-def entries_of(objects: Objects, start: int) -> tuple[ObjectEntry, ...]:
-    """Where these lie, one after the other."""
-    entries = []
-    for name, data in objects:
-        stop = start + len(data)
-        entries.append(ObjectEntry(name=name, start=start, stop=stop, digest=digest(data)))
-        start = stop
-    return tuple(entries)
 
 
 def sealed(writer: FileWriting, name: str, header: Header, region_bytes: int) -> FileRecord:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from laststep.checks import seconds
@@ -118,6 +118,8 @@ class SaveReport:
     written_s: float | None = None
     durable_s: float | None = None
     committed_s: float | None = None
+    tiers: dict[str, float] = field(default_factory=dict)
+    """Which tiers hold it, by their names, and since when: seconds from the call of save()."""
     folder: str | None = None
     skipped: str | None = None
     """Why nothing was saved, with on_busy='skip'."""

@@ -11,8 +11,9 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 from laststep.codecs.digests import DIGEST_BYTES
-from laststep.flush.files import Appender, entries_of, write_aligned
+from laststep.flush.files import Appender, write_aligned
 from laststep.format.coding import CodedBlock
+from laststep.format.header import object_entries
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class PlainBlocks:
         if tail or objects:
             behind = tail + b"".join(data for _, data in objects)
             write_aligned(writer, self._region + whole, behind)
-        return writer, entries_of(objects, whole + len(tail))
+        return writer, object_entries(objects, whole + len(tail))
 
 
 class BlockCoder(Protocol):
@@ -151,4 +152,4 @@ class EncodedBlocks:
         assert self._appender is not None  # noqa: S101 (just used)
         assert self._writer is not None  # noqa: S101 (as above)
         self._appender.finish()
-        return self._writer, entries_of(objects, at)
+        return self._writer, object_entries(objects, at)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from laststep.codecs.digests import DIGEST_BYTES
-from laststep.flush.files import entries_of, sealed, write_aligned
+from laststep.flush.files import sealed, write_aligned
 from laststep.flush.lending import Lender, LentFile
 from laststep.format.borrowing import BlockPlace
-from laststep.format.header import Header
+from laststep.format.header import Header, object_entries
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class WholeImage:
 
     def finish(self, objects: Objects) -> tuple[FileRecord, ...]:
         plan = self._plan
-        self._entries = entries_of(objects, plan.tensor_bytes)
+        self._entries = object_entries(objects, plan.tensor_bytes)
         if objects:
             at = plan.tensor_bytes // ALIGN_BYTES * ALIGN_BYTES
             joined = self._tail + b"".join(data for _, data in objects)

@@ -44,6 +44,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     keep: Keep | None = None
     compression: str | dict[str, str] = Compression.NONE.value
     lossy: dict[str, str] = {}
+    segment: str | None = None
+    """The folder of the segment that the pool lies in, if saves are to be kept there."""
 
     @property
     def encodes(self) -> bool:
@@ -220,6 +222,13 @@ class CodingReport(msgspec.Struct, frozen=True, kw_only=True):
     """The CPU time that it took, of all threads together."""
 
 
+class Held(_Message, frozen=True, kw_only=True):
+    """A tier holds a save."""
+
+    save: int
+    tier: str
+
+
 class Flushed(_Message, frozen=True, kw_only=True):
     """All files of a save are durable."""
 
@@ -287,6 +296,7 @@ ToTrainer = (
     | Freed
     | Granted
     | WrittenBytes
+    | Held
     | Flushed
     | Grouped
     | Decided

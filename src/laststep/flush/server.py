@@ -26,6 +26,7 @@ from laststep.flush import lending
 from laststep.flush.coder import Compressor
 from laststep.flush.deriving import Misses
 from laststep.flush.epoch import WriterEpoch
+from laststep.flush.keeping import Keeper, NothingKept
 from laststep.flush.protocol import (
     Begin,
     Begun,
@@ -42,6 +43,7 @@ from laststep.flush.protocol import (
     Gathered,
     Granted,
     Grouped,
+    Held,
     Located,
     Orders,
     Ready,
@@ -55,18 +57,18 @@ from laststep.flush.protocol import (
 from laststep.flush.under_way import Save
 from laststep.flush.writer import SaveFlush
 from laststep.format.group import GroupManifest
-from laststep.format.manifest import Abort, Commit, FileRecord, shared_bytes
+from laststep.format.manifest import Commit, FileRecord, shared_bytes
+from laststep.memory import segments
 from laststep.process import threads
 from laststep.storage import locks
 from laststep.storage.registry import open_store
-from laststep.terms import CHUNK_BYTES
+from laststep.terms import CHUNK_BYTES, MEMORY
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from laststep.catalog.epochs import Trainer
-    from laststep.catalog.run import Run
     from laststep.flush.lending import Lender
     from laststep.memory.filled import Filled
     from laststep.storage.store import Lock
@@ -97,6 +99,9 @@ class Flusher:
             Compressor(orders, memory_bytes=len(pool) // 2) if orders.encodes else None
         )
         self._misses = Misses()
+        self._keeper: Keeper | NothingKept = NothingKept()
+        if orders.segment is not None:
+            self._keeper = Keeper(segments.opened(orders.segment), pool, self)
         self._witness: tuple[str, Lock] | None = None
         self._given_up = False
         self._lending: tuple[int, dict[str, Lender]] = (0, {})
@@ -104,7 +109,8 @@ class Flusher:
         number of the save that committed it; 0 where that was another flusher's. One value: two
         threads set it."""
         self._saves: dict[int, Save] = {}
-        self._chunks: queue.SimpleQueue[tuple[Save, Filled] | None] = queue.SimpleQueue()
+        self._chunks: queue.SimpleQueue[tuple[Save, Filled, bytes] | None] = queue.SimpleQueue()
+        self._passing = threading.Lock()
         self._order: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._freed: list[int] = []
         self._freeing = threading.Lock()
@@ -121,6 +127,7 @@ class Flusher:
         try:
             for thread in [self._finisher, *self._threads]:
                 threads.start(thread)
+            self._keeper.start(len(self._threads))
         except StorageFailed:
             self._order.put(None)
             for _ in self._threads:
@@ -131,6 +138,7 @@ class Flusher:
         """Receive until the trainer is gone, then finish what is whole; when it was started."""
         self._send(Ready(pid=os.getpid()))
         try:
+            self._keeper.rescue(self._store)
             while True:
                 message = self._connection.receive_in_flusher()
                 if message is None or isinstance(message, Bye):
@@ -188,6 +196,7 @@ class Flusher:
                 else:
                     save.decide = message
                 save.changed.notify_all()
+            self._keeper.try_to_seal(save)
 
     def _hold(self, message: Witness) -> None:
         descriptor = self._connection.take_descriptor()
@@ -197,6 +206,7 @@ class Flusher:
     def _begin(self, begin: Begin) -> None:
         save = Save(begin=begin, began_s=time.monotonic())
         self._saves[begin.save] = save
+        self._keeper.begin(save)
         if save.is_member:
             save.located = False
             self._order.put(save)
@@ -237,7 +247,8 @@ class Flusher:
             return
         granted: tuple[tuple[int, int], ...] = ()
         if save.flush is not None and save.error is None and said.of == save.lender:
-            granted = save.flush.borrow(said.chunks)
+            granted = save.flush.borrow(self._keeper.inheritable(save, said))
+            self._keeper.inherit(save, granted)
         self._send(Granted(save=said.save, chunks=granted))
 
     def _locate(self, save: Save, place: Located) -> None:
@@ -269,22 +280,31 @@ class Flusher:
             save.flush.fail(Aborted(reason))
 
     def _queue(self, save: Save, filled: Iterable[Filled]) -> None:
-        """Give chunks to the threads that write, which take them in this order."""
+        """Give chunks to the threads that write, or first to those that digest what is kept."""
         for chunk in filled:
+            if self._keeper.takes(save):
+                self._keeper.take(save, chunk)
+            else:
+                self.pass_on(save, chunk, b"")
+
+    def pass_on(self, save: Save, chunk: Filled, sums: bytes) -> None:
+        """Give a chunk to the threads that write, which take them in this order."""
+        with self._passing:
             if save.flush is not None:
                 save.flush.expect(chunk.file, chunk.start)
-            self._chunks.put((save, chunk))
+            self._chunks.put((save, chunk, sums))
 
     def _write(self) -> None:
         while True:
             task = self._chunks.get()
             if task is None:
                 return
-            save, chunk = task
+            save, chunk, sums = task
             image = self._pool[chunk.slot * CHUNK_BYTES : (chunk.slot + 1) * CHUNK_BYTES]
             if save.flush is not None and save.error is None and save.dropped is None:
-                save.flush.write(chunk.file, chunk.start, image, chunk.size_bytes)
-            self._free(chunk.slot)
+                save.flush.write(chunk.file, chunk.start, image, chunk.size_bytes, sums)
+            if self._keeper.release(chunk.slot):
+                self._free(chunk.slot)
             self._report(save)
             with save.changed:
                 save.pending -= 1
@@ -299,6 +319,19 @@ class Flusher:
                 return
             freed, self._freed = self._freed, []
         self._send(Freed(slots=freed))
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Give slots back that were kept."""
+        if freed := list(slots):
+            self._send(Freed(slots=freed))
+
+    def facts_of(self, save: Save) -> tuple[str, str | None]:
+        """The id of the run, and the folder that the save continues, as far as is known."""
+        return self._epoch.run.id, self._epoch.before
+
+    def is_in_memory(self, save: Save) -> None:
+        """Tell that a save is whole in shared memory."""
+        self._send(Held(save=save.begin.save, tier=MEMORY))
 
     def _report(self, save: Save) -> None:
         now = time.monotonic()
@@ -320,6 +353,7 @@ class Flusher:
             finally:
                 if save.flush is not None:
                     save.flush.close()
+                self._keeper.stored(save)
                 del self._saves[save.begin.save]
             if self._order.empty():  # nobody waits for this thread
                 self._epoch.clean()
@@ -360,6 +394,7 @@ class Flusher:
             self._decided_by_all(save)
         self._lending = save.begin.save, save.flush.lenders()
         self._send_decided(save)
+        self._keeper.forget_predecessors()
         if not save.is_member:
             self._epoch.retain(save.at, overwritten=save.begin.overwrite, tell=self._send)
 
@@ -394,14 +429,15 @@ class Flusher:
             error = StorageFailed(f"the flush of step {save.begin.step} failed", found=repr(error))
         # A member gives up alone what concerns itself; for all, only when it is told to.
         member = save.is_member
-        if member and self._was_given_up(save):
+        flush = save.flush
+        if member and flush is not None and self._epoch.was_given_up(flush.folder):
             save.hear_why()
-        if save.flush is not None:
+        if flush is not None:
             try:
-                save.flush.close()
-                abort = self._abort_as_member if member else self._abort
+                flush.close()
+                abort = self._epoch.abort_as_member if member else self._epoch.abort
                 for_all = not member or (save.decide and save.decide.reason is not None)
-                if for_all and abort(self._epoch.run, save.flush.folder, str(error)):
+                if for_all and abort(flush.folder, str(error)):
                     self._send_decided(save)  # it is committed after all, and durable
                     return
             except (LaststepError, OSError) as second:
@@ -409,42 +445,12 @@ class Flusher:
                 if member:
                     error = StorageFailed(
                         f"it is not known whether step {save.begin.step} is committed",
-                        where=save.flush.folder, found=f"{error}; then {second}",
+                        where=flush.folder, found=f"{error}; then {second}",
                         remedy="`laststep ls` shows it if it is",
                     )  # fmt: skip
         kind, fields = error.to_wire()
         self._clear(save)
         self._send(Failed(save=save.begin.save, kind=kind, fields=fields))
-
-    def _was_given_up(self, save: Save) -> bool:
-        """Whether the first rank has decided against a member's save, or removed its folder."""
-        if save.flush is None:
-            return False
-        with contextlib.suppress(LaststepError, OSError):
-            if isinstance(self._epoch.run.decision(save.flush.folder), Abort):
-                return True
-            return not self._store.list(save.flush.folder)
-        return False
-
-    def _abort_as_member(self, run: Run, folder: str, reason: str) -> bool:
-        """Decide against an attempt of all ranks; True if it has been committed. Its folder stays
-        for the first rank, or whoever comes after it: others may still be writing, and whoever
-        finds the decision finds the reason in it."""
-        return not isinstance(run.abort(folder, reason), Abort)
-
-    def _abort(self, run: Run, folder: str, reason: str) -> bool:
-        """Decide against an attempt of our own and remove it; True if it has been committed."""
-        try:
-            if not isinstance(run.abort(folder, reason), Abort):
-                return True
-            if run.decision(folder) is not None:  # else a later start has removed it already
-                run.discard(folder)
-        except StorageFailed:
-            # A full disk has no room for a decision either; without its folder nobody can commit.
-            if run.decision(folder) is not None:
-                raise
-            self._store.delete_folder(folder)
-        return False
 
     def _send_decided(self, save: Save) -> None:
         assert save.at is not None  # noqa: S101 (what was decided was begun)
@@ -477,6 +483,7 @@ class Flusher:
             self._chunks.put(None)
         for thread in self._threads:
             thread.join()
+        self._keeper.close()
         self._epoch.close()
         if self._witness is not None:
             self._let_witness_go(*self._witness)

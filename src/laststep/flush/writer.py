@@ -152,14 +152,30 @@ class SaveFlush:
         if self._deriving is not None:
             self._deriving.expect(file, start)
 
-    def write(self, file: int, start: int, image: memoryview, size_bytes: int) -> None:
+    def digests(self, file: int, start: int, data: memoryview) -> bytes:
+        """The digests of the blocks of bytes of a file, which are rounded first, where they lie, if
+        that was asked for."""
+        rounding = self._files[file].rounding
+        if rounding is not None:
+            rounding.apply(start, data)
+        return block_digests(data)
+
+    def rounded(self, file: int) -> dict[str, str]:
+        """What of a file is rounded, and how."""
+        rounding = self._files[file].rounding
+        return {} if rounding is None else rounding.names
+
+    def write(
+        self, file: int, start: int, image: memoryview, size_bytes: int, sums: bytes = b""
+    ) -> None:
         """Digest and write `size_bytes` of `image`, which starts at byte `start` of the tensor
-        area. `image` MUST reach to the next multiple of the alignment. Never raises."""
+        area; `sums` are its digests if somebody has made them. `image` MUST reach to the next
+        multiple of the alignment. Never raises."""
         if self.error is not None:
             return
         target = self._files[file]
         try:
-            self._write(target, start, image, size_bytes)
+            self._write(target, start, image, size_bytes, sums)
         except LaststepError as error:
             self.fail(error)
         except Exception as error:  # noqa: BLE001 (kept, and raised by `finish`)
@@ -172,11 +188,11 @@ class SaveFlush:
                 )
             )
 
-    def _write(self, target: _File, start: int, image: memoryview, size_bytes: int) -> None:
+    def _write(
+        self, target: _File, start: int, image: memoryview, size_bytes: int, sums: bytes
+    ) -> None:
         data = image[:size_bytes]
-        if target.rounding is not None:
-            target.rounding.apply(start, data)
-        sums = block_digests(data)
+        sums = sums or self.digests(target.number, start, data)
         if self._deriving is not None:
             self._deriving.take(target.number, start, data)
         self._image(target, start, data, sums).write(start, image, size_bytes, sums)

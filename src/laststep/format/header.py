@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from laststep.codecs import strict
-from laststep.codecs.digests import DIGEST_BYTES
+from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Usage
 from laststep.format import borrowing, coding
 from laststep.format.borrowing import BlockPlace, Stretch
@@ -166,7 +166,7 @@ def reserve_bytes(
         item=item, tensors=tuple(tensors), objects=objects, tensor_bytes=tensor_bytes,
         blocks=blocks, parts=parts or {},
     )  # fmt: skip
-    region_bytes = align_up(LENGTH_BYTES + len(_json_of(header)), ALIGN_BYTES)
+    region_bytes = shortest_region(header)
     if region_bytes > MAX_HEADER_BYTES:
         raise Usage(
             "cannot lay out a data file",
@@ -198,7 +198,22 @@ def reserve_packed_bytes(header: Header, *, codecs: Sequence[str] = ()) -> int:
         stretches=(Stretch(count, lent, count),) * count if lent else (),
         coded=coded if codecs else None,
     )  # fmt: skip
-    return align_up(LENGTH_BYTES + len(_json_of(largest)), ALIGN_BYTES)
+    return shortest_region(largest)
+
+
+def object_entries(objects: Sequence[tuple[str, bytes]], start: int) -> tuple[ObjectEntry, ...]:
+    """Where objects lie that come one after the other from `start` on."""
+    entries = []
+    for name, data in objects:
+        stop = start + len(data)
+        entries.append(ObjectEntry(name=name, start=start, stop=stop, digest=digest(data)))
+        start = stop
+    return tuple(entries)
+
+
+def shortest_region(header: Header) -> int:
+    """The bytes of the shortest region that such a header fits into."""
+    return align_up(LENGTH_BYTES + len(_json_of(header)), ALIGN_BYTES)
 
 
 def encode_header(header: Header, *, region_bytes: int) -> bytes:

@@ -39,11 +39,10 @@ _PIN_PAUSE_S = 0.008
 without a pause held it up by 150 ms, with this one by nothing that could be told from noise."""
 
 
-def _reserved(size_bytes: int) -> tuple[int, memory.Mapping]:
-    """Room for the pool, of which nothing is used yet."""
-    fd = -1
+def _reserved(size_bytes: int, fd: int = -1) -> tuple[int, memory.Mapping]:
+    """Room for the pool, of which nothing is used yet; in a file that is there, or in a new one."""
     try:
-        fd = memory.create(size_bytes)
+        fd = memory.create(size_bytes) if fd < 0 else fd
         return fd, memory.Mapping(fd, size_bytes)
     except (OSError, MemoryError) as error:
         if fd >= 0:
@@ -68,10 +67,13 @@ class Pool:
     This does not stop writes through the pool's file, so `land` checks for itself. A device that
     writes into pinned memory goes unnoticed."""
 
-    def __init__(self, cap_bytes: int, *, pinned: bool) -> None:
+    def __init__(self, cap_bytes: int, *, pinned: bool, fd: int = -1) -> None:
+        """`fd` is of a file in shared memory of that length; without one, memory of its own."""
         self.cap_slots = max(cap_bytes // CHUNK_BYTES, 1)
         self.cap_bytes = self.cap_slots * CHUNK_BYTES
-        self.fd, self._mapping = _reserved(self.cap_bytes)
+        self.fd, self._mapping = _reserved(self.cap_bytes, fd)
+        self._has_limit = fd >= 0
+        """Whether its filesystem may be full: whoever touches memory that is not there dies."""
         self.slots = Slots()
         self._bytes = torch.frombuffer(self._mapping.view, dtype=torch.uint8)
         self._pinned = pinned
@@ -282,6 +284,9 @@ class Pool:
             return
         # Where there is a GPU there are cores: zero the pages of several slots at once.
         starts = [slot * CHUNK_BYTES for slot in range(first, first + count)]
+        if self._has_limit:
+            for start in starts:
+                self._mapping.allocate(start, CHUNK_BYTES)
         with ThreadPoolExecutor(count, thread_name_prefix="laststep-populate") as threads:
             list(threads.map(lambda start: self._mapping.populate(start, CHUNK_BYTES), starts))
 

@@ -111,12 +111,12 @@ class Slots:
             self._lost = error
             self._changed.notify_all()
 
-    def reset(self) -> None:
-        """Make all slots free again, for a new flusher; only when nobody holds or waits for any.
-        It brings no memory where there is none."""
+    def reset(self, kept: frozenset[int] = frozenset()) -> None:
+        """Make all slots free again but for those that are kept, for a new flusher, which has them
+        then; only when nobody holds or waits for any. It brings no memory where there is none."""
         with self._changed:
-            self._free.extend(sorted(self._leased))
-            self._leased.clear()
+            self._free.extend(sorted(self._leased - kept))
+            self._leased &= kept
             self._reading.clear()
             self._lost = None
             self._changed.notify_all()

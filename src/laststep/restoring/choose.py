@@ -25,6 +25,7 @@ from laststep.format.manifest import Commit
 from laststep.process import interrupts
 from laststep.ranks.group import together
 from laststep.read.content import Content
+from laststep.tiers.nearest import NearestStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -187,6 +188,15 @@ class Choosing:
         self._unseen_s = None
         if self._left:
             self._left.pop()
+
+    def spoil(self, chosen: Chosen) -> bool:
+        """Whether it came out of shared memory, which is damaged: then it is listed again as the
+        store of the run has it, if that has it."""
+        if not isinstance(self._store, NearestStore) or not self._store.spoil(chosen.folder):
+            return False
+        self._passed.discard(chosen.folder)
+        self.list_again()
+        return True
 
     def list_again(self) -> None:
         """Retention takes a checkpoint only after a commit, so there may be a newer one now."""

@@ -221,6 +221,8 @@ class _Attempts:
         """Choose what to try next: the same again, one of a new list, or an older one. A step that
         was asked for has none to stand in for it: its error is raised."""
         named = self._wanted.step is not None
+        if self._choosing.spoil(chosen):
+            return
         verdict = self._choosing.judge(chosen, error)
         if verdict is StandsOrGone.UNSEEN:
             self._choosing.wait_to_see(chosen, error)

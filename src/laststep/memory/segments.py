@@ -1,0 +1,247 @@
+"""Shared memory that outlives those who use it: a *segment* for each rank of each start of a job.
+
+A segment is a folder on a filesystem in memory, /dev/shm if nobody says otherwise, that belongs to
+one user and that nobody else can look into. In it lie the memory of a pool, a note of whose it is,
+and small records of what is whole in that memory, of which this module knows only the names. A lock
+on the memory's file shows that the trainer or its flusher lives: both have the same open file. The
+kernel lets go of it with the last of them, however that ends.
+
+A record is there whole or not at all: it gets its name when it is written. Nothing is synced, since
+nothing of it outlives the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+import time
+
+import msgspec
+
+from laststep.codecs.digests import DIGEST_BYTES, digest
+from laststep.errors import Corrupt, StorageFailed
+
+BASE = "/dev/shm"  # noqa: S108 (a folder of this user's own is made in it)
+_POOL, _OWNER, _RECORD = "pool", "owner.json", "sealed-"
+_BEING_MADE = "new-"
+_SMALL_BYTES = 64 << 20
+"""What containers have in /dev/shm unless somebody asks for more."""
+
+
+class SegmentOwner(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose a segment is."""
+
+    run: str
+    """The URL of the run that its saves go to."""
+    rank: int
+    ranks: int
+    pid: int
+    host: str
+    created_s: float
+
+
+class Segment:
+    """A segment, as those see it who own it or who find it."""
+
+    def __init__(self, folder: str, owner: SegmentOwner) -> None:
+        self.folder = folder
+        self.owner = owner
+
+    @property
+    def base(self) -> str:
+        """Where the folder of its user lies."""
+        return self.folder.rsplit("/", 2)[0]
+
+    @property
+    def pool_path(self) -> str:
+        """The file of its memory."""
+        return f"{self.folder}/{_POOL}"
+
+    def is_alive(self) -> bool:
+        """Whether its trainer or its flusher lives."""
+        try:
+            fd = os.open(self.pool_path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that it takes."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(self.pool_path).st_blocks * 512  # noqa: PTH116 (no pathlib here)
+        return 0
+
+    def records(self) -> list[str]:
+        """The names of what is whole in it, oldest first."""
+        with contextlib.suppress(FileNotFoundError):
+            names = [name for name in os.listdir(self.folder) if name.startswith(_RECORD)]  # noqa: PTH208
+            return sorted((name.removeprefix(_RECORD) for name in names), key=_in_order)
+        return []
+
+    def put(self, name: str, data: bytes) -> None:
+        """Make a record; a name is used once."""
+        path = f"{self.folder}/{_RECORD}{name}"
+        unfinished = f"{self.folder}/{_BEING_MADE}{name}"
+        try:
+            with open(unfinished, "wb") as file:  # noqa: PTH123 (the flusher has no pathlib)
+                file.write(digest(data))
+                file.write(data)
+            os.rename(unfinished, path)  # noqa: PTH104 (as above)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)  # noqa: PTH108 (as above)
+            raise _failed("cannot note what is whole in shared memory", path, error) from error
+
+    def read(self, name: str) -> bytes | None:
+        """A record; None where it is gone by now. `Corrupt` where it is not what was written."""
+        path = f"{self.folder}/{_RECORD}{name}"
+        try:
+            with open(path, "rb") as file:  # noqa: PTH123 (as above)
+                found = file.read()
+        except FileNotFoundError:
+            return None
+        if digest(found[DIGEST_BYTES:]) != found[:DIGEST_BYTES]:
+            raise Corrupt("a record in shared memory has changed", where=path,
+                          expected=found[:DIGEST_BYTES].hex(),
+                          found=digest(found[DIGEST_BYTES:]).hex())  # fmt: skip
+        return found[DIGEST_BYTES:]
+
+    def drop(self, name: str) -> None:
+        """Remove a record: what it names may be overwritten from now on."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.folder}/{_RECORD}{name}")  # noqa: PTH108 (as above)
+
+    def remove(self) -> None:
+        """Remove all of it; the records go first. The memory itself goes with the last process that
+        has it mapped."""
+        for name in self.records():
+            self.drop(name)
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self.folder):  # noqa: PTH208 (as above)
+                os.unlink(f"{self.folder}/{name}")  # noqa: PTH108 (as above)
+            os.rmdir(self.folder)  # noqa: PTH106 (as above)
+
+
+def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tuple[Segment, int]:
+    """A new segment for saves to that run, and the descriptor of its memory, of that length, whose
+    lock is held by all who have it."""
+    place = _made_own_folder(base)
+    room = os.statvfs(place)
+    free = room.f_bavail * room.f_frsize
+    if room.f_blocks * room.f_frsize <= _SMALL_BYTES < size_bytes:
+        raise _too_small(base, room.f_blocks * room.f_frsize, size_bytes)
+    owner = SegmentOwner(
+        run=run, rank=rank, ranks=ranks, pid=os.getpid(), host=socket.gethostname(),
+        created_s=time.time(),
+    )  # fmt: skip
+    name = f"{digest(run.encode()).hex()[:16]}-{rank}-{os.urandom(6).hex()}"
+    unfinished, folder = f"{place}/{_BEING_MADE}{name}", f"{place}/{name}"
+    try:
+        os.mkdir(unfinished, 0o700)  # noqa: PTH102 (as above)
+        with open(f"{unfinished}/{_OWNER}", "wb") as file:  # noqa: PTH123 (as above)
+            file.write(msgspec.json.encode(owner))
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(f"{unfinished}/{_POOL}", flags, 0o600)
+        try:
+            os.ftruncate(fd, size_bytes)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(unfinished, folder)  # noqa: PTH104 (as above)
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise _too_small(base, free, size_bytes) from error
+        raise _failed("cannot make a segment of shared memory", place, error) from error
+    return Segment(folder, owner), fd
+
+
+def opened(folder: str) -> Segment:
+    """The segment in that folder; `StorageFailed` where there is none."""
+    owner = _owner_of(folder)
+    if owner is None:
+        raise StorageFailed("there is no segment of shared memory", where=folder)
+    return Segment(folder, owner)
+
+
+def found(base: str = BASE, run: str | None = None) -> list[Segment]:
+    """The segments that there are, of that run or of all, in the order in which they were made."""
+    try:
+        place = _own_folder(base)
+    except FileNotFoundError:
+        return []
+    names = [name for name in os.listdir(place) if not name.startswith(_BEING_MADE)]  # noqa: PTH208
+    owners = {f"{place}/{name}": _owner_of(f"{place}/{name}") for name in names}
+    segments = [
+        Segment(folder, owner)
+        for folder, owner in owners.items()
+        if owner is not None and run in (None, owner.run)
+    ]
+    return sorted(segments, key=lambda segment: segment.owner.created_s)
+
+
+def _owner_of(folder: str) -> SegmentOwner | None:
+    try:
+        with open(f"{folder}/{_OWNER}", "rb") as file:  # noqa: PTH123 (as above)
+            return msgspec.json.decode(file.read(), type=SegmentOwner)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _made_own_folder(base: str) -> str:
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(f"{base}/laststep-{os.getuid()}", 0o700)  # noqa: PTH102 (as above)
+        return _own_folder(base)
+    except FileNotFoundError:
+        raise StorageFailed(
+            "there is no shared memory that could outlive this process", where=base,
+            remedy="mount a tmpfs there, or name one: Tier('shm:///path/of/it')",
+        ) from None  # fmt: skip
+    except OSError as error:
+        raise _failed("cannot use shared memory", base, error) from error
+
+
+def _own_folder(base: str) -> str:
+    """The folder of this user's segments, into which nobody else may look; `FileNotFoundError`
+    where there is none."""
+    place = f"{base}/laststep-{os.getuid()}"
+    status = os.lstat(place)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise StorageFailed(
+            "refused a folder in shared memory into which others can look", where=place,
+            expected="a folder of this user's, with mode 700",
+            found=f"{stat.filemode(status.st_mode)} of user {status.st_uid}",
+            remedy="have it removed; somebody else may have made it",
+        )  # fmt: skip
+    return place
+
+
+def _in_order(name: str) -> tuple[int, ...]:
+    """Names of records are numbers with dashes between: what they mean is others' business."""
+    return tuple(int(part) for part in name.split("-") if part.isdigit())
+
+
+def _too_small(base: str, there: int, wanted: int) -> StorageFailed:
+    return StorageFailed(
+        "there is too little shared memory", where=base, expected=f"{wanted} bytes",
+        found=f"{there} bytes",
+        remedy="a container gets more by --shm-size (Docker), or by an emptyDir of medium Memory "
+        "mounted at /dev/shm (Kubernetes); or name another tmpfs: Tier('shm:///path/of/it'); or "
+        "pass a smaller host_memory_bytes=…",
+    )  # fmt: skip
+
+
+def _failed(what: str, where: str, error: OSError) -> StorageFailed:
+    return StorageFailed(what, where=where, found=error.strerror or str(error))

@@ -1,0 +1,198 @@
+"""A save that is whole in shared memory, read as the checkpoint that it is.
+
+The flusher leaves a record of it in the segment whose memory holds its chunks: what it is, where
+each chunk lies, and the digests of all blocks. From that follow, byte for byte, the data files that
+a whole write of it makes, and its manifest; nobody writes them, whoever asks for bytes gets them
+out of the memory. They are verified like any other. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.catalog.names import AttemptName
+from laststep.codecs import objects as codec
+from laststep.codecs.digests import digest_text
+from laststep.errors import Corrupt, NotFound
+from laststep.format.header import Header, PartEntry, encode_header, object_entries, shortest_region
+from laststep.format.manifest import Commit, FileRecord, ItemRecord
+from laststep.format.safetensors import TensorEntry
+from laststep.terms import CHUNK_BYTES
+from laststep.version import VERSION
+
+if TYPE_CHECKING:
+    from laststep.memory.segments import Segment
+
+
+class SealedFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A data file whose tensor area lies in slots."""
+
+    name: str
+    item: str | None
+    region_bytes: int
+    tensor_bytes: int
+    entries: tuple[TensorEntry, ...]
+    parts: dict[str, PartEntry]
+    chunks: tuple[tuple[int, int], ...]
+    """Where each begins in the tensor area, in order, and its slot."""
+    digests: bytes
+    objects: tuple[tuple[str, bytes], ...]
+    lossy: dict[str, str] = {}
+
+
+class SealedSave(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What the record of a save says."""
+
+    run: str
+    """The id of the run that it was begun in."""
+    at: AttemptName
+    created_s: float
+    files: tuple[SealedFile, ...]
+    items: tuple[ItemRecord, ...]
+    metrics: bytes
+    metadata: bytes
+    continues: str | None
+
+    @property
+    def name(self) -> str:
+        """Under which the record lies in its segment."""
+        return f"{self.at.epoch}-{self.at.attempt}"
+
+    @property
+    def slots(self) -> frozenset[int]:
+        """The slots that it needs."""
+        return frozenset(slot for file in self.files for _, slot in file.chunks)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(SealedSave).decode
+
+
+def put(segment: Segment, save: SealedSave) -> None:
+    """Note that it is whole in the memory of that segment."""
+    segment.put(save.name, _encode(save))
+
+
+def saves_in(segment: Segment) -> list[SealedSave]:
+    """The saves that are whole there, oldest first; records that make no sense are passed over."""
+    saves = []
+    for name in segment.records():
+        try:
+            data = segment.read(name)
+            saves += [] if data is None else [_decode(data)]
+        except (Corrupt, msgspec.MsgspecError):
+            continue
+    return saves
+
+
+class SealedCheckpoint:
+    """The files of a save that is whole in shared memory. Close it when done."""
+
+    def __init__(self, segment: Segment, save: SealedSave) -> None:
+        self.save = save
+        self.folder = save.at.folder
+        self._files = {file.name: file for file in save.files}
+        self._heads: dict[str, tuple[bytes, bytes]] = {}
+        try:
+            self._fd = os.open(segment.pool_path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise NotFound("the shared memory of a save is gone", where=segment.folder) from None
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @cached_property
+    def commit(self) -> Commit:
+        """What its manifest says."""
+        save = self.save
+        return Commit(
+            run=save.run, step=save.at.step, epoch=save.at.epoch, attempt=save.at.attempt,
+            created_s=save.created_s, laststep=VERSION, items=save.items,
+            files=tuple(map(self._record, save.files)),
+            metrics=codec.decode(save.metrics, where="metrics"),  # type: ignore[arg-type]
+            metadata=codec.decode(save.metadata, where="metadata"), continues=save.continues,
+        )  # fmt: skip
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each of its files."""
+        return {record.name: record.size_bytes for record in self.commit.files}
+
+    def reader(self, name: str) -> SealedReader:
+        """One of its files; `NotFound` for what is none."""
+        try:
+            file = self._files[name]
+        except KeyError:
+            raise NotFound("there is no such file", where=f"{self.folder}/{name}") from None
+        return SealedReader(self._fd, file, *self._around(file))
+
+    def _record(self, file: SealedFile) -> FileRecord:
+        region, tail = self._around(file)
+        return FileRecord(
+            name=file.name, size_bytes=len(region) + file.tensor_bytes + len(tail),
+            header_bytes=len(region), header_digest=digest_text(region),
+            lossy=tuple(sorted(set(file.lossy.values()))),
+        )  # fmt: skip
+
+    def _around(self, file: SealedFile) -> tuple[bytes, bytes]:
+        """What lies before and behind the tensor area."""
+        if file.name not in self._heads:
+            header = Header(
+                item=file.item, tensors=file.entries, tensor_bytes=file.tensor_bytes,
+                objects=object_entries(file.objects, file.tensor_bytes), blocks=file.digests,
+                parts=file.parts, lossy=file.lossy,
+            )  # fmt: skip
+            size = max(file.region_bytes, shortest_region(header)) if file.lossy else None
+            region = encode_header(header, region_bytes=size or file.region_bytes)
+            self._heads[file.name] = region, b"".join(data for _, data in file.objects)
+        return self._heads[file.name]
+
+
+class SealedReader:
+    """A data file out of shared memory, read at given offsets; see `store.FileReading`."""
+
+    alignment_bytes = 1
+
+    def __init__(self, fd: int, file: SealedFile, head: bytes, tail: bytes) -> None:
+        self._fd = os.dup(fd)
+        self._head, self._tail = head, tail
+        self._starts = [start for start, _ in file.chunks]
+        self._slots = [slot for _, slot in file.chunks]
+        self._tensor_bytes = file.tensor_bytes
+        self.header_bytes = len(head)
+        self.size_bytes = len(head) + file.tensor_bytes + len(tail)
+
+    def read_into(self, offset: int, into: memoryview) -> int:
+        done, size = 0, max(min(len(into), self.size_bytes - offset), 0)
+        while done < size:
+            done += self._some(offset + done, into[done:size])
+        return done
+
+    def _some(self, offset: int, into: memoryview) -> int:
+        """Fill the beginning of `into`, as far as the bytes lie together."""
+        at = offset - len(self._head)
+        if at < 0 or at >= self._tensor_bytes:
+            data, first = (self._head, offset) if at < 0 else (self._tail, at - self._tensor_bytes)
+            part = memoryview(data)[first : first + len(into)]
+            into[: len(part)] = part
+            return len(part)
+        number = bisect_right(self._starts, at) - 1
+        inside = at - self._starts[number]
+        size = min(len(into), CHUNK_BYTES - inside, self._tensor_bytes - at)
+        place = self._slots[number] * CHUNK_BYTES + inside
+        # A copy by the kernel, beside which other threads run; a mapping would cost page faults.
+        got = os.preadv(self._fd, [into[:size]], place)
+        if got == 0:
+            raise Corrupt("shared memory is shorter than what was sealed in it")
+        return got
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

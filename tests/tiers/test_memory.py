@@ -1,0 +1,326 @@
+"""A checkpoint in shared memory is there as soon as it is captured, and outlives its processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from waiting import wait_until
+
+import laststep
+from laststep.errors import StorageFailed, Usage
+from laststep.memory import segments
+from laststep.storage.directory import DirectoryStore
+from laststep.tiers import sealed
+from laststep.tiers.nearest import sealed_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+TRAINER = Path(__file__).with_name("memory_trainer.py")
+MB = 1 << 20
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    """Where segments lie; any folder will do for what does not have to be fast."""
+    place = tmp_path / "shm"
+    place.mkdir()
+    return str(place)
+
+
+@pytest.fixture
+def trainers() -> Iterator[list[subprocess.Popen[str]]]:
+    running: list[subprocess.Popen[str]] = []
+    yield running
+    for trainer in running:
+        if trainer.poll() is None:
+            trainer.kill()
+        trainer.wait()
+        assert trainer.stdout is not None
+        trainer.stdout.close()
+
+
+class Trained:
+    """A run of the trainer beside this file."""
+
+    def __init__(self, running: list[subprocess.Popen[str]], *options: object) -> None:
+        command = [sys.executable, str(TRAINER), *map(str, options)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        running.append(self.process)
+        self.said: list[tuple[str, ...]] = []
+
+    def until(self, *words: object) -> tuple[str, ...]:
+        """Wait until it says a line that begins so."""
+        wanted = tuple(map(str, words))
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(tuple(line.split()))
+            if self.said[-1][: len(wanted)] == wanted:
+                return self.said[-1]
+        raise AssertionError(f"it ended before it said {wanted}: {self.said}")
+
+    def flusher(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return next(pid for pid in map(int, children.split()) if is_flusher(pid))
+
+    def kill(self, *, with_flusher: bool = True) -> None:
+        flusher = self.flusher() if with_flusher else None
+        if flusher is not None:
+            os.kill(flusher, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.said += [tuple(line.split()) for line in self.process.stdout]
+
+    def newest(self, *words: str) -> int:
+        """The newest step of which it has said any of these."""
+        return max((int(step) for word, step, *_ in self.said if word in words), default=-1)
+
+
+def is_flusher(pid: int) -> bool:
+    return b"laststep.flush" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def state_of(value: float = -1.0) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((5 << 20,), value), "small": torch.full((3,), value)}
+
+
+def opened(base: str, run: Path, state: object, **settings: object) -> laststep.Checkpointer:
+    how: dict[str, object] = {"host_memory_bytes": 160 * MB, "progress": False, **settings}
+    tiers = [f"shm://{base}", str(run)]
+    return laststep.Checkpointer(tiers=tiers, items={"state": state}, **how)  # type: ignore[arg-type]
+
+
+def test_a_save_is_whole_in_memory_though_nothing_of_it_is_durable(
+    base: str, run_folder: Path, trainers: list[subprocess.Popen[str]]
+) -> None:
+    trainer = Trained(trainers, base, run_folder, 1, "stuck")
+    trainer.until("TierHolds", 0)
+    trainer.process.kill()
+    trainer.process.wait()
+    assert trainer.newest("Committed") == -1
+    state = state_of()
+    with opened(base, run_folder, state) as ckpt:
+        assert ckpt.restore().step == 0
+        assert all(bool((tensor == 0).all()) for tensor in state.values())
+        ckpt.wait()
+    # The flusher has stored it, and nothing is left in memory that nobody needs.
+    assert laststep.open(run_folder).steps() == [0]
+    assert laststep.open(run_folder)[0].verify().damage == ()
+
+
+@pytest.mark.parametrize("with_flusher", [True, False])
+def test_after_a_kill_the_newest_that_was_sealed_comes_back(
+    base: str, run_folder: Path, trainers: list[subprocess.Popen[str]], *, with_flusher: bool
+) -> None:
+    kill_at_random(base, run_folder, trainers, random.Random(7), trials=3, only=with_flusher)
+
+
+@pytest.mark.long
+def test_after_a_hundred_kills_at_any_instant_the_newest_that_was_sealed_comes_back(
+    base: str, run_folder: Path, trainers: list[subprocess.Popen[str]]
+) -> None:
+    kill_at_random(base, run_folder, trainers, random.Random(11), trials=100)
+
+
+def kill_at_random(
+    base: str,
+    run: Path,
+    trainers: list[subprocess.Popen[str]],
+    chance: random.Random,
+    *,
+    trials: int,
+    only: bool | None = None,
+) -> None:
+    promised = -1
+    for _ in range(trials):
+        trainer = Trained(trainers, base, run, 10**6)
+        _, step, *found = trainer.until("restored")
+        if promised >= 0:
+            assert int(step) >= promised
+            assert {float(value) for value in found} == {float(step)}
+        first = int(step) + 1 if step != "None" else 0
+        trainer.until("TierHolds", first + chance.randrange(4))
+        signal.sigtimedwait((), chance.random() * 0.05)  # any instant of the next save
+        trainer.kill(with_flusher=chance.random() < 0.5 if only is None else only)
+        promised = max(promised, trainer.newest("TierHolds", "Committed"))
+        assert len(segments.found(base)) <= 2
+
+
+def test_a_job_that_ends_leaves_nothing_in_memory(base: str, run_folder: Path) -> None:
+    with opened(base, run_folder, state_of(1.0)) as ckpt:
+        ckpt.restore()
+        report = ckpt.save(1).result()
+        (segment,) = segments.found(base)
+        assert segment.is_alive()
+        assert segment.size_bytes >= 20 * MB
+    assert segments.found(base) == []
+    assert set(report.tiers) == {"shm://", str(run_folder)}
+    assert report.tiers["shm://"] <= report.tiers[str(run_folder)]
+
+
+def test_a_job_that_fails_leaves_what_it_has_sealed_for_the_next(
+    base: str, run_folder: Path
+) -> None:
+    class Fails(Exception):
+        pass
+
+    with pytest.raises(Fails), opened(base, run_folder, state_of(1.0)) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result()
+        raise Fails
+    (left,) = segments.found(base)
+    assert not left.is_alive()
+    state = state_of()
+    with opened(base, run_folder, state) as ckpt:
+        damage_file(run_folder)  # so that it can come out of memory alone
+        assert ckpt.restore().step == 1
+        assert all(bool((tensor == 1).all()) for tensor in state.values())
+        ckpt.save(2).result()
+        wait_until(lambda: left.folder not in {one.folder for one in segments.found(base)})
+
+
+def damage_file(run: Path) -> None:
+    (file,) = [path for path in run.glob("step-*/*.safetensors") if path.stat().st_size > MB]
+    with file.open("r+b") as opened_file:
+        opened_file.seek(2 * MB)
+        opened_file.write(b"damage")
+
+
+def damage_memory(base: str) -> None:
+    """One byte of each slot that a sealed save needs."""
+    (segment,) = segments.found(base)
+    (save,) = sealed.saves_in(segment)
+    with Path(segment.pool_path).open("r+b") as pool:
+        for slot in save.slots:
+            pool.seek(slot * (16 << 20) + 5)
+            pool.write(b"\x01")
+
+
+def test_damaged_memory_gives_way_to_the_store(
+    base: str, run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ZeroDivisionError), opened(base, run_folder, state_of(3.0)) as ckpt:
+        ckpt.restore()
+        ckpt.save(3).result()
+        1 / 0  # noqa: B018 (it fails)
+    damage_memory(base)
+    state = state_of()
+    with opened(base, run_folder, state) as ckpt:
+        restored = ckpt.restore()
+    assert restored.step == 3
+    assert restored.skipped == ()
+    assert all(bool((tensor == 3).all()) for tensor in state.values())
+    assert "in shared memory is damaged" in caplog.text
+
+
+def test_what_is_rounded_is_rounded_in_memory_too(base: str, run_folder: Path) -> None:
+    values = torch.randn(5 << 20)
+    with pytest.raises(ZeroDivisionError):
+        with opened(base, run_folder, {"m": values}, lossy={"state/m": "bf16"}) as ckpt:
+            ckpt.restore()
+            ckpt.save(1).result()
+            1 / 0  # noqa: B018 (it fails)
+    (found,) = sealed_of(DirectoryStore(str(run_folder)), base)
+    assert found.commit.lossy == ("bf16",)
+    found.close()
+    state = {"m": torch.zeros(5 << 20)}
+    with opened(base, run_folder, state) as ckpt:
+        ckpt.restore()
+    assert torch.equal(state["m"], values.bfloat16().float())
+
+
+def test_a_state_that_does_not_fit_is_saved_and_not_kept(
+    base: str, run_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(base, run_folder, {"w": torch.ones(24 << 20)}, host_memory_bytes=64 * MB,
+                flush="thread") as ckpt:  # fmt: skip
+        ckpt.restore()
+        for step in range(3):
+            assert set(ckpt.save(step).result().tiers) == {str(run_folder)}
+    assert caplog.text.count("does not fit into") == 1
+
+
+def test_where_there_is_room_for_one_only_the_older_goes_when_it_is_stored(
+    base: str, run_folder: Path
+) -> None:
+    state = state_of()
+    with opened(base, run_folder, state, host_memory_bytes=64 * MB) as ckpt:
+        ckpt.restore()
+        for step in range(4):
+            for tensor in state.values():
+                tensor.fill_(step)
+            assert "shm://" in ckpt.save(step).result().tiers
+    assert laststep.open(run_folder).steps() == [0, 1, 2, 3]
+
+
+def test_a_flusher_that_dies_takes_nothing_with_it(
+    base: str, run_folder: Path, flusher: Callable[[], int]
+) -> None:
+    state = state_of(1.0)
+    with opened(base, run_folder, state) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result()
+        (segment,) = segments.found(base)
+        os.kill(flusher(), signal.SIGKILL)
+        wait_until(lambda: ckpt._client.dead is not None)  # noqa: SLF001 (nobody else is told)
+        (save,) = sealed.saves_in(segment)
+        for step in (2, 3, 4):
+            state["weight"].fill_(step)
+            ckpt.save(step).result()
+        assert [kept.at.step for kept in sealed.saves_in(segment)] == [4]
+        assert save.at.step == 1
+
+
+def test_another_start_that_has_taken_the_run_over_leaves_memory_behind(
+    base: str, run_folder: Path, trainers: list[subprocess.Popen[str]]
+) -> None:
+    trainer = Trained(trainers, base, run_folder, 1, "stuck")
+    trainer.until("TierHolds", 0)
+    trainer.process.kill()
+    trainer.process.wait()
+    with laststep.Checkpointer(run_folder, state=state_of(5.0)) as elsewhere:
+        elsewhere.restore()  # on another machine, which does not see that memory
+        elsewhere.save(5).result()
+    state = state_of()
+    with opened(base, run_folder, state) as ckpt:
+        assert ckpt.restore().step == 5
+    assert laststep.open(run_folder).steps() == [5]
+
+
+def test_nobody_else_can_look_into_a_segment(base: str, run_folder: Path) -> None:
+    with opened(base, run_folder, state_of(1.0)) as ckpt:
+        ckpt.restore()
+        (segment,) = segments.found(base)
+        place = Path(segment.folder)
+        assert [oct(path.stat().st_mode & 0o777) for path in (place, place.parent)] == ["0o700"] * 2
+    place.parent.chmod(0o755)
+    with pytest.raises(StorageFailed, match="into which others can look"):
+        opened(base, run_folder, state_of())
+
+
+def test_a_container_with_little_shared_memory_is_told_what_to_do(
+    tmp_path: Path, run_folder: Path, mount: Callable[..., None]
+) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    mount(place, "-t", "tmpfs", "-o", "size=64m", "tmpfs")
+    with pytest.raises(StorageFailed, match=r"too little shared memory.*--shm-size"):
+        opened(str(place), run_folder, state_of())
+
+
+@pytest.mark.parametrize(
+    "tiers", [[], ["shm://"], ["runs/a", "shm://"], ["shm://", "shm://", "runs/a"], [3], "runs/a"]
+)
+def test_tiers_that_make_no_sense_are_refused(tiers: object) -> None:
+    with pytest.raises(Usage, match=re.compile("tier")):
+        laststep.Checkpointer(tiers=tiers, state={"a": torch.ones(1)})  # type: ignore[arg-type]
