@@ -62,6 +62,9 @@ class HeldFile(NamedTuple):
             self.reader, self.record.name, self.where, at, at + size, digests, None, first, image_at
         )
 
+    def header_extent(self) -> Extent:
+        return _header_extent(self.reader, self.record, self.where)
+
     def object(self, entry: ObjectEntry) -> Extent:
         at = self.record.header_bytes
         return Extent(
@@ -205,7 +208,7 @@ def _open_image(
     cached: bool,
 ) -> Opened:
     """A data file with those that it borrows of."""
-    opened = _open_one(store, folder, record, cached=cached)
+    opened = open_alone(store, folder, record, cached=cached)
     file = opened.file
     if file is None or not file.header.lent:
         return opened
@@ -213,7 +216,7 @@ def _open_image(
     whole: DataFile | None = None
     try:
         for name in file.header.lent:
-            others.append(_open_one(store, folder, _named(name, among, file.where), cached=cached))
+            others.append(open_alone(store, folder, _named(name, among, file.where), cached=cached))
             damage += others[-1].damage
         lent = [other.file for other in others if other.file is not None]
         if len(lent) == len(others):
@@ -323,8 +326,8 @@ def _lends_nothing(where: str, found: str) -> Corrupt:
     )
 
 
-def _open_one(store: Store, folder: str, record: FileRecord, *, cached: bool) -> Opened:
-    """One file alone, with what it holds itself."""
+def open_alone(store: Store, folder: str, record: FileRecord, *, cached: bool) -> Opened:
+    """One file alone, with what it holds itself, whether or not there is what it needs."""
     path = f"{folder}/{record.name}"
     where = f"{store.url}/{path}"
     try:
@@ -392,9 +395,13 @@ def _header(reader: FileReading, record: FileRecord, where: str) -> Header:
     size = record.header_bytes
     if size > 2 * MAX_HEADER_BYTES:
         raise Corrupt("a header is too large", where=where, found=f"{size} bytes")
-    expected = bytes.fromhex(record.header_digest.rpartition(":")[2])
-    region = _read_whole(Extent(reader, record.name, where, 0, size, expected, "header"))
+    region = _read_whole(_header_extent(reader, record, where))
     return decode_header(region, data_bytes=record.size_bytes - size, where=where)
+
+
+def _header_extent(reader: FileReading, record: FileRecord, where: str) -> Extent:
+    expected = bytes.fromhex(record.header_digest.rpartition(":")[2])
+    return Extent(reader, record.name, where, 0, record.header_bytes, expected, "header")
 
 
 def _read_whole(extent: Extent) -> bytes:
