@@ -98,7 +98,7 @@ def test_the_document_of_ls_has_these_fields(maker, laststep: Callable) -> None:
         "error": None,
         "incomplete": None,
     }
-    assert attempt.keys() == {"step", "folder", "size_bytes", "alive"}
+    assert attempt.keys() == {"step", "folder", "size_bytes", "alive", "is_copy"}
     assert attempt["alive"] is False
 
 

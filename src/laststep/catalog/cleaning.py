@@ -1,10 +1,10 @@
 """Find and remove what crashes leave behind in a run.
 
 That is only what no live writer can still want: attempts that were given up or whose writer is
-dead, folders that somebody has deleted by half, and temporary names and free witnesses older than
-an hour. Committed checkpoints are never touched, and nothing that lies behind a link is. A free
-lock proves death only under the same kernel; the attempt of another machine must also have been
-quiet for an hour.
+dead, copies that nobody has gone on with for a week, folders that somebody has deleted by half, and
+temporary names and free witnesses older than an hour. Committed checkpoints are never touched, and
+nothing that lies behind a link is. A free lock proves death only under the same kernel; the attempt
+of another machine must also have been quiet for an hour.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ _log = logging.getLogger(__name__)
 QUIET_S = 3600.0
 """How long nothing must have changed, where nothing better shows that a writer is dead."""
 
+COPY_QUIET_S = 7 * 86400.0
+"""The same for a copy that was interrupted: until then, whoever copies again goes on with it."""
+
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
 """What a store names files that it makes, and folders that it deletes; a user's names are his."""
 
@@ -43,6 +46,7 @@ class RemovalReason(enum.Enum):
 
     ABORTED = "given up"
     DEAD_WRITER = "no manifest, and its writer is dead"
+    STALE_COPY = "a copy that nobody goes on with"
     DEBRIS = "a temporary name that was left behind"
     DEAD_WITNESS = "of a start that is over"
 
@@ -81,11 +85,16 @@ def attempts_of_the_dead(
     for item in scanned:
         if item.is_link or item.is_committed:
             continue
-        writer = liveness(item.name.epoch)
-        quiet = now_s - item.changed_s > QUIET_S
-        if writer is _Liveness.DEAD or (writer is _Liveness.SILENT and quiet):
-            given_up = isinstance(item.decided, Abort)
-            why = RemovalReason.ABORTED if given_up else RemovalReason.DEAD_WRITER
+        quiet_s = now_s - item.changed_s
+        why = RemovalReason.DEAD_WRITER
+        if item.is_copy:  # the writer of its epoch is that of another place, and proves nothing
+            why = RemovalReason.STALE_COPY
+            is_dead = not item.is_copied_now and quiet_s > COPY_QUIET_S
+        else:
+            writer = liveness(item.name.epoch)
+            is_dead = writer is _Liveness.DEAD or (writer is _Liveness.SILENT and quiet_s > QUIET_S)
+        if is_dead:
+            why = RemovalReason.ABORTED if isinstance(item.decided, Abort) else why
             result.append(
                 Orphan(name=item.name.folder, why=why, is_folder=True, size_bytes=item.size_bytes)
             )
@@ -100,13 +109,14 @@ def remove(store: Store, orphan: Orphan) -> bool:
     writer could commit what is half gone. `delete_folder` takes the folder's name away first, the
     abort with it, and in a folder without a name nobody can commit.
     """
-    if orphan.why is RemovalReason.DEAD_WRITER and not _gave_up(store, orphan):
+    undecided = orphan.why in (RemovalReason.DEAD_WRITER, RemovalReason.STALE_COPY)
+    if undecided and not _gave_up(store, orphan):
         return False
     if orphan.is_folder:
         store.delete_folder(orphan.name)
     else:
         store.delete(orphan.name)
-    level = logging.WARNING if orphan.why is RemovalReason.DEAD_WRITER else logging.INFO
+    level = logging.WARNING if undecided else logging.INFO
     _log.log(level, "removed %s (%s, %d bytes)", orphan.name, orphan.why.value, orphan.size_bytes)
     return True
 

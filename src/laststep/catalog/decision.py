@@ -104,6 +104,11 @@ def commit(store: Store, folder: str, decided: Commit) -> None:
             expected=f"at most {MANIFEST_LIMIT_BYTES} bytes", found=f"{len(data)} bytes",
             remedy="metrics and metadata are in it: save what is large as an item",
         )  # fmt: skip
+    publish(store, folder, data)
+
+
+def publish(store: Store, folder: str, data: bytes) -> None:
+    """The same for a commit whose bytes there are already: those of a copy are its original's."""
     try:
         # The names of the data files have to be durable before anything refers to them.
         store.sync_folder(folder)

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import decision, lineage
-from laststep.catalog.names import FATE_NAME, PIN_NAME, AttemptName, parse_folder
+from laststep.catalog.names import (
+    FATE_NAME,
+    PIN_NAME,
+    AttemptName,
+    is_copying_name,
+    parse_folder,
+)
 from laststep.errors import LaststepError, StorageFailed
 from laststep.format.group import GROUPS_FOLDER
 from laststep.format.manifest import Abort, Commit
@@ -85,6 +91,8 @@ class OpenAttempt(AttemptName, frozen=True, kw_only=True):
 
     alive: bool
     size_bytes: int
+    is_copy: bool = False
+    """Whether it comes from another place: then `alive` tells of who copies it."""
 
 
 class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +115,14 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     incomplete: str | None = None
     """Which file is not there as the manifest lists it, in words; None where all are."""
+
+    is_copied_now: bool = False
+    """Whether it is undecided, and somebody is copying it."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it was brought here from another place, and not committed yet."""
+        return self.decided is None and any(is_copying_name(entry.name) for entry in self.entries)
 
     @property
     def size_bytes(self) -> int:
@@ -247,8 +263,13 @@ class Scanner:
         return ScannedAttempt(
             name=name, touched_s=folder.modified_s, entries=tuple(entries), decided=decided,
             passed_over=tuple(passed_over), is_link=folder.is_link,
+            is_copied_now=decided is None and self._is_copied_now(folder.name, entries),
             incomplete=_incomplete(decided, entries, is_part=bool(passed_over)),
         )  # fmt: skip
+
+    def _is_copied_now(self, folder: str, entries: Iterable[StoreEntry]) -> bool:
+        locks = (f"{folder}/{entry.name}" for entry in entries if is_copying_name(entry.name))
+        return any(map(self._store.is_locked, locks))
 
     def _has_all_names(self, scanned: ScannedAttempt) -> bool:
         """Whether there are as many data files as the manifest counts."""
@@ -306,8 +327,9 @@ def attempts(scanned: tuple[ScannedAttempt, ...], epochs: Epochs) -> tuple[OpenA
             step=item.name.step,
             epoch=item.name.epoch,
             attempt=item.name.attempt,
-            alive=alive[item.name.epoch],
+            alive=item.is_copied_now if item.is_copy else alive[item.name.epoch],
             size_bytes=item.size_bytes,
+            is_copy=item.is_copy,
         )
         for item in undecided
     )

@@ -20,6 +20,7 @@ FATE_NAME = "fate"
 
 _FOLDER = re.compile(r"step-([0-9]{8,20})\.([0-9]{1,20})-([0-9]{1,20})")
 _WITNESS = re.compile(r"start-[0-9a-f]{16}-([0-9]{1,20})\.lock")
+_COPYING = re.compile(r"copying(-r[0-9]{5,8})?\.lock")
 _ENDING = re.compile(r"start-([0-9a-f]{16})\.ended")
 _EPOCH = re.compile(r"([0-9]{8,20})\.(json|lock)")
 
@@ -94,6 +95,17 @@ def parse_witness(name: str) -> int | None:
     """The process whose witness a file in `epochs/` is, or None where it is not one."""
     match = _WITNESS.fullmatch(name)
     return None if match is None else int(match.group(1))
+
+
+def copying_name(first_rank: int | None = None) -> str:
+    """What lies in the folder of an attempt that is a copy, until it is committed; `first_rank`
+    where only the files of some ranks are brought."""
+    return f"copying{'' if first_rank is None else f'-r{first_rank:05d}'}.lock"
+
+
+def is_copying_name(name: str) -> bool:
+    """Whether a file in an attempt's folder says that it is a copy."""
+    return _COPYING.fullmatch(name) is not None
 
 
 def ending_name(start: str) -> str:

@@ -280,7 +280,8 @@ class Run:
         self._remove(dead)
         of_the_dead = {orphan.name for orphan in dead}
         for item in listing.attempts(scanned, self._epochs):
-            if item.epoch < successor and item.folder not in of_the_dead:
+            # A copy is no writer's, and settles nothing: it is as old as its original.
+            if item.epoch < successor and item.folder not in of_the_dead and not item.is_copy:
                 self._give_up_for(successor, item.folder)
 
     def _give_up_for(self, successor: int, folder: str) -> None:

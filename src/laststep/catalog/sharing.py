@@ -27,7 +27,9 @@ class Holding(NamedTuple):
     """Its data files."""
 
 
-class _FileId(NamedTuple):
+class FileId(NamedTuple):
+    """What files have in common that are one."""
+
     written_for: str
     rank: int
     size_bytes: int
@@ -39,13 +41,13 @@ class Sharing:
 
     def __init__(self, held: Iterable[Holding]) -> None:
         self._stored_bytes: dict[str, int] = {}
-        self._files: dict[str, list[_FileId]] = {}
-        self._folders: dict[_FileId, list[str]] = {}
+        self._files: dict[str, list[FileId]] = {}
+        self._folders: dict[FileId, list[str]] = {}
         self._order: dict[str, int] = {}
         for folder, stored_bytes, files in held:
             self._order[folder] = len(self._order)
             self._stored_bytes[folder] = stored_bytes
-            self._files[folder] = [_id_of(file, folder) for file in files]
+            self._files[folder] = [file_id(file, folder) for file in files]
             for file in self._files[folder]:
                 self._folders.setdefault(file, []).append(folder)
 
@@ -75,5 +77,6 @@ class Sharing:
         return tuple(sorted(others - {folder}, key=self._order.__getitem__))
 
 
-def _id_of(file: FileRecord, folder: str) -> _FileId:
-    return _FileId(file.origin or folder, file.rank, file.size_bytes, file.header_digest)
+def file_id(file: FileRecord, folder: str) -> FileId:
+    """Which file that is, which lies in `folder`."""
+    return FileId(file.origin or folder, file.rank, file.size_bytes, file.header_digest)

@@ -6,7 +6,7 @@ where the manifest cannot be read), `lossy` (how tensors in it were rounded, non
 exact), `metrics`, `lineage` ("current", "abandoned" or "superseded"), `superseded_by`, `pinned`,
 `epoch`, `attempt`, `error` (null, or why its manifest cannot be read) and `incomplete` (null, or
 which data file is missing or has the wrong size). An attempt, a save that is not committed, has
-`step`, `folder`, `size_bytes` and `alive`.
+`step`, `folder`, `size_bytes`, `alive` and `is_copy` (whether `laststep copy` brings it).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ls(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
                 "run": opened.store.url,
                 "checkpoints": [_document(item) for item in checkpoints],
                 "attempts": [
-                    output.fields(item, "step", "folder", "size_bytes", "alive")
+                    output.fields(item, "step", "folder", "size_bytes", "alive", "is_copy")
                     for item in attempts
                 ],
             }
@@ -50,12 +50,14 @@ def lineage_of(listed: Listed) -> str:
 
 def is_in_progress(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> bool:
     """Whether a writer that is alive may still commit it."""
-    return attempt.alive and not _is_overtaken(attempt, checkpoints)
+    return attempt.alive and (attempt.is_copy or not _is_overtaken(attempt, checkpoints))
 
 
 def why_no_manifest(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> str:
     """What a folder without a manifest may be, where it is not in progress: the folder alone does
     not tell what never had one from what lost it."""
+    if attempt.is_copy:
+        return "a copy that was interrupted; `laststep copy` goes on with it"
     if _is_overtaken(attempt, checkpoints):
         return "a checkpoint that is partly deleted, or one whose manifest was lost"
     return "an unfinished save, or one whose manifest was lost"
