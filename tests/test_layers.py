@@ -34,7 +34,7 @@ MAY_IMPORT_TORCH = (
     "cli/demo_train.py",  # the training of `laststep demo`, always a process of its own
 )
 TORCH = frozenset({"torch", "torchdata"})
-START_WITHOUT_TORCH = ("laststep", "laststep.cli", "laststep.flush")
+START_WITHOUT_TORCH = ("laststep", "laststep.cli", "laststep.flush", "laststep.tiers.runs")
 
 
 def is_type_checking(test: ast.expr) -> bool:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from laststep.state.tensors import Laid, register_tensor_type
     from laststep.state.values import RNG, PerRank
     from laststep.storage.registry import register_store
+    from laststep.tiers.runs import CopyReport, copy
 
 _WHERE = {
     "laststep.checkpointer": ("Checkpointer",),
@@ -56,6 +57,7 @@ _WHERE = {
     "laststep.state.tensors": ("Laid", "register_tensor_type"),
     "laststep.state.values": ("RNG", "PerRank"),
     "laststep.storage.registry": ("register_store",),
+    "laststep.tiers.runs": ("CopyReport", "copy"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _WHERE.items() for name in names}
 
@@ -68,6 +70,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "CompareReplicas",
+    "CopyReport",
     "Corrupt",
     "Exists",
     "Flat",
@@ -96,6 +99,7 @@ __all__ = [
     "Torn",
     "Usage",
     "__version__",
+    "copy",
     "load",
     "open",
     "register_store",

@@ -1,0 +1,181 @@
+"""Bring the data files of one checkpoint to another store: by a link, or chunk by chunk.
+
+What lies there already, of a copy that was interrupted, is read and kept if it is right. Several
+threads each have one chunk in memory, and what it takes to decode a block. The first error ends
+all; nothing is published here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from laststep.errors import Corrupt
+from laststep.read.files import open_alone, open_file
+from laststep.read.stored import stored_files, stored_header
+from laststep.tiers.file_pass import FilePass
+from laststep.tiers.pacing import Pacing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from laststep.format.manifest import FileRecord
+    from laststep.read.stored import StoredFile
+    from laststep.storage.store import Store
+    from laststep.tiers.file_pass import FileChunk
+    from laststep.tiers.links import Links
+
+_OPEN_FILES = 64
+"""So many are open at a time, with those that are lent to them."""
+
+Progress = Callable[[int, int], None]
+"""Told the bytes of data files that are done, and of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """From where to where, by how many threads, and how fast."""
+
+    source: Store
+    target: Store
+    threads: int = 4
+    pacing: Pacing = field(default_factory=Pacing)
+    progress: Progress | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Moved:
+    """What became of the data files of a checkpoint, in bytes."""
+
+    copied_bytes: int = 0
+    linked_bytes: int = 0
+    kept_bytes: int = 0
+    """Of an earlier copy that was interrupted."""
+
+
+class Bringing:
+    """The data files of one checkpoint on their way; `there` are the sizes of those that lie in its
+    folder at the target."""
+
+    def __init__(
+        self,
+        route: Route,
+        links: Links,
+        folder: str,
+        files: Sequence[FileRecord],
+        there: Mapping[str, int],
+    ) -> None:
+        self._route = route
+        self._links = links
+        self._folder = folder
+        self._files = {file.name: file for file in files}
+        self._there = there
+        self._total_bytes = sum(file.size_bytes for file in files)
+        self._done_bytes = 0
+        self._moved = Moved()
+        self._settled: set[str] = set()
+        self._halt = threading.Event()
+        self._mutex = threading.Lock()
+
+    def all(self) -> Moved:
+        """Bring all of them."""
+        # Lent files go with those that use them, which say what of them is to be verified.
+        own = [file for file in self._files.values() if not file.lent]
+        for at in range(0, len(own), _OPEN_FILES):
+            with ExitStack() as stack:
+                self._bring(self._opened(own[at : at + _OPEN_FILES], stack))
+        for file in self._files.values():
+            if file.name not in self._settled:  # lent, and of no use any more
+                alone = open_alone(self._route.source, self._folder, file, cached=False).sound()
+                with closing(alone):
+                    self._bring([stored_header(alone.files[0])])
+        return self._moved
+
+    def _opened(self, records: Iterable[FileRecord], stack: ExitStack) -> Iterable[StoredFile]:
+        files = []
+        for record in records:
+            opened = open_file(self._route.source, self._folder, record, self._files)
+            files.append(opened.sound())
+            stack.callback(opened.close)
+        return stored_files(files).values()
+
+    def _bring(self, files: Iterable[StoredFile]) -> None:
+        missing = []
+        for file in files:
+            size = file.record.size_bytes
+            is_there = file.record.name in self._there
+            if is_there and self._is_right(file):
+                self._moved.kept_bytes += size
+            elif not is_there and self._links.link(file.record, self._folder):
+                self._moved.linked_bytes += size
+                self._tell(size)
+            else:
+                self._moved.copied_bytes += size
+                missing.append(file)
+        self._run([self._pass(file) for file in missing])
+        self._settled.update(file.record.name for file in files)
+
+    def _is_right(self, file: StoredFile) -> bool:
+        """Read a file that is at the target already; one that is wrong goes."""
+        name, target = f"{self._folder}/{file.record.name}", self._route.target
+        if self._there[file.record.name] == file.record.size_bytes:
+            done_bytes = self._done_bytes
+            with closing(target.open_reader(name)) as reader:
+                try:
+                    self._run([FilePass(file, reader, self._route.pacing)])
+                    return True
+                except Corrupt:
+                    self._done_bytes = done_bytes
+        target.delete(name)
+        return False
+
+    def _pass(self, file: StoredFile) -> FilePass:
+        name, size = f"{self._folder}/{file.record.name}", file.record.size_bytes
+        target = self._route.target
+        return FilePass(
+            file, file.reader, self._route.pacing,
+            lambda: target.open_writer(name, expected_bytes=size),
+        )  # fmt: skip
+
+    def _run(self, passes: Sequence[FilePass]) -> None:
+        """Do all chunks of all these files. Whatever ends it, no thread works after that."""
+        todo = [(one, chunk) for one in passes for chunk in one.chunks]
+        threads = min(self._route.threads, len(todo))
+        if not threads:
+            return
+        self._halt.clear()
+        rest = iter(todo)
+        try:
+            with ThreadPoolExecutor(threads, thread_name_prefix="laststep-tier") as workers:
+                try:
+                    for work in [workers.submit(self._work, rest) for _ in range(threads)]:
+                        work.result()
+                finally:
+                    self._halt.set()
+        finally:
+            for one in passes:
+                one.close()
+
+    def _work(self, rest: Iterator[tuple[FilePass, FileChunk]]) -> None:
+        """On each thread: one chunk after the other."""
+        try:
+            while not self._halt.is_set():
+                with self._mutex:
+                    taken = next(rest, None)
+                if taken is None:
+                    return
+                file, chunk = taken
+                self._tell(file.take(chunk))
+        except BaseException:
+            self._halt.set()
+            raise
+
+    def _tell(self, size: int) -> None:
+        with self._mutex:
+            self._done_bytes += size
+            if self._route.progress is not None:
+                self._route.progress(self._done_bytes, self._total_bytes)

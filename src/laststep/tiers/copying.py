@@ -1,0 +1,175 @@
+"""Copy committed checkpoints of a run from one store to another, verified, in bounded memory.
+
+A copy has the name and the bytes of its original: data files, manifests of groups, and last, by
+create-only, `manifest.json`. Until then its folder is an attempt with a file `copying.lock` in it,
+which no reader takes for a checkpoint and no writer cleans up; whoever copies again keeps the files
+there that are right. Knows nothing of torch, lineage or retention. One thread calls a `Copier`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from laststep.catalog import decision, groups
+from laststep.catalog.names import PIN_NAME, copying_name, is_copying_name
+from laststep.errors import Corrupt, Exists, NotFound, StorageFailed
+from laststep.format.group import GROUPS_FOLDER
+from laststep.format.manifest import Commit
+from laststep.terms import MANIFEST_NAME
+from laststep.tiers.bringing import Bringing
+from laststep.tiers.links import Links
+from laststep.tiers.records import Records
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.format.manifest import FileRecord
+    from laststep.storage.store import Lock
+    from laststep.tiers.bringing import Moved, Route
+
+_log = logging.getLogger(__name__)
+
+
+class Copier:
+    """Copies checkpoints of one run, one after the other."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self._source = route.source
+        self._target = route.target
+        self._records = Records(route.source, route.target)
+        self._links = Links(route.target)
+
+    def copy(self, folder: str) -> Moved | None:
+        """Copy one checkpoint; None where it is there already.
+
+        `NotFound` where it was deleted meanwhile and `Corrupt` where it is damaged: then nothing of
+        it stays at the target. After any other error, and where it is stopped (`Aborted`), what was
+        copied stays for the next time. `Exists` where another checkpoint has its name, or somebody
+        else is copying it; `Usage` where the target is another run.
+        """
+        if self.is_there(folder):
+            return None
+        moved = self.bring(folder)
+        self.commit(folder)
+        return moved
+
+    def is_there(self, folder: str) -> bool:
+        """Whether the target has that very checkpoint; `Exists` where it has another."""
+        if not isinstance(decision.read_manifest(self._target, folder), Commit):
+            return False
+        name = f"{folder}/{MANIFEST_NAME}"
+        one, other = (
+            store.read(name, limit_bytes=decision.MANIFEST_LIMIT_BYTES)
+            for store in (self._source, self._target)
+        )
+        if one != other:
+            raise Exists(
+                "another checkpoint has this name", where=f"{self._target.url}/{folder}",
+                expected=f"a copy of {self._source.url}/{folder}", found="another manifest",
+                remedy="copy to another place",
+            )  # fmt: skip
+        return True
+
+    def bring(self, folder: str, ranks: Sequence[int] | None = None) -> Moved:
+        """Copy the data files, of all ranks or of these, without a commit. Several processes may
+        bring those of different ranks at once; one of them commits when all are done."""
+        commit, files = self._read(folder, ranks)
+        self._records.bring(commit.epoch)
+        with closing(self._begin(folder, None if ranks is None else min(ranks))):
+            try:
+                for inner in _inner_folders(commit, files):
+                    with contextlib.suppress(Exists):
+                        self._target.make_folder(f"{folder}/{inner}")
+                there = self._sizes(folder, commit, files)
+                return Bringing(self._route, self._links, folder, files, there).all()
+            except (Corrupt, NotFound) as error:
+                self._target.delete_folder(folder)
+                gone = decision.deleted(self._source, folder)
+                if gone is not None:
+                    raise gone from error
+                raise
+
+    def commit(self, folder: str) -> None:
+        """Make a checkpoint visible at the target whose data files have all been brought."""
+        commit, files = self._read(folder)
+        for record in commit.groups:
+            name = f"{folder}/{record.name}"
+            data = self._source.read(name, limit_bytes=groups.GROUP_LIMIT_BYTES)
+            with contextlib.suppress(Exists):
+                self._target.create(name, data)
+            groups.read(self._target, folder, commit, record)
+        self._check_all_there(folder, commit, files)
+        self._records.check()
+        name = f"{folder}/{MANIFEST_NAME}"
+        data = self._source.read(name, limit_bytes=decision.MANIFEST_LIMIT_BYTES)
+        decision.publish(self._target, folder, data)
+        self._links.add(folder, files)
+        if PIN_NAME in self._source.file_names(folder):
+            with contextlib.suppress(Exists):
+                self._target.create(f"{folder}/{PIN_NAME}", b"")
+        for name in filter(is_copying_name, self._target.file_names(folder)):
+            self._target.delete(f"{folder}/{name}")
+        _log.info(
+            "copied %s from %s to %s (%d bytes)", folder, self._source.url, self._target.url,
+            commit.size_bytes,
+        )  # fmt: skip
+
+    # Steps of the above
+
+    def _read(
+        self, folder: str, ranks: Sequence[int] | None = None
+    ) -> tuple[Commit, tuple[FileRecord, ...]]:
+        commit = decision.read(self._source, folder)
+        if not isinstance(commit, Commit):
+            raise NotFound("there is no such checkpoint", where=f"{self._source.url}/{folder}")
+        return commit, groups.files_of(self._source, folder, commit, ranks)
+
+    def _begin(self, folder: str, first_rank: int | None) -> Lock:
+        """Make the folder, or take up that of an interrupted copy; nobody else copies meanwhile."""
+        if decision.read_manifest(self._target, folder) is not None:  # it was given up there
+            self._target.delete_folder(folder)
+        with contextlib.suppress(Exists):
+            self._target.make_folder(folder)
+        name = copying_name(first_rank)
+        try:
+            return self._target.lock(f"{folder}/{name}")
+        except Exists:
+            raise Exists(
+                "somebody else is copying this checkpoint", where=f"{self._target.url}/{folder}",
+                found=f"{name} is locked", remedy="wait for that copy to end",
+            ) from None  # fmt: skip
+
+    def _check_all_there(self, folder: str, commit: Commit, files: Sequence[FileRecord]) -> None:
+        sizes = self._sizes(folder, commit, files)
+        for file in files:
+            if sizes.get(file.name) != file.size_bytes:
+                raise StorageFailed(
+                    "cannot commit a copy that is not whole",
+                    where=f"{self._target.url}/{folder}/{file.name}",
+                    expected=f"{file.size_bytes} bytes", found=f"{sizes.get(file.name, 'no file')}",
+                    remedy="copy again: it goes on from there",
+                )  # fmt: skip
+        for inner in _inner_folders(commit, files):
+            self._target.sync_folder(f"{folder}/{inner}")
+
+    def _sizes(self, folder: str, commit: Commit, files: Sequence[FileRecord]) -> dict[str, int]:
+        """The files in the folder at the target, and in those within it."""
+        listed = {"": self._target.list(folder)}
+        for inner in _inner_folders(commit, files):
+            listed[f"{inner}/"] = self._target.list(f"{folder}/{inner}")
+        return {
+            place + entry.name: entry.size_bytes
+            for place, entries in listed.items()
+            for entry in entries
+            if not entry.is_folder
+        }
+
+
+def _inner_folders(commit: Commit, files: Sequence[FileRecord]) -> list[str]:
+    """The folders within that of a checkpoint that its files lie in."""
+    inner = {file.name.rpartition("/")[0] for file in files} - {""}
+    return sorted(inner | ({GROUPS_FOLDER} if commit.groups else set()))

@@ -1,0 +1,94 @@
+"""What makes two places the same run: its id, and the records of its epochs.
+
+A checkpoint is copied under its own name, so both places have to mean the same by it. The target
+may lack records, but it MUST NOT have any that the source does not have with the same bytes: then
+somebody has gone on there, and what is newest would no longer be told by the order of commits.
+Records are brought in the order of their numbers, before the first commit that needs them: at any
+instant the target is a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from laststep.catalog import epochs, names
+from laststep.catalog.epochs import RECORD_LIMIT_BYTES, Epochs
+from laststep.catalog.listing import Scanner
+from laststep.errors import Exists, NotFound, Usage
+
+if TYPE_CHECKING:
+    from laststep.storage.store import Store
+
+
+class Records:
+    """The records of one run in two places."""
+
+    def __init__(self, source: Store, target: Store) -> None:
+        self._source = source
+        self._target = target
+        self._same: set[str] = set()
+        """Names whose bytes are the same in both places; records never change."""
+
+    def bring(self, epoch: int) -> None:
+        """Bring the record of the run, and those of all epochs up to this one, with the endings of
+        their starts; `Usage` where the target is not the same run."""
+        self.check()
+        self._bring_run()
+        known = Epochs(self._source)
+        if numbers := [number for number in known.numbers() if number <= epoch]:
+            epochs.make_folder(self._target)
+        for number in numbers:
+            record = known.read(number)
+            self._bring(names.epoch_record_name(number))
+            if record is not None and record.start:
+                with contextlib.suppress(NotFound):
+                    self._bring(names.ending_name(record.start))
+
+    def check(self) -> None:
+        """`Usage` where an epoch of the target is not one of the source."""
+        here = frozenset(Epochs(self._source).numbers())
+        for number in Epochs(self._target).numbers():
+            name = names.epoch_record_name(number)
+            if number not in here or not self._is_same(name):
+                who = Epochs(self._target).described(number)
+                raise self._other(f"somebody has saved there by itself: {who}")
+
+    def _bring_run(self) -> None:
+        try:
+            self._bring(names.RUN_NAME)
+        except NotFound:  # folders without a record are a run too
+            if names.RUN_NAME in self._target.file_names(""):
+                raise self._other("that one has a record, this one has none") from None
+
+    def _bring(self, name: str) -> None:
+        if name in self._same:
+            return
+        data = self._source.read(name, limit_bytes=RECORD_LIMIT_BYTES)
+        is_new = name == names.RUN_NAME and name not in self._target.file_names("")
+        if is_new and Scanner(self._target).names():
+            raise self._other("folders of checkpoints without a record")
+        try:
+            self._target.create(name, data)
+            self._same.add(name)
+        except Exists:
+            if not self._is_same(name):
+                raise self._other(f"{name} differs") from None
+
+    def _is_same(self, name: str) -> bool:
+        if name not in self._same:
+            one, other = (
+                store.read(name, limit_bytes=RECORD_LIMIT_BYTES)
+                for store in (self._source, self._target)
+            )
+            if one == other:
+                self._same.add(name)
+        return name in self._same
+
+    def _other(self, found: str) -> Usage:
+        return Usage(
+            "cannot copy into another run", where=self._target.url,
+            expected=f"an empty place, or a copy of {self._source.url}", found=found,
+            remedy="copy to another place; of two copies that both went on, neither can take in "
+            "the other",
+        )  # fmt: skip

@@ -1,0 +1,201 @@
+"""Copy a run, or one step of it, between any two places: which checkpoints, in which order.
+
+The plan is a value; carrying it out goes checkpoint by checkpoint, and neither one that is damaged
+nor one that is deleted meanwhile keeps the others from being copied. Those of the lineage come
+first, oldest first: at any instant the target is the run as it once was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from laststep.catalog import decision
+from laststep.catalog.listing import nearest_steps
+from laststep.catalog.names import parse_folder
+from laststep.catalog.run import Run
+from laststep.errors import Corrupt, NotFound, Usage
+from laststep.storage.registry import open_parent, open_store
+from laststep.tiers.bringing import Moved, Route
+from laststep.tiers.copying import Copier
+from laststep.tiers.pacing import Pacing
+
+if TYPE_CHECKING:
+    import os
+    import threading
+    from collections.abc import Callable, Sequence
+
+    from laststep.catalog.listing import Listed
+    from laststep.errors import LaststepError
+    from laststep.storage.store import Store
+    from laststep.tiers.bringing import Progress
+
+__all__ = ["CopyPlan", "CopyReport", "copy", "plan_copy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """What became of the checkpoints that were to be copied, by their folders."""
+
+    copied: tuple[str, ...] = ()
+    there: tuple[str, ...] = ()
+    """The target had these already."""
+    deleted: tuple[str, ...] = ()
+    """Somebody deleted these before their turn came."""
+    damaged: tuple[tuple[str, LaststepError], ...] = ()
+    """These cannot be read, and why; they are not at the target."""
+    copied_bytes: int = 0
+    linked_bytes: int = 0
+    """Of files that the target had in another checkpoint."""
+    kept_bytes: int = 0
+    """Of files that an interrupted copy had left there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyPlan:
+    """Which checkpoints are to be copied, in which order, and which of them are there."""
+
+    source: Store
+    target: Store
+    checkpoints: tuple[Listed, ...]
+    there: frozenset[str]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the data files that are to come, shared or not."""
+        return sum(item.size_bytes for item in self.checkpoints if item.folder not in self.there)
+
+    def execute(
+        self,
+        *,
+        threads: int = 4,
+        pacing: Pacing | None = None,
+        watch: Callable[[Listed], Progress | None] = lambda _: None,
+    ) -> CopyReport:
+        """Copy them. `watch` is called with each checkpoint when its turn comes, and gives what is
+        told of its bytes. An error that is not of one checkpoint alone ends it: what was copied by
+        then stays, and the next copy goes on from there."""
+        doing = _Doing(self, threads, pacing or Pacing())
+        for item in self.checkpoints:
+            doing.one(item, watch)
+        return doing.report()
+
+
+class _Doing:
+    """A plan that is carried out."""
+
+    def __init__(self, plan: CopyPlan, threads: int, pacing: Pacing) -> None:
+        self._source = plan.source
+        self._progress: Progress | None = None
+        self._copier = Copier(
+            Route(
+                source=plan.source, target=plan.target, threads=threads, pacing=pacing,
+                progress=self._tell,
+            )
+        )  # fmt: skip
+        self._ended: dict[str, list[str]] = {"copied": [], "there": [], "deleted": []}
+        self._damaged: list[tuple[str, LaststepError]] = []
+        self._moved = Moved()
+
+    def one(self, item: Listed, watch: Callable[[Listed], Progress | None]) -> None:
+        self._progress = watch(item)
+        try:
+            if item.error is not None:
+                raise item.error
+            moved = self._copier.copy(item.folder)
+        except NotFound:
+            if decision.deleted(self._source, item.folder) is None:
+                raise
+            self._ended["deleted"].append(item.folder)
+        except Corrupt as error:
+            self._damaged.append((item.folder, error))
+        else:
+            self._ended["there" if moved is None else "copied"].append(item.folder)
+            for name in ("copied_bytes", "linked_bytes", "kept_bytes"):
+                more = 0 if moved is None else getattr(moved, name)
+                setattr(self._moved, name, getattr(self._moved, name) + more)
+
+    def report(self) -> CopyReport:
+        return CopyReport(
+            **{name: tuple(folders) for name, folders in self._ended.items()},
+            damaged=tuple(self._damaged), copied_bytes=self._moved.copied_bytes,
+            linked_bytes=self._moved.linked_bytes, kept_bytes=self._moved.kept_bytes,
+        )  # fmt: skip
+
+    def _tell(self, done: int, total: int) -> None:
+        if self._progress is not None:
+            self._progress(done, total)
+
+
+def plan_copy(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], step: int | None = None
+) -> CopyPlan:
+    """What copying a run, one step of it, or the folder of one checkpoint in it would bring."""
+    store, folder = open_store(source), None
+    if decision.is_checkpoint(store):
+        store, folder = open_parent(source)
+        if step is not None:
+            raise Usage("one checkpoint has but one step", where=str(source), remedy="leave it out")
+        if parse_folder(folder) is None:
+            raise Usage(
+                "cannot copy a checkpoint that is in no run", where=f"{store.url}/{folder}",
+                expected="the folder of a run, or of a checkpoint in one", found="a folder alone",
+                remedy="copy the folder as any other: it is whole by itself",
+            )  # fmt: skip
+    there = open_store(target)
+    if there.url == store.url:
+        raise Usage("cannot copy a run to itself", where=store.url, remedy="name another place")
+    run = Run.open(store)
+    listed = run.checkpoints()
+    chosen = _chosen(run, listed, step, folder)
+    copier = Copier(Route(source=store, target=there))
+    have = {folder.folder for folder in Run(there, None).checkpoints()}
+    return CopyPlan(
+        source=store, target=there, checkpoints=chosen,
+        there=frozenset(
+            item.folder for item in chosen if item.folder in have and copier.is_there(item.folder)
+        ),
+    )  # fmt: skip
+
+
+def _chosen(
+    run: Run, listed: Sequence[Listed], step: int | None, folder: str | None
+) -> tuple[Listed, ...]:
+    if folder is not None:
+        return tuple(item for item in listed if item.folder == folder)
+    if step is None:
+        return tuple(sorted(listed, key=lambda item: not item.on_lineage))
+    same = sorted((i for i in listed if i.step == step), key=lambda item: item.on_lineage)
+    if not same:
+        raise NotFound(
+            f"there is no checkpoint of step {step}", where=run.store.url,
+            found=nearest_steps((item.step for item in listed), step),
+            remedy="`laststep ls` lists them",
+        )  # fmt: skip
+    return (same[-1],)
+
+
+def copy(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    threads: int = 4,
+    bytes_per_s: float | None = None,
+    stop: threading.Event | None = None,
+) -> CopyReport:
+    """Copy a run, or one step of it, to another place, verified; what is there stays there.
+
+    Copying again goes on where an interrupted copy ended, and brings what is new. `stop` may be set
+    by another thread: that raises `Aborted`. A damaged checkpoint is `Corrupt`, once all others are
+    copied.
+    """
+    report = plan_copy(source, target, step).execute(
+        threads=threads, pacing=Pacing(bytes_per_s=bytes_per_s, stop=stop)
+    )
+    for folder, error in report.damaged:
+        raise Corrupt(
+            f"{folder} is damaged and was not copied: {error.what}", where=error.where,
+            expected=error.expected, found=error.found, remedy=error.remedy,
+        ) from error  # fmt: skip
+    return report

@@ -1,0 +1,392 @@
+"""A copy of a run is that run: the same bytes, verified on the way, whatever interrupts it."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import laststep
+from laststep.catalog import cleaning
+from laststep.catalog.names import copying_name
+from laststep.catalog.run import Run
+from laststep.errors import Aborted, Corrupt, Exists, NotFound, StorageFailed, Usage
+from laststep.read.verify import verify_checkpoint
+from laststep.storage.directory import DirectoryStore
+from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
+from laststep.tiers.bringing import Route
+from laststep.tiers.copying import Copier
+from laststep.tiers.pacing import Pacing
+from laststep.tiers.runs import plan_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from laststep.storage.files import FileReader, FileWriter
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+GOLDEN_RUNS = sorted(path.parent for path in GOLDEN.glob("version-*/*/run.json"))
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of two chunks and a bit; from one to the next a few blocks change."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("source") / "run"
+    model = {"w": torch.randn((2 * CHUNK_BYTES + 3 * BLOCK_BYTES // 2) // 4)}
+    with laststep.Checkpointer(
+        folder, model=model, flush="thread", progress=False, host_memory_bytes=64 << 20
+    ) as ckpt:
+        ckpt.restore()
+        for step in range(STEPS):
+            model["w"][step * BLOCK_BYTES] += 1
+            ckpt.save(step, metrics={"loss": float("nan")}).wait()
+    return folder
+
+
+@pytest.fixture
+def source(run: Path, tmp_path: Path) -> Path:
+    """The same, to be changed."""
+    folder = tmp_path / "changed"
+    subprocess.run(["cp", "-a", run, folder], check=True)  # keeps links
+    return folder
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """All that a copy has to have; locks belong to a place."""
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.suffix != ".lock"
+    }
+
+
+def folders(run: Path) -> list[Path]:
+    return sorted(run.glob("step-*"))
+
+
+def check_sound(run: Path) -> None:
+    store = DirectoryStore(run)
+    for item in Run.open(store).checkpoints():
+        assert not verify_checkpoint(store, item.folder).damage
+
+
+def copier(source: Path, target: Path, **route: object) -> Copier:
+    return Copier(Route(source=DirectoryStore(source), target=DirectoryStore(target), **route))
+
+
+def flip(file: Path, at: int) -> None:
+    damaged = bytearray(file.read_bytes())
+    damaged[at] ^= 1
+    file.write_bytes(damaged)
+
+
+@pytest.mark.parametrize("golden", GOLDEN_RUNS, ids=lambda path: path.name)
+def test_every_kind_of_checkpoint_is_copied_as_it_is_stored(golden: Path, tmp_path: Path) -> None:
+    report = laststep.copy(golden, tmp_path / "copy")
+    assert len(report.copied) == len(folders(golden))
+    assert contents(tmp_path / "copy") == contents(golden)
+    check_sound(tmp_path / "copy")
+
+
+def test_files_that_checkpoints_share_are_linked_again(run: Path, tmp_path: Path) -> None:
+    report = laststep.copy(run, tmp_path / "copy", threads=2)
+    assert contents(tmp_path / "copy") == contents(run)
+    both = [{p.stat().st_ino for p in where.rglob("*.safetensors")} for where in (run, tmp_path)]
+    assert len(both[0]) == len(both[1]) < len(list(run.rglob("*.safetensors")))
+    assert report.linked_bytes > 2 * CHUNK_BYTES
+    assert not list(tmp_path.rglob(copying_name()))
+
+
+def test_an_older_one_that_comes_later_is_linked_to_those_that_share_with_it(
+    run: Path, tmp_path: Path
+) -> None:
+    laststep.copy(run, tmp_path / "copy", STEPS - 1)
+    report = laststep.copy(run, tmp_path / "copy", 0)
+    assert report.linked_bytes > 2 * CHUNK_BYTES
+    check_sound(tmp_path / "copy")
+
+
+def test_where_there_are_no_links_every_file_is_stored_whole(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectoryStore, "link", lambda *_: False)
+    assert laststep.copy(run, tmp_path / "copy").linked_bytes == 0
+    assert contents(tmp_path / "copy") == contents(run)
+
+
+def test_a_copy_of_one_step_is_a_run_that_can_be_gone_on_with(run: Path, tmp_path: Path) -> None:
+    laststep.copy(run, tmp_path / "copy", 2)
+    state = {"w": laststep.load(run, step=2)["model"]["w"].clone().zero_()}
+    with laststep.Checkpointer(tmp_path / "copy", model=state, flush="thread") as ckpt:
+        assert ckpt.restore().step == 2
+        ckpt.save(3).wait()
+    assert laststep.open(tmp_path / "copy").steps() == [2, 3]
+    with pytest.raises(Usage, match="saved there by itself"):  # it has a life of its own now
+        laststep.copy(run, tmp_path / "copy")
+
+
+def test_what_is_there_is_not_copied_again(run: Path, tmp_path: Path) -> None:
+    laststep.copy(run, tmp_path / "copy", 1)
+    plan = plan_copy(run, tmp_path / "copy")
+    assert [item.step for item in plan.checkpoints if item.folder in plan.there] == [1]
+    report = plan.execute()
+    assert (len(report.copied), len(report.there)) == (STEPS - 1, 1)
+    assert laststep.copy(run, tmp_path / "copy").copied == ()
+
+
+def test_a_copy_goes_into_no_other_run(run: Path, tmp_path: Path) -> None:
+    laststep.copy(GOLDEN_RUNS[0], tmp_path / "other")
+    before = contents(tmp_path / "other")
+    with pytest.raises(Usage, match="another run") as caught:
+        laststep.copy(run, tmp_path / "other")
+    assert str(run) in str(caught.value)
+    assert str(tmp_path / "other") in str(caught.value)
+    assert contents(tmp_path / "other") == before
+    with pytest.raises(Usage, match="to itself"):
+        laststep.copy(run, run)
+
+
+def test_another_checkpoint_of_that_name_is_left_alone(source: Path, tmp_path: Path) -> None:
+    laststep.copy(source, tmp_path / "copy", 0)
+    manifest = folders(tmp_path / "copy")[0] / MANIFEST_NAME
+    theirs = (folders(source)[0] / MANIFEST_NAME).read_bytes().replace(b'"step"', b'"step" ')
+    (folders(source)[0] / MANIFEST_NAME).write_bytes(theirs)
+    mine = manifest.read_bytes()
+    with pytest.raises(Exists, match="another manifest"):
+        laststep.copy(source, tmp_path / "copy")
+    assert manifest.read_bytes() == mine
+
+
+def test_a_damaged_checkpoint_is_named_and_the_others_are_copied(
+    source: Path, tmp_path: Path
+) -> None:
+    own = folders(source)[1] / "model.safetensors"  # holds the blocks that changed in step 1
+    flip(own, own.stat().st_size - BLOCK_BYTES // 2)
+    with pytest.raises(Corrupt, match=r"model.safetensors, block \d+ \(bytes") as caught:
+        laststep.copy(source, tmp_path / "copy")
+    assert folders(source)[1].name in str(caught.value)
+    there = [folder.name for folder in folders(tmp_path / "copy")]
+    store = DirectoryStore(source)
+    sound = [f.name for f in folders(source) if not verify_checkpoint(store, f.name).damage]
+    assert there == sound
+    check_sound(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    "golden",
+    [
+        run if run.name in ("one-rank", "borrowed") else pytest.param(run, marks=pytest.mark.long)
+        for run in GOLDEN_RUNS
+    ],
+    ids=lambda path: path.name,
+)
+def test_no_flipped_bit_that_verify_finds_is_copied(golden: Path, tmp_path: Path) -> None:
+    """Of every file of every kind, at its begin, in its middle and at its end."""
+    subprocess.run(["cp", "-a", golden, tmp_path / "run"], check=True)
+    store = DirectoryStore(tmp_path / "run")
+    folder = folders(tmp_path / "run")[-1]
+    for file in sorted(folder.rglob("*.safetensors")):
+        size = file.stat().st_size
+        for at in (9, size // 2, size - 1):
+            flip(file, at)
+            damaged = bool(verify_checkpoint(store, folder.name).damage)
+            one = copier(tmp_path / "run", tmp_path / f"{file.stem}-{at}")
+            if damaged:
+                with pytest.raises(Corrupt):
+                    one.copy(folder.name)
+            else:
+                one.copy(folder.name)
+            assert not damaged or not folders(tmp_path / f"{file.stem}-{at}")
+            flip(file, at)
+
+
+class Failing(DirectoryStore):
+    """Fails the n-th write, and every one after it."""
+
+    def __init__(self, path: Path, writes: int) -> None:
+        super().__init__(path)
+        self.left = writes
+
+    def open_writer(self, name: str, *, expected_bytes: int) -> FileWriter:
+        writer = super().open_writer(name, expected_bytes=expected_bytes)
+        write = writer.write_at
+
+        def write_at(offset: int, data: memoryview) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise StorageFailed("no more")
+            write(offset, data)
+
+        writer.write_at = write_at  # type: ignore[method-assign]
+        return writer
+
+
+class Counting(DirectoryStore):
+    """Counts the bytes that are written."""
+
+    written = 0
+
+    def open_writer(self, name: str, *, expected_bytes: int) -> FileWriter:
+        self.written += expected_bytes
+        return super().open_writer(name, expected_bytes=expected_bytes)
+
+
+@pytest.mark.parametrize("writes", [1, 3, 4])
+def test_an_interrupted_copy_is_invisible_and_gone_on_with(
+    run: Path, tmp_path: Path, writes: int
+) -> None:
+    target = tmp_path / "copy"
+    folder = folders(run)[1].name
+    one = Copier(Route(source=DirectoryStore(run), target=Failing(target, writes), threads=2))
+    with pytest.raises(StorageFailed, match="no more"):
+        one.copy(folder)
+    there = Run.open(DirectoryStore(target))
+    assert there.checkpoints() == ()
+    assert [item.is_copy for item in there.attempts()] == [True]
+    whole = [
+        path
+        for path in (target / folder).glob("*.safetensors")
+        if path.read_bytes() == (run / folder / path.name).read_bytes()
+    ]
+    counted = Counting(target)
+    moved = Copier(Route(source=DirectoryStore(run), target=counted)).copy(folder)
+    assert moved.kept_bytes == sum(path.stat().st_size for path in whole)
+    assert counted.written == moved.copied_bytes
+    assert contents(target / folder) == contents(run / folder)
+
+
+def test_what_an_interrupted_copy_left_is_kept_only_if_it_is_right(
+    run: Path, tmp_path: Path
+) -> None:
+    one = copier(run, tmp_path / "copy")
+    folder = folders(run)[0].name
+    moved = one.bring(folder)
+    file = tmp_path / "copy" / folder / "model.safetensors"
+    flip(file, CHUNK_BYTES + 5)
+    again = one.bring(folder)
+    assert (again.copied_bytes, again.kept_bytes) == (
+        file.stat().st_size, moved.copied_bytes - file.stat().st_size
+    )  # fmt: skip
+    one.commit(folder)
+    check_sound(tmp_path / "copy")
+
+
+def test_a_copy_without_all_of_its_files_is_not_committed(run: Path, tmp_path: Path) -> None:
+    one = copier(run, tmp_path / "copy")
+    folder = folders(run)[0].name
+    one.bring(folder)
+    (tmp_path / "copy" / folder / "model.safetensors").unlink()
+    with pytest.raises(StorageFailed, match="not whole"):
+        one.commit(folder)
+    assert Run.open(DirectoryStore(tmp_path / "copy")).checkpoints() == ()
+
+
+def test_several_bring_the_files_of_their_ranks_and_one_commits(tmp_path: Path) -> None:
+    golden = GOLDEN / "version-1" / "groups"
+    (folder,) = (path.name for path in folders(golden))
+    ranks = range(Run.open(DirectoryStore(golden)).checkpoints()[0].commit.ranks)
+    for rank in ranks:
+        copier(golden, tmp_path / "copy").bring(folder, [rank])
+        assert not (tmp_path / "copy" / folder / MANIFEST_NAME).exists()
+    copier(golden, tmp_path / "copy").commit(folder)
+    assert contents(tmp_path / "copy") == contents(golden)
+
+
+def test_no_two_copy_the_same_checkpoint_at_once(run: Path, tmp_path: Path) -> None:
+    laststep.copy(run, tmp_path / "copy", 1)
+    folder = folders(run)[0].name
+    store = DirectoryStore(tmp_path / "copy")
+    store.make_folder(folder)
+    lock = store.lock(f"{folder}/{copying_name()}")
+    with pytest.raises(Exists, match="somebody else is copying"):
+        copier(run, tmp_path / "copy").copy(folder)
+    lock.close()
+    assert copier(run, tmp_path / "copy").copy(folder) is not None
+
+
+def test_no_writer_at_the_target_cleans_up_a_copy_under_way(run: Path, tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "copy")
+    one = copier(run, tmp_path / "copy")
+    one.copy(folders(run)[0].name)
+    one.bring(folders(run)[1].name)  # and is then interrupted
+    there = Run.open(store)
+    assert there.orphans() == ()
+    there.claim_epoch(there.newest().point)
+    assert [item.folder for item in there.attempts()] == [folders(run)[1].name]
+    week_later = time.time() + cleaning.COPY_QUIET_S + 60
+    (orphan,) = there.orphans(now_s=week_later)
+    assert (orphan.name, orphan.why) == (folders(run)[1].name, cleaning.RemovalReason.STALE_COPY)
+    lock = store.lock(f"{folders(run)[1].name}/{copying_name()}")
+    assert there.orphans(now_s=week_later) == ()  # somebody copies it now
+    lock.close()
+    there.clean(now_s=week_later)
+    assert there.attempts() == ()
+
+
+def test_what_was_given_up_at_the_target_is_copied_anew(run: Path, tmp_path: Path) -> None:
+    folder = folders(run)[0].name
+    one = copier(run, tmp_path / "copy")
+    one.bring(folder)
+    Run.open(DirectoryStore(tmp_path / "copy")).abort(folder, "for a test")
+    assert one.copy(folder).kept_bytes == 0
+    check_sound(tmp_path / "copy")
+
+
+class Pruned(DirectoryStore):
+    """Its retention takes a checkpoint away as soon as one of its data files is opened."""
+
+    def open_reader(self, name: str, *, cached: bool = False) -> FileReader:
+        folder, _, file = name.partition("/")
+        if file == "model.safetensors" and folder.startswith("step-00000001"):
+            self.delete_folder(folder, first=MANIFEST_NAME)
+        return super().open_reader(name, cached=cached)
+
+
+def test_what_is_deleted_meanwhile_is_skipped(source: Path, tmp_path: Path) -> None:
+    gone = folders(source)[1].name
+    report = replace(plan_copy(source, tmp_path / "copy"), source=Pruned(source)).execute()
+    assert report.deleted == (gone,)
+    assert not report.damaged
+    assert [folder.name for folder in folders(tmp_path / "copy")] == list(report.copied)
+    assert len(report.copied) == STEPS - 1
+
+
+def test_a_copy_is_stopped_between_chunks_and_goes_on(run: Path, tmp_path: Path) -> None:
+    stop = threading.Event()
+    seen: list[int] = []
+
+    def watch(_: object) -> Callable[[int, int], None]:
+        def tell(done: int, total: int) -> None:
+            seen.append(done)
+            stop.set()
+
+        return tell
+
+    plan = plan_copy(run, tmp_path / "copy")
+    with pytest.raises(Aborted, match="stopped"):
+        plan.execute(threads=1, pacing=Pacing(stop=stop), watch=watch)
+    assert len(seen) == 1
+    assert laststep.copy(run, tmp_path / "copy").copied == tuple(f.name for f in folders(run))
+
+
+def test_a_pin_goes_along(source: Path, tmp_path: Path) -> None:
+    Run.open(DirectoryStore(source)).pin(folders(source)[2].name)
+    laststep.copy(source, tmp_path / "copy")
+    listed = Run.open(DirectoryStore(tmp_path / "copy")).checkpoints()
+    assert [item.pinned for item in listed] == [False, False, True, False]
+
+
+def test_a_step_that_there_is_not_is_named_with_those_that_there_are(
+    run: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(NotFound, match="steps 0, 1, 2, 3"):
+        laststep.copy(run, tmp_path / "copy", 9)
+    assert not (tmp_path / "copy").exists()
