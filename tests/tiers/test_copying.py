@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +26,6 @@ from laststep.tiers.pacing import Pacing
 from laststep.tiers.runs import plan_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from laststep.storage.files import FileReader, FileWriter
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -363,16 +362,13 @@ def test_a_copy_is_stopped_between_chunks_and_goes_on(run: Path, tmp_path: Path)
     stop = threading.Event()
     seen: list[int] = []
 
-    def watch(_: object) -> Callable[[int, int], None]:
-        def tell(done: int, total: int) -> None:
-            seen.append(done)
-            stop.set()
-
-        return tell
+    def tell(done: int, total: int) -> None:
+        seen.append(done)
+        stop.set()
 
     plan = plan_copy(run, tmp_path / "copy")
     with pytest.raises(Aborted, match="stopped"):
-        plan.execute(threads=1, pacing=Pacing(stop=stop), watch=watch)
+        plan.execute(threads=1, pacing=Pacing(stop=stop), watch=lambda _: nullcontext(tell))
     assert len(seen) == 1
     assert laststep.copy(run, tmp_path / "copy").copied == tuple(f.name for f in folders(run))
 

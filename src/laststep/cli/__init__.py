@@ -1,4 +1,4 @@
-"""The command line: `laststep ls | show | du | verify | prune | pin | unpin | import | export | …`.
+"""The command line: `laststep ls | show | du | verify | copy | prune | pin | unpin | export | …`.
 
 Each command is a module of its own, imported here; none of them imports torch before it runs, and
 only `import`, `export` (in this process) and `demo` (in others) run it at all. Errors of the
@@ -15,6 +15,7 @@ import typer
 
 from laststep.cli import status
 from laststep.cli.benching import bench
+from laststep.cli.copying import copy
 from laststep.cli.demo import demo
 from laststep.cli.exporting import export
 from laststep.cli.importing import import_
@@ -38,7 +39,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, du, verify, prune, pin, unpin, export, demo):
+for command in (ls, show, du, verify, copy, prune, pin, unpin, export, demo):
     app.command()(command)
 app.command("import")(import_)
 # Whatever is typed after `bench` belongs to the benchmarks, options too.

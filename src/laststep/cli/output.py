@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Annotated
 
@@ -39,6 +40,20 @@ def console(*, stderr: bool = False) -> Console:
         soft_wrap=not watched,
         width=None if watched else _WIDE,
     )
+
+
+@contextmanager
+def bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on stderr, of bytes done and all bytes, where a person watches it."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as shown:
+        task = shown.add_task(title)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:

@@ -11,8 +11,6 @@ damage.
 
 from __future__ import annotations
 
-import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,11 +25,8 @@ from laststep.storage.registry import open_store
 from laststep.terms import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from laststep.catalog.listing import OpenAttempt
     from laststep.read.blocks import Damage
-    from laststep.read.verify import Progress
 
 _SHOWN_NAMES = 3
 _DAMAGE_FIELDS = ("file", "what", "start", "stop", "expected", "found", "touches")
@@ -57,7 +52,7 @@ def verify(
     deleted: list[str] = []
     for place in wanted.places:
         try:
-            with _bar(place.folder) as show:
+            with output.bar(place.folder) as show:
                 report = verify_checkpoint(
                     place.store, place.folder, threads=threads, progress=show
                 )
@@ -186,17 +181,3 @@ def _line(damage: Damage) -> str:
         f"{damage.file}: {damage.what}{place}{touched}: "
         f"expected {damage.expected}, found {damage.found}"
     )
-
-
-@contextmanager
-def _bar(title: str) -> Iterator[Progress | None]:
-    """A progress bar on stderr where a person watches it."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=output.console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -47,7 +47,7 @@ class Route:
     progress: Progress | None = None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Moved:
     """What became of the data files of a checkpoint, in bytes."""
 
@@ -55,6 +55,13 @@ class Moved:
     linked_bytes: int = 0
     kept_bytes: int = 0
     """Of an earlier copy that was interrupted."""
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.copied_bytes + other.copied_bytes,
+            self.linked_bytes + other.linked_bytes,
+            self.kept_bytes + other.kept_bytes,
+        )
 
 
 class Bringing:

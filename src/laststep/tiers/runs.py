@@ -7,30 +7,33 @@ first, oldest first: at any instant the target is the run as it once was.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from laststep.catalog import decision
-from laststep.catalog.listing import nearest_steps
+from laststep.catalog.listing import Listed, nearest_steps
 from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.storage.registry import open_parent, open_store
-from laststep.tiers.bringing import Moved, Route
+from laststep.tiers.bringing import Moved, Progress, Route
 from laststep.tiers.copying import Copier
 from laststep.tiers.pacing import Pacing
 
 if TYPE_CHECKING:
     import os
     import threading
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from laststep.catalog.listing import Listed
-    from laststep.errors import LaststepError
     from laststep.storage.store import Store
-    from laststep.tiers.bringing import Progress
 
 __all__ = ["CopyPlan", "CopyReport", "copy", "plan_copy"]
+
+Fate = Moved | Corrupt | Literal["deleted"] | None
+"""What became of a checkpoint; None: it was there already."""
+Watch = Callable[[Listed], AbstractContextManager[Progress | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,7 @@ class CopyReport:
     """The target had these already."""
     deleted: tuple[str, ...] = ()
     """Somebody deleted these before their turn came."""
-    damaged: tuple[tuple[str, LaststepError], ...] = ()
+    damaged: tuple[tuple[str, Corrupt], ...] = ()
     """These cannot be read, and why; they are not at the target."""
     copied_bytes: int = 0
     linked_bytes: int = 0
@@ -70,14 +73,17 @@ class CopyPlan:
         *,
         threads: int = 4,
         pacing: Pacing | None = None,
-        watch: Callable[[Listed], Progress | None] = lambda _: None,
+        watch: Watch = lambda _: nullcontext(),
+        ended: Callable[[Listed, Fate], None] = lambda *_: None,
     ) -> CopyReport:
-        """Copy them. `watch` is called with each checkpoint when its turn comes, and gives what is
-        told of its bytes. An error that is not of one checkpoint alone ends it: what was copied by
-        then stays, and the next copy goes on from there."""
+        """Copy them. `watch` is entered for each checkpoint when its turn comes, and gives what is
+        told of its bytes; `ended` is told what became of it. An error that is not of one checkpoint
+        alone ends it: what was copied by then stays, and the next copy goes on from there."""
         doing = _Doing(self, threads, pacing or Pacing())
         for item in self.checkpoints:
-            doing.one(item, watch)
+            with watch(item) as progress:
+                fate = doing.one(item, progress)
+            ended(item, fate)
         return doing.report()
 
 
@@ -93,33 +99,36 @@ class _Doing:
                 progress=self._tell,
             )
         )  # fmt: skip
-        self._ended: dict[str, list[str]] = {"copied": [], "there": [], "deleted": []}
-        self._damaged: list[tuple[str, LaststepError]] = []
+        self._fates: dict[str, Fate] = {}
         self._moved = Moved()
 
-    def one(self, item: Listed, watch: Callable[[Listed], Progress | None]) -> None:
-        self._progress = watch(item)
+    def one(self, item: Listed, progress: Progress | None) -> Fate:
+        self._progress = progress
+        fate: Fate
         try:
             if item.error is not None:
                 raise item.error
-            moved = self._copier.copy(item.folder)
+            fate = self._copier.copy(item.folder)
         except NotFound:
             if decision.deleted(self._source, item.folder) is None:
                 raise
-            self._ended["deleted"].append(item.folder)
+            fate = "deleted"
         except Corrupt as error:
-            self._damaged.append((item.folder, error))
-        else:
-            self._ended["there" if moved is None else "copied"].append(item.folder)
-            for name in ("copied_bytes", "linked_bytes", "kept_bytes"):
-                more = 0 if moved is None else getattr(moved, name)
-                setattr(self._moved, name, getattr(self._moved, name) + more)
+            fate = error
+        if isinstance(fate, Moved):
+            self._moved += fate
+        self._fates[item.folder] = fate
+        return fate
 
     def report(self) -> CopyReport:
+        fates = self._fates.items()
         return CopyReport(
-            **{name: tuple(folders) for name, folders in self._ended.items()},
-            damaged=tuple(self._damaged), copied_bytes=self._moved.copied_bytes,
-            linked_bytes=self._moved.linked_bytes, kept_bytes=self._moved.kept_bytes,
+            copied=tuple(folder for folder, fate in fates if isinstance(fate, Moved)),
+            there=tuple(folder for folder, fate in fates if fate is None),
+            deleted=tuple(folder for folder, fate in fates if fate == "deleted"),
+            damaged=tuple((folder, fate) for folder, fate in fates if isinstance(fate, Corrupt)),
+            copied_bytes=self._moved.copied_bytes, linked_bytes=self._moved.linked_bytes,
+            kept_bytes=self._moved.kept_bytes,
         )  # fmt: skip
 
     def _tell(self, done: int, total: int) -> None:
