@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,13 +12,12 @@ import laststep
 from laststep.errors import NotFound, Usage
 from laststep.storage import registry
 from laststep.storage.directory import DirectoryStore
+from laststep.storage.memory import MemoryStore
 from laststep.storage.registry import open_parent, open_store, register_store
-
-sys.path.insert(0, str(Path(__file__).parent))
-from memory_store import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 SHELF = """
 from laststep.storage.directory import DirectoryStore
@@ -38,7 +35,7 @@ def open_shelf(url):
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is registered by a test is forgotten after it."""
-    monkeypatch.setattr(registry, "_openers", {})
+    monkeypatch.setattr(registry, "_openers", dict(registry._openers))
 
 
 @pytest.fixture
@@ -81,7 +78,6 @@ def test_the_url_of_another_machines_file_is_refused(place: str) -> None:
 def test_an_unknown_scheme_says_what_is_known_and_how_to_register(
     use: Callable[[str], object],
 ) -> None:
-    register_store("memory", MemoryStore)
     with pytest.raises(Usage) as caught:
         use("s3://bucket/run")
     assert caught.value.what == "no store is registered for s3://"
@@ -104,7 +100,7 @@ def test_an_unknown_scheme_says_what_is_known_and_how_to_register(
 def test_what_cannot_open_a_store_is_not_registered(scheme: str, opener: object) -> None:
     with pytest.raises(Usage, match="cannot register"):
         register_store(scheme, opener)  # type: ignore[arg-type]
-    assert not registry._openers
+    assert scheme not in registry._openers
 
 
 def test_a_store_is_opened_with_its_url_whoever_registered_it(shelf: str, tmp_path: Path) -> None:
@@ -124,7 +120,6 @@ def test_what_cannot_be_imported_says_so() -> None:
 
 
 def test_a_whole_store_has_no_parent() -> None:
-    register_store("memory", MemoryStore)
     with pytest.raises(Usage, match="a whole store"):
         open_parent("memory://here")
 
@@ -135,7 +130,7 @@ def test_an_installed_package_brings_its_scheme_along(
     point = EntryPoint(name="shelf", value=shelf, group="laststep.stores")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [point])
     assert open_store(f"shelf:/{tmp_path}/run").url == f"shelf:/{tmp_path}/run"
-    with pytest.raises(Usage, match="file://, shelf://"):
+    with pytest.raises(Usage, match="file://, memory://, shelf://"):
         open_store("s3://x")
 
 
@@ -159,12 +154,10 @@ def test_the_flushers_process_opens_a_store_of_somebody_elses(shelf: str, tmp_pa
 
 
 def test_a_store_of_this_process_alone_is_refused_for_a_flusher_of_its_own() -> None:
-    register_store("memory", MemoryStore)
     with pytest.raises(Usage, match="pass flush='thread'"):
         laststep.Checkpointer("memory://refused", s={"a": 1})
 
 
 def test_what_is_written_to_a_folder_is_refused_for_a_store() -> None:
-    register_store("memory", MemoryStore)
     with pytest.raises(Usage, match="a folder on this machine"):
         laststep.save({"a": 1}, "memory://one-off")

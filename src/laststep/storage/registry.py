@@ -1,9 +1,10 @@
 """The one place where stores are opened: by the path of a folder, or by a URL.
 
-A folder is a path or `file://…`. Every other scheme belongs to a store of somebody else's: whoever
-has one registers what opens it, or installs it under the entry point `laststep.stores`. What is
-named by an import path can be opened by every process, the flusher's too; a callable opens a store
-that is this process's own. Knows nothing of what is stored.
+A folder is a path or `file://…`; `memory://…` is memory of this process, for tests. Every other
+scheme belongs to a store of somebody else's: whoever has one registers what opens it, or installs
+it under the entry point `laststep.stores`. What is named by an import path can be opened by every
+process, the flusher's too; a callable opens a store that is this process's own. Knows nothing of
+what is stored.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from laststep.errors import Usage
 from laststep.storage.directory import DirectoryStore
+from laststep.storage.memory import MemoryStore
 from laststep.storage.paths import absolute, scheme_of
 from laststep.storage.store import Store
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 Opener = Callable[[str], Store]
 
 _ENTRY_POINTS = "laststep.stores"
-_openers: dict[str, Opener | str] = {}
+_openers: dict[str, Opener | str] = {"memory": MemoryStore}
 
 
 def register_store(scheme: str, opener: Opener | str) -> None:

@@ -53,8 +53,15 @@ class Copier:
         """
         if self.is_there(folder):
             return None
-        moved = self.bring(folder)
-        self.commit(folder)
+        try:
+            moved = self.bring(folder)
+            self.commit(folder)
+        except (Corrupt, NotFound) as error:
+            self._target.delete_folder(folder)
+            gone = decision.deleted(self._source, folder)
+            if gone is not None:
+                raise gone from error
+            raise
         return moved
 
     def is_there(self, folder: str) -> bool:
@@ -80,18 +87,11 @@ class Copier:
         commit, files = self._read(folder, ranks)
         self._records.bring(commit.epoch)
         with closing(self._begin(folder, None if ranks is None else min(ranks))):
-            try:
-                for inner in _inner_folders(commit, files):
-                    with contextlib.suppress(Exists):
-                        self._target.make_folder(f"{folder}/{inner}")
-                there = self._sizes(folder, commit, files)
-                return Bringing(self._route, self._links, folder, files, there).all()
-            except (Corrupt, NotFound) as error:
-                self._target.delete_folder(folder)
-                gone = decision.deleted(self._source, folder)
-                if gone is not None:
-                    raise gone from error
-                raise
+            for inner in _inner_folders(commit, files):
+                with contextlib.suppress(Exists):
+                    self._target.make_folder(f"{folder}/{inner}")
+            there = self._sizes(folder, commit, files)
+            return Bringing(self._route, self._links, folder, files, there).all()
 
     def commit(self, folder: str) -> None:
         """Make a checkpoint visible at the target whose data files have all been brought."""

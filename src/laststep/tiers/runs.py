@@ -8,7 +8,7 @@ first, oldest first: at any instant the target is the run as it once was.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -151,20 +151,19 @@ def plan_copy(
                 expected="the folder of a run, or of a checkpoint in one", found="a folder alone",
                 remedy="copy the folder as any other: it is whole by itself",
             )  # fmt: skip
-    there = open_store(target)
-    if there.url == store.url:
+    place = open_store(target)
+    if place.url == store.url:
         raise Usage("cannot copy a run to itself", where=store.url, remedy="name another place")
     run = Run.open(store)
     listed = run.checkpoints()
     chosen = _chosen(run, listed, step, folder)
-    copier = Copier(Route(source=store, target=there))
-    have = {folder.folder for folder in Run(there, None).checkpoints()}
-    return CopyPlan(
-        source=store, target=there, checkpoints=chosen,
-        there=frozenset(
-            item.folder for item in chosen if item.folder in have and copier.is_there(item.folder)
-        ),
-    )  # fmt: skip
+    copier = Copier(Route(source=store, target=place))
+    there = set()
+    for item in chosen:
+        with suppress(NotFound):  # it is being deleted, which the copy will tell
+            if copier.is_there(item.folder):
+                there.add(item.folder)
+    return CopyPlan(source=store, target=place, checkpoints=chosen, there=frozenset(there))
 
 
 def _chosen(

@@ -1,15 +1,15 @@
-"""A store that is no folder passes the suite of every store, and holds a whole run."""
+"""Memory is a store as good as any: it passes the suite, holds a whole run, and all commands take
+its URL."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import typer
 from typer.testing import CliRunner
 
 import laststep
@@ -18,17 +18,16 @@ from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.cli import app
 from laststep.read.verify import verify_checkpoint
-from laststep.storage import registry
+from laststep.storage import memory, registry
+from laststep.storage.memory import MemoryStore
 from laststep.storage.registry import open_store, register_store
+from laststep.storage.store import Store
 from laststep.testing.stores import StoreConformance
-
-sys.path.insert(0, str(Path(__file__).parent))
-from memory_store import MemoryStore, files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-    from laststep.storage.store import Store
 
 SETTINGS = {"flush": "thread", "progress": False, "host_memory_bytes": 64 << 20}
 
@@ -38,12 +37,27 @@ class TestMemory(StoreConformance):
         return MemoryStore(f"memory:/{folder}")
 
 
-@pytest.fixture
-def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(registry, "_openers", {})
-    register_store("memory", MemoryStore)
-    yield f"memory:/{tmp_path}/run"
-    files.clear()
+class Bare(MemoryStore):
+    """Only what a store cannot do without."""
+
+    link = Store.link
+    marked = Store.marked
+
+
+class TestBare(StoreConformance):
+    def make_store(self, folder: Path) -> Store:
+        return Bare(f"bare:/{folder}")
+
+
+@pytest.fixture(params=["memory", "bare"])
+def url(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    monkeypatch.setattr(registry, "_openers", dict(registry._openers))
+    register_store("bare", Bare)
+    yield f"{request.param}:/{tmp_path}/run"
+    memory.clear("memory:/")
+    memory.clear("bare:/")
 
 
 def state_at(step: int) -> dict[str, object]:
@@ -101,7 +115,7 @@ def test_damage_in_memory_is_found_and_passed_over(url: str) -> None:
     store = open_store(url)
     folder = laststep.open(url).latest().folder
     name = next(name for name in store.file_names(folder) if name.startswith("state"))
-    files[f"{url}/{folder}/{name}"][0][1 << 20] ^= 1
+    memory._files[f"{url}/{folder}/{name}"].data[1 << 20] ^= 1
     assert verify_checkpoint(store, folder).damage
     state = state_at(-1)
     with laststep.Checkpointer(url, state=state, **SETTINGS) as ckpt:
@@ -109,11 +123,27 @@ def test_damage_in_memory_is_found_and_passed_over(url: str) -> None:
     assert state["n"] == 1
 
 
-def test_the_commands_take_the_url_of_a_store(url: str, tmp_path: Path) -> None:
+def test_du_says_what_checkpoints_share_where_files_can_be_linked(url: str) -> None:
+    with laststep.Checkpointer(url, state=state_at(0), **SETTINGS) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).wait(60)
+        ckpt.save(2).wait(60)
+    used = json.loads(CliRunner().invoke(app, ["du", url, "--json"]).output)
+    assert (used["saved_bytes"] > 5 << 20) is url.startswith("memory")
+
+
+LOCAL = {"demo", "bench"}
+"""Commands that are about this machine and no run."""
+
+
+def test_every_command_takes_the_url_of_a_store(url: str, tmp_path: Path) -> None:
     make_run(url, 1, 2, 3)
     folder = laststep.open(url).latest().folder
+    torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
+    typed: set[str] = set()
 
     def said(*arguments: str) -> str:
+        typed.add(arguments[0])
         ended = CliRunner().invoke(app, list(arguments))
         assert ended.exit_code == 0, ended.output
         return ended.output
@@ -123,12 +153,25 @@ def test_the_commands_take_the_url_of_a_store(url: str, tmp_path: Path) -> None:
     assert [one["step"] for one in listed["checkpoints"]] == [1, 2, 3]
     assert folder in said("show", f"{url}/{folder}")
     assert "state" in said("show", url, "--step", "2")
-    said("verify", url)
+    used = json.loads(said("du", url, "--json"))
+    assert used["run"] == url
+    assert used["stored_bytes"] == used["apart_bytes"] > 3 * (5 << 20)
+    assert said("verify", url).count("sound") == 3
+    assert "sound" in said("verify", f"{url}/{folder}")
+    said("copy", url, f"{url}-2")
+    said("copy", url, str(tmp_path / "copy"), "--step", "2")
+    said("copy", str(tmp_path / "copy"), f"{url}-3")
+    assert laststep.open(f"{url}-2").steps() == [1, 2, 3]
+    assert laststep.load(f"{url}-3")["state"]["n"] == 2
     said("pin", url, "1")
     said("prune", url, "--last", "1", "--yes")
     assert laststep.open(url).steps() == [1, 3]
+    said("unpin", url, "1")
     said("export", url, str(tmp_path / "out"), "--format", "hf")
     assert any((tmp_path / "out").iterdir())
+    said("import", str(tmp_path / "w.pt"), f"{url}-4", "--step", "7")
+    assert laststep.open(f"{url}-4").steps() == [7]
+    assert typed == set(typer.main.get_command(app).commands) - LOCAL
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")

@@ -1,0 +1,205 @@
+"""A store in the memory of this process, for tests: `memory://name`.
+
+All stores of a process that have the same URL are the same place; no other process sees it, so a
+`Checkpointer` needs `flush="thread"` there. It is gone with the process, or with `clear`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from laststep.errors import Corrupt, Exists, NotFound, Usage
+from laststep.storage.store import Lock, Store, StoreEntry, check_name
+
+__all__ = ["MemoryStore", "clear"]
+
+
+@dataclass(slots=True)
+class _File:
+    """The bytes of a file, which several names may have; None for a folder."""
+
+    data: bytearray | None
+    made_s: float = field(default_factory=time.time)
+
+
+_mutex = threading.RLock()
+_files: dict[str, _File] = {}
+"""By their URLs."""
+_locks: dict[str, set[int]] = {}
+"""Those that are held, and the places that are marked."""
+
+
+def clear(url: str = "memory://") -> None:
+    """Forget all that lies in the store of that URL, or in all of them."""
+    with _mutex:
+        for name in [name for name in _files if name == url or name.startswith(_below(url))]:
+            del _files[name]
+
+
+def _below(url: str) -> str:
+    return url if url.endswith("/") else f"{url}/"
+
+
+class _Writer:
+    alignment_bytes = 1
+
+    def __init__(self, data: bytearray, where: str) -> None:
+        self._data: bytearray | None = data
+        self._where = where
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        with _mutex:
+            file = self._open()
+            file.extend(bytes(max(0, offset + data.nbytes - len(file))))
+            file[offset : offset + data.nbytes] = data.cast("B")
+
+    def finish(self, size_bytes: int) -> None:
+        with _mutex:
+            file = self._open()
+            del file[size_bytes:]
+            file.extend(bytes(size_bytes - len(file)))
+            self._data = None
+
+    def close(self) -> None:
+        self._data = None
+
+    def _open(self) -> bytearray:
+        if self._data is None:
+            raise Usage("cannot write to a file that has been closed", where=self._where)
+        return self._data
+
+
+class _Reader:
+    alignment_bytes = 1
+
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
+        self.size_bytes = len(data)
+
+    def read_into(self, offset: int, into: memoryview) -> int:
+        with _mutex, memoryview(self._data) as data:
+            found = data[offset : min(offset + into.nbytes, self.size_bytes)]
+            into.cast("B")[: len(found)] = found
+            return len(found)
+
+    def close(self) -> None:
+        pass
+
+
+class _Held(Lock):
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._marks = _locks[url] = set()
+
+    def mark(self, place: int) -> None:
+        self._marks.add(place)
+
+    def clear(self, place: int) -> None:
+        self._marks.discard(place)
+
+    def close(self) -> None:
+        if _locks.get(self._url) is self._marks:
+            del _locks[self._url]
+
+
+class MemoryStore(Store):
+    """The files of this process below one URL."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    @property
+    def url(self) -> str:
+        """As it was opened."""
+        return self._url
+
+    def list(self, folder: str) -> list[StoreEntry]:
+        above = f"{self._at(folder) if folder else self._url}/"
+        with _mutex:
+            all_below = [(url, file) for url, file in _files.items() if url.startswith(above)]
+        found = sorted((url[len(above) :], file) for url, file in all_below)
+        return [
+            StoreEntry(
+                name=name, is_folder=file.data is None, size_bytes=len(file.data or b""),
+                modified_s=file.made_s,
+            )
+            for name, file in found
+            if "/" not in name
+        ]  # fmt: skip
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        with _mutex:
+            data = self._file(name)
+            if len(data) > limit_bytes:
+                raise Corrupt(
+                    "a file is too large to be what it should be", where=self._at(name),
+                    expected=f"at most {limit_bytes} bytes", found=f"{len(data)} bytes",
+                )  # fmt: skip
+            return bytes(data)
+
+    def create(self, name: str, data: bytes) -> None:
+        self._add(name, _File(bytearray(data)))
+
+    def make_folder(self, name: str, *, parents: bool = True) -> None:
+        above = check_name(name).rpartition("/")[0]
+        with _mutex:
+            if parents and above and self._at(above) not in _files:
+                self.make_folder(above)
+            self._add(name, _File(None))
+
+    def delete(self, name: str) -> None:
+        with _mutex:
+            _files.pop(self._at(name), None)
+
+    def delete_folder(self, name: str, *, first: str | None = None) -> None:
+        clear(self._at(name))
+
+    def open_writer(self, name: str, *, expected_bytes: int) -> _Writer:
+        data = bytearray()
+        self._add(name, _File(data))
+        return _Writer(data, self._at(name))
+
+    def link(self, name: str, new: str) -> bool:
+        with _mutex:
+            self._file(name)
+            self._add(new, _files[self._at(name)])
+        return True
+
+    def open_reader(self, name: str, *, cached: bool = False) -> _Reader:
+        with _mutex:
+            return _Reader(self._file(name))
+
+    def lock(self, name: str) -> _Held:
+        with _mutex:
+            if self.is_locked(name):
+                raise Exists("the lock is held", where=self._at(name))
+            if self._at(name) not in _files:
+                self.create(name, b"")
+            return _Held(self._at(name))
+
+    def is_locked(self, name: str) -> bool:
+        return self._at(name) in _locks
+
+    def marked(self, name: str) -> tuple[tuple[int, int], ...]:
+        return tuple((place, place) for place in sorted(_locks.get(self._at(name), ())))
+
+    def _at(self, name: str) -> str:
+        return f"{self._url}/{check_name(name)}"
+
+    def _file(self, name: str) -> bytearray:
+        file = _files.get(self._at(name))
+        if file is None or file.data is None:
+            raise NotFound("there is no such file", where=self._at(name))
+        return file.data
+
+    def _add(self, name: str, file: _File) -> None:
+        at, above = self._at(name), name.rpartition("/")[0]
+        with _mutex:
+            folder = _files.get(self._at(above)) if above else _File(None)
+            if folder is None or folder.data is not None:
+                raise NotFound("there is no such folder", where=at)
+            if at in _files:
+                raise Exists("the name is taken", where=at)
+            _files[at] = file
