@@ -41,6 +41,7 @@ from laststep.settings import DEFAULTS, WAIT_FOR_OTHERS_S, FlushIn, OnBusy, Sett
 from laststep.state.items import providers_for
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES
+from laststep.tiers.fetching import fetch_back
 from laststep.tiers.nearest import NearestStore
 from laststep.tiers.tier import Tier, arranged
 from laststep.watching import watch
@@ -155,8 +156,9 @@ class Checkpointer(single.OnlyOne):
         staged = self._capturer.start(on_device)
         self._pool.want(expected, without_pauses=not staged)
         self._client = client_of(
-            self._store, self._pool, self._settings, self._keep, self._bus, self._segment
-        )
+            self._store, self._pool, self._settings, self._keep, self._bus, self._segment,
+            self._tiers.further, self._rank,
+        )  # fmt: skip
         self._team = None
         try:
             interrupts.let_in()
@@ -400,6 +402,8 @@ class Checkpointer(single.OnlyOne):
             if known:  # else they arrived where it was made
                 group.arrive()
             together(group, self._ready)
+            if self._tiers.further:
+                together(group, functools.partial(self._fetch, wanted))
             self._schedule.anew()
             outcome = restore_into(
                 self._nearest(), self._providers, room, self._bus, wanted, ranks=group,
@@ -428,6 +432,12 @@ class Checkpointer(single.OnlyOne):
         newest = newest_of(self._store)
         self._client.continue_from(continuing(newest, seen, resumed=False))
         self._knows_lineage = True
+
+    def _fetch(self, wanted: RestoreRequest) -> None:
+        """Bring back what only further tiers have; the others wait for the first rank."""
+        if self._rank.is_first:
+            tiers = [tier.url for tier in self._tiers.further]
+            fetch_back(self._store, tiers, wanted.step, threads=wanted.threads)
 
     def _nearest(self) -> Store:
         """The run as it is restored: what is in shared memory comes out of that."""

@@ -17,7 +17,7 @@ from laststep.process import threads
 __all__ = [
     "Captured", "Committed", "Durable", "Event", "MetricMissing", "PassedOver", "Preflight",
     "Pruned", "ReplicasDiffer", "Restored", "SaveFailed", "SaveSkipped", "SaveStarted",
-    "Subscriber", "TierHolds", "Written",
+    "Subscriber", "TierHolds", "TierLags", "WorkAtRisk", "Written",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,26 @@ class TierHolds:
     tier: str
     seconds: float
     """Since the call of save()."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLags:
+    """A checkpoint could not be brought to a further tier; it is tried again."""
+
+    step: int
+    tier: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkAtRisk:
+    """With each commit, for each further tier: the work that is lost if everything nearer is."""
+
+    tier: str
+    step: int | None
+    """The newest that it has got since the start; None: none yet."""
+    seconds: float
+    """Since that step was saved, or since the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +166,8 @@ class MetricMissing:
 
 Event = (
     Preflight | SaveStarted | Captured | TierHolds | Written | Durable | Committed | SaveFailed
-    | SaveSkipped | Restored | PassedOver | Pruned | ReplicasDiffer | MetricMissing
+    | SaveSkipped | Restored | PassedOver | Pruned | ReplicasDiffer | MetricMissing | TierLags
+    | WorkAtRisk
 )  # fmt: skip
 Subscriber = Callable[[Event], None]
 

@@ -24,12 +24,14 @@ from laststep.memory import segments
 from laststep.memory.pool import Pool
 from laststep.process import interrupts, lifetimes, threads
 from laststep.settings import FlushIn
+from laststep.storage.registry import import_path, local_path
 from laststep.terms import CHUNK_BYTES
+from laststep.tiers.draining import DrainOrder
 from laststep.tiers.sealed import saves_in
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from laststep.capture.capture import Capturer
     from laststep.catalog.epochs import Trainer
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from laststep.ranks.rank import Rank
     from laststep.settings import Settings
     from laststep.storage.store import Store
+    from laststep.tiers.tier import Tier
 
 
 log = logging.getLogger(__name__)
@@ -67,20 +70,34 @@ def pool_in(
         raise
 
 
+def place_of(url: str) -> str:
+    """A tier by a name that every process understands, wherever it runs."""
+    return local_path(url) or url
+
+
 def launcher(
     run: str,
     pool: Pool,
     settings: Settings,
     keep: Keep | None,
     trainer: Trainer,
-    segment: str | None = None,
+    segment: str | None,
+    tiers: Sequence[Tier],
+    rank: Rank,
 ) -> Launch:
     """How to start a flusher for that run."""
 
     def launch(end: socket.socket) -> Helper:
         orders = Orders(
             writers=settings.writers, keep=keep, compression=settings.compression,
-            lossy=settings.lossy or {}, segment=segment,
+            lossy=settings.lossy or {}, segment=segment, rank=rank.number, ranks=rank.ranks,
+            further=tuple(
+                DrainOrder(
+                    url=place_of(tier.url), opener=import_path(tier.url), every=tier.every,
+                    keep=tier.keep, bytes_per_s=tier.limit_bytes_per_s,
+                )
+                for tier in tiers
+            ),
         )  # fmt: skip
         if settings.flush is FlushIn.THREAD:
             return starting.start_thread(
@@ -99,18 +116,20 @@ def client_of(
     settings: Settings,
     keep: Keep | None,
     bus: Bus,
-    segment: Segment | None = None,
+    segment: Segment | None,
+    tiers: Sequence[Tier],
+    rank: Rank,
 ) -> Client:
     """The way to the flusher of a new start of a job."""
     start = Start(store)
     folder = None if segment is None else segment.folder
-    launch = launcher(store.url, pool, settings, keep, start.writer, folder)
+    launch = launcher(store.url, pool, settings, keep, start.writer, folder, tiers, rank)
 
     def kept() -> frozenset[int]:
         saves = [] if segment is None else saves_in(segment)
         return frozenset(slot for save in saves for slot in save.slots)
 
-    return Client(launch, pool, bus, start, kept)
+    return Client(launch, pool, bus, start, kept, [place_of(tier.url) for tier in tiers])
 
 
 def continuing(found: AttemptName | None, seen: Seen, *, resumed: bool = True) -> Continue:

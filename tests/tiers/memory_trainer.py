@@ -48,7 +48,9 @@ def main(base: str, run: str, saves: int, *, stuck: bool) -> None:
         flush="thread" if stuck else "process", subscribers=[tell],
     ) as ckpt:  # fmt: skip
         restored = ckpt.restore()
-        found = {float(value) for tensor in state.values() for value in (tensor.min(), tensor.max())}
+        found = {
+            float(value) for tensor in state.values() for value in (tensor.min(), tensor.max())
+        }
         print("restored", restored.step, *found, flush=True)
         for step in range(restored.next_step, restored.next_step + saves):
             for tensor in state.values():

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from waiting import wait_until
 
 import laststep
 from laststep.errors import StorageFailed, Usage
@@ -21,6 +20,7 @@ from laststep.memory import segments
 from laststep.storage.directory import DirectoryStore
 from laststep.tiers import sealed
 from laststep.tiers.nearest import sealed_of
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -272,7 +272,7 @@ def test_a_flusher_that_dies_takes_nothing_with_it(
         ckpt.save(1).result()
         (segment,) = segments.found(base)
         os.kill(flusher(), signal.SIGKILL)
-        wait_until(lambda: ckpt._client.dead is not None)  # noqa: SLF001 (nobody else is told)
+        wait_until(lambda: ckpt._client.dead is not None)
         (save,) = sealed.saves_in(segment)
         for step in (2, 3, 4):
             state["weight"].fill_(step)

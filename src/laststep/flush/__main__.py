@@ -40,6 +40,9 @@ def main(text: str) -> None:
     logs.speak_as(setup.rank)
     if setup.opener is not None:
         register_store(setup.run.partition(":")[0], setup.opener)
+    for tier in setup.orders.further:
+        if tier.opener is not None:
+            register_store(tier.url.partition(":")[0], tier.opener)
     for number in NOT_FOR_THE_HELPER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_HELPER)

@@ -52,9 +52,13 @@ from laststep.flush.protocol import (
     WrittenBytes,
 )
 from laststep.flush.saves import Saves
+from laststep.flush.tier_news import TierNews
 from laststep.process import interrupts, threads
+from laststep.tiers.draining import Drained, DrainFailed, Draining
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from laststep.capture.job import CaptureTiming
     from laststep.catalog.failures import Past
     from laststep.catalog.starts import Start
@@ -99,14 +103,17 @@ class Client:
         bus: Bus,
         start: Start,
         kept: Callable[[], frozenset[int]] = frozenset,
+        further: Sequence[str] = (),
     ) -> None:
-        """`kept` tells which slots a flusher that died has left as they are to be."""
+        """`kept` tells which slots a flusher that died has left as they are to be; checkpoints are
+        drained to the `further` tiers."""
         self._launch = launch
         self._kept = kept
         self._job = start
         self._pool = pool
         self._bus = bus
         self.saves = Saves()
+        self._drains = TierNews(bus, further)
         self._starting = threading.Lock()
         self._announcing = threading.Lock()
         self._has_witness = False
@@ -241,7 +248,10 @@ class Client:
         if self._helper is not None:
             if not was_closing:  # else an interrupt came while this waited
                 self.send(Bye())
-            if not interrupts.wait(self._heard_all, _END_S):
+            while not (ended := interrupts.wait(self._heard_all, _END_S)):
+                if not self._drains.was_heard_within(_END_S):
+                    break
+            if not ended:
                 # Everything is committed or has failed: it has nothing left that could be lost.
                 log.warning("the flusher does not end: %s", self._helper.how_it_ended())
                 self._helper.end(_END_S)
@@ -314,6 +324,13 @@ class Client:
             self._handle(message)
 
     def _handle(self, message: ToTrainer) -> None:
+        if isinstance(message, Drained | Draining | DrainFailed):
+            self._drains.hear(message)
+        else:
+            self._hear(message)
+
+    def _hear(self, message: ToTrainer) -> None:
+        """What is said of saves, or of the flusher itself."""
         if isinstance(message, Ready):
             self.up.set()
         elif isinstance(message, Freed):
@@ -383,6 +400,7 @@ class Client:
         report = save.handle.report
         report.committed_s, report.folder = save.handle.since_began_s(), message.at.folder
         report.tiers[self._job.url] = report.committed_s
+        self._drains.committed(message.at, save.handle)
         save.handle.committed.reach()
         save.note()
         self._bus.emit(

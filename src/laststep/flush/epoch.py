@@ -118,10 +118,15 @@ class WriterEpoch:
         return False
 
     def retain(
-        self, at: AttemptName, *, overwritten: bool, tell: Callable[[NoMetric | Removed], None]
+        self,
+        at: AttemptName,
+        *,
+        overwritten: bool,
+        needed: frozenset[str],
+        tell: Callable[[NoMetric | Removed], None],
     ) -> None:
-        """Apply the rules, after the commit of `at`. Retention failing costs disk space, never the
-        checkpoint that was just committed."""
+        """Apply the rules, after the commit of `at`; folders that are `needed` stay. Retention
+        failing costs disk space, never the checkpoint that was just committed."""
         if self._keep is None and not overwritten:
             return
         run, asked = self.run, self._continues
@@ -133,7 +138,9 @@ class WriterEpoch:
 
         try:
             # Without any rule everything stays, except what was overwritten.
-            plan = plan_prune(run, self._keep or Keep(), resumed_from=asked.resumed_from)
+            plan = plan_prune(
+                run, self._keep or Keep(), resumed_from=asked.resumed_from, in_use=needed
+            )
             if plan.lacking is not None:
                 tell(NoMetric(reason=plan.lacking))
             steps = {verdict.folder: verdict.step for verdict in plan.verdicts}

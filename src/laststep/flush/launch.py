@@ -125,7 +125,8 @@ def start_process(
     # another's, before the helper runs. What was handed over until then is finished all the same.
     pidfd = os.pidfd_open(os.getpid())
     opener = import_path(run)
-    places = _places(foreign=opener is not None or orders.encodes)
+    foreign = any(tier.opener is not None for tier in orders.further)
+    places = _places(foreign=opener is not None or orders.encodes or foreign)
     setup = Setup(
         run=run, opener=opener, pool_fd=pool_fd, pool_bytes=pool_bytes, socket_fd=end.fileno(),
         trainer=trainer, trainer_pidfd=pidfd, orders=orders, rank=logs.speaks_as(),

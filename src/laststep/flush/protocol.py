@@ -27,6 +27,7 @@ from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemR
 from laststep.format.safetensors import TensorEntry
 from laststep.memory.filled import Filled
 from laststep.settings import Compression
+from laststep.tiers.draining import Drained, DrainFailed, Draining, DrainOrder
 
 if TYPE_CHECKING:
     from laststep.plan.files import FilePlan
@@ -46,6 +47,10 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     lossy: dict[str, str] = {}
     segment: str | None = None
     """The folder of the segment that the pool lies in, if saves are to be kept there."""
+    further: tuple[DrainOrder, ...] = ()
+    """The tiers that checkpoints are drained to."""
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def encodes(self) -> bool:
@@ -297,6 +302,9 @@ ToTrainer = (
     | Granted
     | WrittenBytes
     | Held
+    | Drained
+    | Draining
+    | DrainFailed
     | Flushed
     | Grouped
     | Decided

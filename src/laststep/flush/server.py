@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog import groups, starts
+from laststep.catalog import groups
 from laststep.codecs import objects
 from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.flush import lending
@@ -55,14 +55,15 @@ from laststep.flush.protocol import (
     WrittenBytes,
 )
 from laststep.flush.under_way import Save
+from laststep.flush.witnessing import WitnessHold
 from laststep.flush.writer import SaveFlush
 from laststep.format.group import GroupManifest
 from laststep.format.manifest import Commit, FileRecord, shared_bytes
 from laststep.memory import segments
 from laststep.process import threads
-from laststep.storage import locks
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES, MEMORY
+from laststep.tiers.draining import Drains
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
     from laststep.catalog.epochs import Trainer
     from laststep.flush.lending import Lender
     from laststep.memory.filled import Filled
-    from laststep.storage.store import Lock
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +99,14 @@ class Flusher:
             Compressor(orders, memory_bytes=len(pool) // 2) if orders.encodes else None
         )
         self._misses = Misses()
+        self._drains = Drains(
+            self._store, orders.further, self._send, rank=orders.rank, ranks=orders.ranks
+        )
+        self._was_told_bye = False
         self._keeper: Keeper | NothingKept = NothingKept()
         if orders.segment is not None:
             self._keeper = Keeper(segments.opened(orders.segment), pool, self)
-        self._witness: tuple[str, Lock] | None = None
+        self._witness = WitnessHold(self._store, connection)
         self._given_up = False
         self._lending: tuple[int, dict[str, Lender]] = (0, {})
         """The files of the last checkpoint that this flusher committed, or went on from, and the
@@ -128,6 +132,7 @@ class Flusher:
             for thread in [self._finisher, *self._threads]:
                 threads.start(thread)
             self._keeper.start(len(self._threads))
+            self._drains.start()
         except StorageFailed:
             self._order.put(None)
             for _ in self._threads:
@@ -142,6 +147,7 @@ class Flusher:
             while True:
                 message = self._connection.receive_in_flusher()
                 if message is None or isinstance(message, Bye):
+                    self._was_told_bye = message is not None
                     break
                 self._handle(message)
         finally:
@@ -161,7 +167,7 @@ class Flusher:
             self._lending = (0, {})
             self._epoch.continue_from(message)
         elif isinstance(message, Witness):
-            self._hold(message)
+            self._witness.take(message)
         elif not isinstance(message, Bye):
             save = self._saves.get(message.save)
             if save is not None:
@@ -197,11 +203,6 @@ class Flusher:
                     save.decide = message
                 save.changed.notify_all()
             self._keeper.try_to_seal(save)
-
-    def _hold(self, message: Witness) -> None:
-        descriptor = self._connection.take_descriptor()
-        if descriptor is not None:
-            self._witness = message.name, locks.adopt(descriptor, message.name)
 
     def _begin(self, begin: Begin) -> None:
         save = Save(begin=begin, began_s=time.monotonic())
@@ -395,8 +396,12 @@ class Flusher:
         self._lending = save.begin.save, save.flush.lenders()
         self._send_decided(save)
         self._keeper.forget_predecessors()
+        self._drains.committed(save.at)
         if not save.is_member:
-            self._epoch.retain(save.at, overwritten=save.begin.overwrite, tell=self._send)
+            self._epoch.retain(
+                save.at, overwritten=save.begin.overwrite, needed=self._drains.needed(),
+                tell=self._send,
+            )  # fmt: skip
 
     def _decided_by_all(self, save: Save) -> Decide:
         """Wait for what the ranks agree on, and write the manifest of a group meanwhile, if this
@@ -449,20 +454,14 @@ class Flusher:
                         remedy="`laststep ls` shows it if it is",
                     )  # fmt: skip
         kind, fields = error.to_wire()
-        self._clear(save)
+        self._witness.clear(save.begin.save)
         self._send(Failed(save=save.begin.save, kind=kind, fields=fields))
 
     def _send_decided(self, save: Save) -> None:
         assert save.at is not None  # noqa: S101 (what was decided was begun)
-        self._clear(save)
+        self._witness.clear(save.begin.save)
         seconds = time.monotonic() - save.began_s
         self._send(Decided(save=save.begin.save, at=save.at, seconds=seconds))
-
-    def _clear(self, save: Save) -> None:
-        """Show that the save is over."""
-        if self._witness is not None:
-            with contextlib.suppress(LaststepError):  # it goes with this process at the latest
-                self._witness[1].clear(save.begin.save)
 
     def _send(self, message: ToTrainer) -> None:
         with contextlib.suppress(OSError):  # the trainer is gone; there is nobody to tell
@@ -485,12 +484,7 @@ class Flusher:
             thread.join()
         self._keeper.close()
         self._epoch.close()
-        if self._witness is not None:
-            self._let_witness_go(*self._witness)
+        self._witness.let_go()
+        # When nobody waits for this writer any more.
+        self._drains.close(at_once=self._given_up or not self._was_told_bye)
         self._connection.close()
-
-    def _let_witness_go(self, name: str, lock: Lock) -> None:
-        if self._connection.peer_is_dead():
-            starts.forget(self._store, name, lock)
-        else:
-            lock.close()  # the trainer has it too

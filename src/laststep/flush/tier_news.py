@@ -1,0 +1,68 @@
+"""What the trainer hears of further tiers: which has what, what fails, and so what is at risk.
+
+Thread-safe. A drain may end long after its save: handles of the last few are remembered, so that
+their reports say which tiers hold them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from laststep.events import Bus, TierHolds, TierLags, WorkAtRisk
+from laststep.tiers.draining import Drained, DrainFailed, Draining
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.catalog.names import AttemptName
+    from laststep.flush.handle import SaveHandle
+
+_REMEMBERED = 64
+
+
+class TierNews:
+    """The further tiers of a run."""
+
+    def __init__(self, bus: Bus, tiers: Sequence[str]) -> None:
+        self._bus = bus
+        self._lock = threading.Lock()
+        self._began_s = time.monotonic()
+        self._newest: dict[str, tuple[int, float] | None] = dict.fromkeys(tiers)
+        """Of each tier the newest step that it has got since the start, and of when that is."""
+        self._handles: deque[tuple[AttemptName, SaveHandle, float]] = deque(maxlen=_REMEMBERED)
+        self._heard_s = 0.0
+
+    def committed(self, at: AttemptName, handle: SaveHandle) -> None:
+        """A checkpoint is committed at home; what the further tiers lack of it is at risk."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._handles.append((at, handle, now_s - handle.since_began_s()))
+            newest = dict(self._newest)
+        for tier, has in newest.items():
+            step, since_s = (None, self._began_s) if has is None else has
+            self._bus.emit(WorkAtRisk(tier=tier, step=step, seconds=now_s - since_s))
+
+    def hear(self, message: Drained | Draining | DrainFailed) -> None:
+        """What the flusher says of a drain."""
+        self._heard_s = time.monotonic()
+        if isinstance(message, Drained):
+            self._drained(message)
+        elif isinstance(message, DrainFailed):
+            self._bus.emit(TierLags(step=message.at.step, tier=message.tier, reason=message.reason))
+
+    def was_heard_within(self, seconds: float) -> bool:
+        """Whether a drain is getting on."""
+        return time.monotonic() - self._heard_s < seconds
+
+    def _drained(self, message: Drained) -> None:
+        with self._lock:
+            known = [(handle, began) for at, handle, began in self._handles if at == message.at]
+            began_s = known[0][1] if known else self._began_s
+            self._newest[message.tier] = message.at.step, began_s
+        seconds = time.monotonic() - began_s
+        for handle, _ in known:
+            handle.report.tiers[message.tier] = seconds
+        self._bus.emit(TierHolds(step=message.at.step, tier=message.tier, seconds=seconds))

@@ -1,0 +1,318 @@
+"""Bring checkpoints to a further tier: in the background, the newest first, one at a time.
+
+A tier is a run of its own, with the same checkpoints under the same names; what is committed at
+home is copied there. While one is on its way others may be committed at home: of these only the
+newest waits, the others are left out. What fails is tried again, later and later; nothing that goes
+wrong here reaches home. After a restart the newest that the tier lacks is the first.
+
+In a job of several ranks each brings its own files. The first rank says which checkpoint it is, by
+the folder that it makes at the tier, and commits when all files are there. Knows nothing of torch,
+nor of who saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from laststep.catalog.names import AttemptName, copying_name, parse_folder
+from laststep.catalog.retention import Keep
+from laststep.catalog.run import Run, plan_prune
+from laststep.errors import Aborted, Corrupt, LaststepError, NotFound, StorageFailed
+from laststep.process import threads
+from laststep.storage.registry import open_store
+from laststep.tiers.bringing import Route
+from laststep.tiers.copying import Copier
+from laststep.tiers.pacing import Pacing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laststep.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 300.0
+"""Before a drain that has failed is tried again: twice as long each time."""
+_LOOK_S = 1.0
+"""How often ranks look what others have done."""
+_PATIENCE_S = 900.0
+"""So long the first rank waits for the files of the others, without any news."""
+_REMEMBERED = 8
+_PROBE_LIMIT_BYTES = 1 << 16
+
+
+class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a flusher is told of a further tier."""
+
+    url: str
+    opener: str | None = None
+    """What opens it, where that is no store of ours."""
+    every: int = 1
+    keep: Keep | None = None
+    bytes_per_s: float | None = None
+
+    def is_due(self, at: AttemptName) -> bool:
+        """Whether that checkpoint goes there; all ranks come to the same answer."""
+        return (at.attempt - 1) % self.every == 0
+
+
+class _News(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """What is told of a checkpoint on its way to a tier; the flusher passes it on as it is."""
+
+    at: AttemptName
+    tier: str
+
+
+class Drained(_News, frozen=True, kw_only=True):
+    """A further tier holds a checkpoint."""
+
+
+class Draining(_News, frozen=True, kw_only=True):
+    """So much of a checkpoint is at a further tier."""
+
+    done_bytes: int
+    size_bytes: int
+
+
+class DrainFailed(_News, frozen=True, kw_only=True):
+    """A checkpoint is not at a further tier yet; it will be tried again."""
+
+    reason: str
+
+
+Tell = Callable[[Drained | Draining | DrainFailed], None]
+
+
+class Drains:
+    """All further tiers of a run."""
+
+    def __init__(
+        self, home: Store, orders: Sequence[DrainOrder], tell: Tell, *, rank: int, ranks: int
+    ) -> None:
+        self._drains = [Drain(home, order, tell, rank=rank, ranks=ranks) for order in orders]
+
+    def start(self) -> None:
+        for drain in self._drains:
+            drain.start()
+
+    def committed(self, at: AttemptName) -> None:
+        """A checkpoint is committed at home."""
+        for drain in self._drains:
+            drain.committed(at)
+
+    def needed(self) -> frozenset[str]:
+        """The folders at home that are to be brought somewhere: retention spares them."""
+        return frozenset(folder for drain in self._drains for folder in drain.needed())
+
+    def close(self, *, at_once: bool) -> None:
+        """End: when what is due has been brought, or has failed once; or at once."""
+        for drain in self._drains:
+            drain.ask_to_end(at_once=at_once)
+        for drain in self._drains:
+            drain.join()
+
+
+class Drain:
+    """Brings checkpoints from home to one further tier, on a thread of its own."""
+
+    def __init__(
+        self, home: Store, order: DrainOrder, tell: Tell, *, rank: int, ranks: int
+    ) -> None:
+        self._home = home
+        self._order = order
+        self._tell = tell
+        self._rank, self._ranks = rank, ranks
+        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._due: deque[AttemptName] = deque(maxlen=1 if rank == 0 else _REMEMBERED)
+        """Committed, and not brought yet. The first rank brings the newest only; the others follow
+        it, which may have begun with one of several."""
+        self._current: AttemptName | None = None
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, name="laststep-drain", daemon=True)
+
+    def start(self) -> None:
+        threads.start(self._thread)
+
+    def committed(self, at: AttemptName) -> None:
+        """A checkpoint is committed at home."""
+        if self._order.is_due(at):
+            with self._changed:
+                self._due.append(at)
+                self._changed.notify_all()
+
+    def needed(self) -> frozenset[str]:
+        """The folders at home that it needs: retention spares them."""
+        with self._changed:
+            current = [] if self._current is None else [self._current]
+            return frozenset(at.folder for at in (*self._due, *current))
+
+    def ask_to_end(self, *, at_once: bool) -> None:
+        """See `Drains.close`."""
+        with self._changed:
+            self._ends = True
+            if at_once:
+                self._stop.set()
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    # On its thread
+
+    def _run(self) -> None:
+        with threads.outlasting(log, "draining to %s ended", self._order.url):
+            pause_s = 0.0
+            self._take_up()
+            while (at := self._next(pause_s)) is not None:
+                pause_s = self._longer(pause_s) if not self._tries(at) else 0.0
+                if pause_s and self._ends:
+                    return
+            log.debug("nothing is left for %s", self._order.url)
+
+    def _take_up(self) -> None:
+        """What an earlier start has left undone: the newest at home, if the tier lacks it."""
+        if self._rank != 0:
+            return
+        with contextlib.suppress(LaststepError, OSError):  # there is no run yet, or no tier
+            newest = Run.open(self._home).newest()
+            if newest is None or newest.folder in _steps_of(self._target()):
+                return
+            with self._changed:
+                if not self._due:
+                    self._due.append(_name(newest.folder))
+
+    def _next(self, pause_s: float) -> AttemptName | None:
+        """Wait for what is due; None where nothing more will be."""
+        with self._changed:
+            self._current = None
+            until_s = time.monotonic() + pause_s
+            while not self._stop.is_set():
+                left_s = until_s - time.monotonic()
+                if self._due and (left_s <= 0 or self._ends):
+                    self._current = self._due[-1]
+                    return self._current
+                if self._ends and not self._due:
+                    return None
+                self._changed.wait(left_s if self._due else None)
+            return None
+
+    def _longer(self, pause_s: float) -> float:
+        return min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+
+    def _tries(self, at: AttemptName) -> bool:
+        """Bring one; False where that is to be tried again."""
+        try:
+            if self._rank == 0:
+                self._lead(at)
+            elif not self._follow(at):
+                return True
+        except Aborted:
+            return True  # it was stopped
+        except (NotFound, Corrupt) as error:
+            log.warning("%s is not brought to %s: %s", at.folder, self._order.url, error)
+        except (LaststepError, OSError) as error:
+            log.warning("%s is not at %s yet: %s", at.folder, self._order.url, error)
+            self._tell(DrainFailed(at=at, tier=self._order.url, reason=str(error)))
+            return False
+        with self._changed:
+            while self._due and self._due[0].point <= at.point:
+                self._due.popleft()
+        return True
+
+    def _lead(self, at: AttemptName) -> None:
+        """On the first rank: bring one, with the others if there are any, and commit it."""
+        copier = self._copier(at)
+        if not copier.is_there(at.folder):
+            if self._ranks == 1:
+                copier.copy(at.folder)
+            else:
+                copier.bring(at.folder, [0])
+                self._commit_when_whole(copier, at)
+        self._tell(Drained(at=at, tier=self._order.url))
+        self._retain()
+
+    def _commit_when_whole(self, copier: Copier, at: AttemptName) -> None:
+        until_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                copier.commit(at.folder)
+            except StorageFailed:
+                if time.monotonic() > until_s:
+                    self._target().delete_folder(at.folder)
+                    raise
+            else:
+                return
+            if self._stop.wait(_LOOK_S):
+                raise Aborted("the drain was stopped")
+
+    def _follow(self, newest: AttemptName) -> bool:
+        """On another rank: bring one's own files of what the first rank has begun with, of what is
+        due; False where it has begun with none."""
+        while not self._stop.is_set():
+            with self._changed:
+                due = list(self._due)
+            for at in reversed(due):
+                if self._is_begun(at):
+                    self._copier(at).bring(at.folder, [self._rank])
+                    return True
+            if self._ends or any(at.point > newest.point for at in due):
+                return False
+            self._stop.wait(_LOOK_S)
+        return False
+
+    def _is_begun(self, at: AttemptName) -> bool:
+        try:
+            self._target().read(f"{at.folder}/{copying_name(0)}", limit_bytes=_PROBE_LIMIT_BYTES)
+        except NotFound:
+            return False
+        return True
+
+    def _retain(self) -> None:
+        if self._order.keep is None:
+            return
+        try:
+            plan_prune(Run.open(self._target()), self._order.keep).execute()
+        except (LaststepError, OSError) as error:
+            log.warning("retention at %s failed: %s", self._order.url, error)
+
+    def _target(self) -> Store:
+        return open_store(self._order.url)
+
+    def _copier(self, at: AttemptName) -> Copier:
+        told_s = 0.0
+
+        def tell(done_bytes: int, size_bytes: int) -> None:
+            nonlocal told_s
+            if time.monotonic() - told_s > _LOOK_S:
+                told_s = time.monotonic()
+                self._tell(
+                    Draining(
+                        at=at, tier=self._order.url, done_bytes=done_bytes, size_bytes=size_bytes
+                    )
+                )
+
+        pacing = Pacing(bytes_per_s=self._order.bytes_per_s, stop=self._stop)
+        return Copier(Route(source=self._home, target=self._target(), pacing=pacing, progress=tell))
+
+
+def _steps_of(store: Store) -> frozenset[str]:
+    """The folders of the checkpoints in a tier."""
+    try:
+        return frozenset(listed.folder for listed in Run.open(store).checkpoints())
+    except NotFound:
+        return frozenset()
+
+
+def _name(folder: str) -> AttemptName:
+    name = parse_folder(folder)
+    assert name is not None  # noqa: S101 (it was listed as a checkpoint)
+    return name

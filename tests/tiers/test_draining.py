@@ -1,0 +1,287 @@
+"""Checkpoints go on to further tiers, beside training; what is lost nearer comes back from there."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+from laststep import events
+from laststep.catalog.names import AttemptName
+from laststep.errors import StorageFailed
+from laststep.storage.directory import DirectoryStore
+from laststep.tiers.draining import Drained, DrainFailed, DrainOrder, Drains
+from laststep.tiers.tier import Tier
+from waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from laststep.storage.store import FileWriting
+
+
+class Places:
+    """A home and a further tier, and a state that tells its step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.far = folder / "home", folder / "far"
+        self.state = {"w": torch.zeros(3 << 20), "s": torch.zeros(5)}
+        self.heard: list[events.Event] = []
+
+    def open(self, tier: Tier | None = None, **settings: object) -> laststep.Checkpointer:
+        tiers = [str(self.home), tier or str(self.far)]
+        how: dict[str, object] = {"flush": "thread", "progress": False, **settings}
+        return laststep.Checkpointer(
+            tiers=tiers, state=self.state, subscribers=[self.heard.append], **how
+        )  # type: ignore[call-overload]
+
+    def save(self, ckpt: laststep.Checkpointer, step: int) -> laststep.SaveHandle:
+        for tensor in self.state.values():
+            tensor.fill_(step)
+        handle = ckpt.save(step)
+        handle.result()
+        return handle
+
+    def wait_for(self, step: int) -> None:
+        wait_until(lambda: step in self.reached())
+
+    def reached(self) -> list[int]:
+        """The steps that the further tier is said to have."""
+        return [e.step for e in self.heard if isinstance(e, events.TierHolds)]
+
+    def steps(self, place: Path) -> list[int]:
+        return laststep.open(place).steps()
+
+    def is_all(self, step: int) -> bool:
+        return all(bool((tensor == step).all()) for tensor in self.state.values())
+
+
+@pytest.fixture
+def places(run_folder: Path) -> Places:
+    run_folder.mkdir()
+    return Places(run_folder)
+
+
+def test_a_checkpoint_goes_on_to_the_next_tier(places: Places) -> None:
+    with places.open() as ckpt:
+        ckpt.restore()
+        handle = places.save(ckpt, 1)
+        places.wait_for(1)
+        assert list(handle.report.tiers) == [str(places.home), str(places.far)]
+    assert places.steps(places.far) == [1]
+    assert laststep.open(places.far)[1].verify().damage == ()
+
+
+def test_the_last_one_is_brought_before_close_returns(places: Places) -> None:
+    with places.open(flush="process") as ckpt:
+        ckpt.restore()
+        for step in range(3):
+            places.save(ckpt, step)
+    assert places.steps(places.far)[-1] == 2
+
+
+def test_of_so_many_one_goes_there_and_old_ones_go(places: Places) -> None:
+    tier = Tier(str(places.far), every=2, keep=laststep.Keep(last=2))
+    with places.open(tier) as ckpt:
+        ckpt.restore()
+        for step in range(7):
+            places.save(ckpt, step)
+            if step % 2 == 0:
+                places.wait_for(step)
+    assert places.steps(places.far) == [4, 6]
+    assert places.steps(places.home) == list(range(7))
+
+
+def test_every_commit_says_what_is_at_risk(places: Places) -> None:
+    with places.open() as ckpt:
+        ckpt.restore()
+        places.save(ckpt, 1)
+        places.wait_for(1)
+        places.save(ckpt, 2)
+    risks = [event for event in places.heard if isinstance(event, events.WorkAtRisk)]
+    assert [event.step for event in risks] == [None, 1]
+    assert {event.tier for event in risks} == {str(places.far)}
+    assert all(event.seconds > 0 for event in risks)
+
+
+def test_a_tier_that_fails_hurts_nobody_and_is_tried_again(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laststep.tiers.draining._FIRST_PAUSE_S", 0.05)
+    places.far.write_text("a file where a folder is wanted")
+    with places.open() as ckpt:
+        ckpt.restore()
+        for step in (1, 2):
+            assert places.save(ckpt, step).error is None
+        wait_until(lambda: any(isinstance(event, events.TierLags) for event in places.heard))
+        assert places.reached() == []
+        places.far.unlink()
+        places.wait_for(2)
+    assert places.steps(places.far)[-1] == 2
+
+
+def test_where_home_is_lost_the_run_comes_back_from_the_tier(places: Places) -> None:
+    with places.open() as ckpt:
+        ckpt.restore()
+        places.save(ckpt, 1)
+        places.save(ckpt, 2)
+    shutil.rmtree(places.home)
+    places.state["w"].zero_()
+    with places.open() as ckpt:
+        assert ckpt.restore().step == 2
+        assert places.is_all(2)
+        places.save(ckpt, 3)
+    assert places.steps(places.home) == [2, 3]
+    assert places.steps(places.far)[-2:] == [2, 3]
+
+
+def test_a_step_that_home_no_longer_has_comes_back_from_the_tier(places: Places) -> None:
+    with places.open(keep=laststep.Keep(last=1)) as ckpt:
+        ckpt.restore()
+        for step in range(3):
+            places.save(ckpt, step)
+            places.wait_for(step)
+        wait_until(lambda: places.steps(places.home) == [2])
+    with places.open() as ckpt:
+        assert ckpt.restore(0).step == 0
+        assert places.is_all(0)
+
+
+def test_a_tier_that_is_another_run_is_left_alone(
+    places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
+    with laststep.Checkpointer(places.far, state=places.state) as other:
+        other.restore()
+        other.save(99).result()
+    with places.open() as ckpt:
+        assert ckpt.restore().step == 99  # home is new, and this is what there is
+    shutil.rmtree(places.home)
+    with laststep.Checkpointer(places.home, state=places.state) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result()
+    caplog.clear()
+    with places.open() as ckpt:
+        assert ckpt.restore().step == 1
+        places.save(ckpt, 2)
+    assert "cannot copy into another run" in caplog.text
+    assert places.steps(places.far) == [99]
+
+
+def test_the_next_start_brings_what_the_last_one_did_not(places: Places) -> None:
+    with laststep.Checkpointer(places.home, state=places.state) as ckpt:
+        ckpt.restore()
+        places.save(ckpt, 1)
+        places.save(ckpt, 2)
+    with places.open() as ckpt:
+        ckpt.restore()
+        places.wait_for(2)
+    assert places.steps(places.far) == [2]
+
+
+class Gate(DirectoryStore):
+    """A store that lets files through when it is told to."""
+
+    opened = threading.Event()
+    asked = threading.Event()
+
+    def open_writer(self, name: str, *, expected_bytes: int) -> FileWriting:
+        self.asked.set()
+        self.opened.wait()
+        return super().open_writer(name, expected_bytes=expected_bytes)
+
+
+@pytest.fixture
+def gate(places: Places, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Gate]]:
+    Gate.opened.clear()
+    Gate.asked.clear()
+    monkeypatch.setattr(
+        "laststep.tiers.draining.open_store",
+        lambda url: (Gate if url == str(places.far) else DirectoryStore)(url),
+    )
+    opener = threading.Timer(30, Gate.opened.set)  # a test that fails must not hang
+    opener.start()
+    yield Gate
+    opener.cancel()
+
+
+def test_while_one_is_on_its_way_only_the_newest_waits(places: Places, gate: type[Gate]) -> None:
+    with places.open(keep=laststep.Keep(last=1)) as ckpt:
+        ckpt.restore()
+        places.save(ckpt, 0)
+        gate.asked.wait()
+        for step in (1, 2, 3):
+            places.save(ckpt, step)
+        # Retention leaves alone what is on its way, and what waits.
+        wait_until(lambda: places.steps(places.home) == [0, 3])
+        gate.opened.set()
+        places.wait_for(3)
+    assert places.steps(places.far) == [0, 3]
+
+
+class Said:
+    """Hears a drain, without a flusher."""
+
+    def __init__(self) -> None:
+        self.news: list[object] = []
+
+    def drained(self) -> list[int]:
+        return [news.at.step for news in self.news if isinstance(news, Drained)]
+
+
+def test_ranks_bring_their_own_files_and_the_first_commits(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of three ranks, as far as a drain cares: what is copied is a checkpoint of one, whose
+    files are shared out."""
+    monkeypatch.setattr("laststep.tiers.draining._LOOK_S", 0.01)
+    with laststep.Checkpointer(places.home, state=places.state) as ckpt:
+        ckpt.restore()
+        at = attempt_of(places.save(ckpt, 4))
+    home, order = DirectoryStore(str(places.home)), DrainOrder(url=str(places.far))
+    heard = [Said() for _ in range(3)]
+    drains = [
+        Drains(home, [order], said.news.append, rank=rank, ranks=3)
+        for rank, said in enumerate(heard)
+    ]
+    for each in reversed(drains):  # the first is the last to hear of it
+        each.start()
+        each.committed(at)
+    wait_until(lambda: heard[0].drained() == [4])
+    for each in drains:
+        each.close(at_once=True)
+    assert places.steps(places.far) == [4]
+    assert not any(isinstance(news, DrainFailed) for said in heard for news in said.news)
+
+
+def attempt_of(handle: laststep.SaveHandle) -> AttemptName:
+    folder = handle.report.folder or ""
+    step, _, rest = folder.removeprefix("step-").partition(".")
+    epoch, _, attempt = rest.partition("-")
+    return AttemptName(step=int(step), epoch=int(epoch), attempt=int(attempt))
+
+
+@pytest.mark.parametrize("limit", ["200 MB/s", "1.5GiB/s", "10 kB/s"])
+def test_a_limit_is_a_rate(limit: str) -> None:
+    rate = Tier("far", limit=limit).limit_bytes_per_s
+    assert rate in (200e6, 1.5 * 2**30, 1e4)
+
+
+def test_a_tier_that_cannot_be_reached_does_not_keep_a_run_from_its_restore(
+    places: Places, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with laststep.Checkpointer(places.home, state=places.state) as ckpt:
+        ckpt.restore()
+        places.save(ckpt, 1)
+
+    def fail(_: str) -> DirectoryStore:
+        raise StorageFailed("the network is down")
+
+    monkeypatch.setattr("laststep.tiers.fetching.open_store", fail)
+    with places.open() as ckpt:
+        assert ckpt.restore().step == 1
+    assert "cannot look whether" in caplog.text
