@@ -210,10 +210,8 @@ class DirectoryStore(Store):
                     self._disk.unlink(os.path.join(path, check_name(first)))
                     self._disk.sync_folder(path)
             if doomed is None:
-                doomed = f"{path}{TEMPORARY}{os.urandom(6).hex()}"
-                self._disk.rename(path, doomed)
-                self._disk.sync_folder(os.path.dirname(path))
-            self._remove_tree(doomed)
+                doomed = self._take_name_away(path)
+            self._remove_tree(doomed, may_stay=TEMPORARY in os.path.basename(doomed))
         except FileNotFoundError:
             return
         except OSError as error:
@@ -392,17 +390,38 @@ class DirectoryStore(Store):
         except OSError as error:
             _log.warning("left %s behind: %s", path, error.strerror)
 
-    def _remove_tree(self, path: str) -> None:
+    def _take_name_away(self, path: str) -> str:
+        """Give a folder under deletion a temporary name, durably; returns where it is then."""
+        doomed = f"{path}{TEMPORARY}{os.urandom(6).hex()}"
+        try:
+            self._disk.rename(path, doomed)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            # A folder of a lower layer of an overlay cannot be renamed. It is from before the
+            # mount, so nobody writes into it: it goes where it is.
+            return path
+        self._disk.sync_folder(os.path.dirname(path))
+        return doomed
+
+    def _remove_tree(self, path: str, *, may_stay: bool = False) -> None:
+        """Remove a folder. NFS and FUSE keep a file that somebody reads under another name, and so
+        its folder: one that has lost its own name `may_stay`, for the next who cleans up."""
         with os.scandir(path) as listing:
             items = [(item.path, item.is_dir(follow_symlinks=False)) for item in listing]
         for child, is_folder in sorted(items):
             # Somebody else may be removing the same debris.
             with contextlib.suppress(FileNotFoundError):
                 if is_folder:
-                    self._remove_tree(child)
+                    self._remove_tree(child, may_stay=may_stay)
                 else:
                     self._disk.unlink(child)
-        self._disk.remove_folder(path)
+        try:
+            self._disk.remove_folder(path)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or not may_stay:
+                raise
+            _log.info("left %s behind: somebody reads a file in it", path)
 
     def _create_for_writing(self, path: str) -> tuple[int, bool]:
         if self._direct is False:

@@ -113,6 +113,18 @@ class StoreConformance:
         store.delete_folder("a")
         store.delete_folder("a", first="manifest")
 
+    def test_a_folder_is_deleted_though_somebody_reads_a_file_in_it(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        store.make_folder("a/b")
+        data = os.urandom(1 << 16)
+        write_file(store, "a/b/x", data)
+        reader = store.open_reader("a/b/x", cached=True)
+        store.delete_folder("a", first="b/x")
+        check("a" not in store.folder_names(""), "its name is still there")
+        store.make_folder("a")
+        check(store.list("a") == [], "something of it is still there")
+        reader.close()
+
     def test_a_name_is_free_again_after_its_folder_is_deleted(self, tmp_path: Path) -> None:
         store = self.make_store(tmp_path / "s")
         for _ in range(2):
