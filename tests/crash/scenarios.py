@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 from unittest import mock
 
 import crashed_disk
@@ -36,9 +36,8 @@ from laststep.storage.directory import DirectoryStore
 from laststep.terms import ALIGN_BYTES, align_up
 from laststep.testing.faults import Change, RecordingDisk
 from laststep.testing.stores import write_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from laststep.tiers.bringing import Route
+from laststep.tiers.copying import Copier
 
 Shown = tuple[tuple[str, bool, tuple[str, ...]], ...] | None
 """Each checkpoint: its folder, whether it is on the lineage, the digests of its files."""
@@ -258,6 +257,21 @@ def prune_oldest(store: DirectoryStore) -> None:
     msgspec.structs.replace(plan, deletions=plan.deletions[:1]).execute()
 
 
+def copied(number: int) -> Stage:
+    """Copy one checkpoint of a golden run whose checkpoints share files."""
+    golden = DirectoryStore(_BORROWED)
+
+    def stage(store: DirectoryStore) -> None:
+        folder = sorted(name for name in golden.folder_names("") if name.startswith("step-"))[
+            number
+        ]
+        Copier(Route(source=golden, target=store, threads=1)).copy(folder)
+
+    return stage
+
+
+_BORROWED = Path(__file__).resolve().parent.parent / "golden" / "version-2" / "borrowed"
+
 SCENARIOS = (
     Scenario(
         name="a new run and its first save",
@@ -300,6 +314,11 @@ SCENARIOS = (
         name="saves that are told by their differences, and the prune of what these are to",
         before=(create_run, claim(None), _ENCODING.save(10, 1, 1)),
         stages=(_ENCODING.save(20, 1, 2), prune_one(1), _ENCODING.save(30, 1, 3), prune_one(1)),
+    ),
+    Scenario(
+        name="copies that are linked to each other, and the prune of what they share",
+        before=(copied(0),),
+        stages=(copied(1), prune_one(1), copied(2)),
     ),
 )  # fmt: skip
 
