@@ -36,7 +36,7 @@ from laststep.storage.directory import DirectoryStore
 from laststep.terms import ALIGN_BYTES, align_up
 from laststep.testing.faults import Change, RecordingDisk
 from laststep.testing.stores import write_file
-from laststep.tiers.bringing import Route
+from laststep.tiers.bringing import CopyRoute
 from laststep.tiers.copying import Copier
 
 Shown = tuple[tuple[str, bool, tuple[str, ...]], ...] | None
@@ -265,7 +265,7 @@ def copied(number: int) -> Stage:
         folder = sorted(name for name in golden.folder_names("") if name.startswith("step-"))[
             number
         ]
-        Copier(Route(source=golden, target=store, threads=1)).copy(folder)
+        Copier(CopyRoute(source=golden, target=store, threads=1)).copy(folder)
 
     return stage
 

@@ -20,7 +20,7 @@ from laststep.errors import Aborted, Corrupt, Exists, NotFound, StorageFailed, U
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
-from laststep.tiers.bringing import Route
+from laststep.tiers.bringing import CopyRoute
 from laststep.tiers.copying import Copier
 from laststep.tiers.pacing import Pacing
 from laststep.tiers.runs import plan_copy
@@ -78,7 +78,7 @@ def check_sound(run: Path) -> None:
 
 
 def copier(source: Path, target: Path, **route: object) -> Copier:
-    return Copier(Route(source=DirectoryStore(source), target=DirectoryStore(target), **route))
+    return Copier(CopyRoute(source=DirectoryStore(source), target=DirectoryStore(target), **route))
 
 
 def flip(file: Path, at: int) -> None:
@@ -244,7 +244,7 @@ def test_an_interrupted_copy_is_invisible_and_gone_on_with(
 ) -> None:
     target = tmp_path / "copy"
     folder = folders(run)[1].name
-    one = Copier(Route(source=DirectoryStore(run), target=Failing(target, writes), threads=2))
+    one = Copier(CopyRoute(source=DirectoryStore(run), target=Failing(target, writes), threads=2))
     with pytest.raises(StorageFailed, match="no more"):
         one.copy(folder)
     there = Run.open(DirectoryStore(target))
@@ -256,7 +256,7 @@ def test_an_interrupted_copy_is_invisible_and_gone_on_with(
         if path.read_bytes() == (run / folder / path.name).read_bytes()
     ]
     counted = Counting(target)
-    moved = Copier(Route(source=DirectoryStore(run), target=counted)).copy(folder)
+    moved = Copier(CopyRoute(source=DirectoryStore(run), target=counted)).copy(folder)
     assert moved.kept_bytes == sum(path.stat().st_size for path in whole)
     assert counted.written == moved.copied_bytes
     assert contents(target / folder) == contents(run / folder)

@@ -17,7 +17,7 @@ __all__ = ["MemoryStore", "clear"]
 
 
 @dataclass(slots=True)
-class _File:
+class _MemoryFile:
     """The bytes of a file, which several names may have; None for a folder."""
 
     data: bytearray | None
@@ -25,7 +25,7 @@ class _File:
 
 
 _mutex = threading.RLock()
-_files: dict[str, _File] = {}
+_files: dict[str, _MemoryFile] = {}
 """By their URLs."""
 _locks: dict[str, set[int]] = {}
 """Those that are held, and the places that are marked."""
@@ -42,7 +42,7 @@ def _below(url: str) -> str:
     return url if url.endswith("/") else f"{url}/"
 
 
-class _Writer:
+class _MemoryWriter:
     alignment_bytes = 1
 
     def __init__(self, data: bytearray, where: str) -> None:
@@ -71,7 +71,7 @@ class _Writer:
         return self._data
 
 
-class _Reader:
+class _MemoryReader:
     alignment_bytes = 1
 
     def __init__(self, data: bytearray) -> None:
@@ -88,7 +88,7 @@ class _Reader:
         pass
 
 
-class _Held(Lock):
+class _MemoryLock(Lock):
     def __init__(self, url: str) -> None:
         self._url = url
         self._marks = _locks[url] = set()
@@ -140,14 +140,14 @@ class MemoryStore(Store):
             return bytes(data)
 
     def create(self, name: str, data: bytes) -> None:
-        self._add(name, _File(bytearray(data)))
+        self._add(name, _MemoryFile(bytearray(data)))
 
     def make_folder(self, name: str, *, parents: bool = True) -> None:
         above = check_name(name).rpartition("/")[0]
         with _mutex:
             if parents and above and self._at(above) not in _files:
                 self.make_folder(above)
-            self._add(name, _File(None))
+            self._add(name, _MemoryFile(None))
 
     def delete(self, name: str) -> None:
         with _mutex:
@@ -156,10 +156,10 @@ class MemoryStore(Store):
     def delete_folder(self, name: str, *, first: str | None = None) -> None:
         clear(self._at(name))
 
-    def open_writer(self, name: str, *, expected_bytes: int) -> _Writer:
+    def open_writer(self, name: str, *, expected_bytes: int) -> _MemoryWriter:
         data = bytearray()
-        self._add(name, _File(data))
-        return _Writer(data, self._at(name))
+        self._add(name, _MemoryFile(data))
+        return _MemoryWriter(data, self._at(name))
 
     def link(self, name: str, new: str) -> bool:
         with _mutex:
@@ -167,17 +167,17 @@ class MemoryStore(Store):
             self._add(new, _files[self._at(name)])
         return True
 
-    def open_reader(self, name: str, *, cached: bool = False) -> _Reader:
+    def open_reader(self, name: str, *, cached: bool = False) -> _MemoryReader:
         with _mutex:
-            return _Reader(self._file(name))
+            return _MemoryReader(self._file(name))
 
-    def lock(self, name: str) -> _Held:
+    def lock(self, name: str) -> _MemoryLock:
         with _mutex:
             if self.is_locked(name):
                 raise Exists("the lock is held", where=self._at(name))
             if self._at(name) not in _files:
                 self.create(name, b"")
-            return _Held(self._at(name))
+            return _MemoryLock(self._at(name))
 
     def is_locked(self, name: str) -> bool:
         return self._at(name) in _locks
@@ -194,10 +194,10 @@ class MemoryStore(Store):
             raise NotFound("there is no such file", where=self._at(name))
         return file.data
 
-    def _add(self, name: str, file: _File) -> None:
+    def _add(self, name: str, file: _MemoryFile) -> None:
         at, above = self._at(name), name.rpartition("/")[0]
         with _mutex:
-            folder = _files.get(self._at(above)) if above else _File(None)
+            folder = _files.get(self._at(above)) if above else _MemoryFile(None)
             if folder is None or folder.data is not None:
                 raise NotFound("there is no such folder", where=at)
             if at in _files:

@@ -37,7 +37,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class CopyRoute:
     """From where to where, by how many threads, and how fast."""
 
     source: Store
@@ -70,7 +70,7 @@ class Bringing:
 
     def __init__(
         self,
-        route: Route,
+        route: CopyRoute,
         links: Links,
         folder: str,
         files: Sequence[FileRecord],

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from laststep.format.manifest import FileRecord
     from laststep.storage.store import Lock
-    from laststep.tiers.bringing import Moved, Route
+    from laststep.tiers.bringing import Moved, CopyRoute
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 class Copier:
     """Copies checkpoints of one run, one after the other."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: CopyRoute) -> None:
         self._route = route
         self._source = route.source
         self._target = route.target

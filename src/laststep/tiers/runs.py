@@ -18,7 +18,7 @@ from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.storage.registry import open_parent, open_store
-from laststep.tiers.bringing import Moved, Progress, Route
+from laststep.tiers.bringing import Moved, Progress, CopyRoute
 from laststep.tiers.copying import Copier
 from laststep.tiers.pacing import Pacing
 
@@ -94,7 +94,7 @@ class _Doing:
         self._source = plan.source
         self._progress: Progress | None = None
         self._copier = Copier(
-            Route(
+            CopyRoute(
                 source=plan.source, target=plan.target, threads=threads, pacing=pacing,
                 progress=self._tell,
             )
@@ -157,7 +157,7 @@ def plan_copy(
     run = Run.open(store)
     listed = run.checkpoints()
     chosen = _chosen(run, listed, step, folder)
-    copier = Copier(Route(source=store, target=place))
+    copier = Copier(CopyRoute(source=store, target=place))
     there = set()
     for item in chosen:
         with suppress(NotFound):  # it is being deleted, which the copy will tell
