@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from laststep.format.manifest import FileRecord
     from laststep.storage.store import Lock
-    from laststep.tiers.bringing import Moved, CopyRoute
+    from laststep.tiers.bringing import CopyRoute, Moved
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.storage.registry import open_parent, open_store
-from laststep.tiers.bringing import Moved, Progress, CopyRoute
+from laststep.tiers.bringing import CopyRoute, Moved, Progress
 from laststep.tiers.copying import Copier
 from laststep.tiers.pacing import Pacing
 
@@ -84,6 +84,7 @@ class CopyPlan:
             with watch(item) as progress:
                 fate = doing.one(item, progress)
             ended(item, fate)
+        Run(self.target, None).clean()  # nobody may ever save there, and do it
         return doing.report()
 
 
