@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 import laststep
-from laststep.catalog import cleaning
+from laststep.catalog import cleaning, decision
 from laststep.catalog.names import copying_name
 from laststep.catalog.run import Run
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, StorageFailed, Usage
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
+from laststep.tiers import file_pass
 from laststep.tiers.bringing import CopyRoute
 from laststep.tiers.copying import Copier
 from laststep.tiers.pacing import Pacing
@@ -93,6 +94,74 @@ def test_every_kind_of_checkpoint_is_copied_as_it_is_stored(golden: Path, tmp_pa
     assert len(report.copied) == len(folders(golden))
     assert contents(tmp_path / "copy") == contents(golden)
     check_sound(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("golden", GOLDEN_RUNS, ids=lambda path: path.name)
+def test_blocks_that_cross_the_edges_of_chunks_are_copied(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_pass, "CHUNK_BYTES", 8192)
+    laststep.copy(golden, tmp_path / "copy")
+    assert contents(tmp_path / "copy") == contents(golden)
+
+
+class Fickle(DirectoryStore):
+    """Reads that begin in the second chunk of data of a file have another first byte."""
+
+    def open_reader(self, name: str, *, cached: bool = False) -> FileReader:
+        reader = super().open_reader(name, cached=cached)
+        read = reader.read_into
+
+        def read_into(offset: int, into: memoryview) -> int:
+            got = read(offset, into)
+            if offset == self.at:
+                into[0] ^= 1
+            return got
+
+        reader.read_into = read_into  # type: ignore[method-assign]
+        return reader
+
+
+def test_what_only_the_chunk_before_has_verified_is_compared_with_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_pass, "CHUNK_BYTES", 8192)
+    source = DirectoryStore(run)
+    folder = folders(run)[1].name  # one block of its own
+    commit = decision.read(source, folder)
+    fickle = Fickle(run)
+    fickle.at = commit.files[0].header_bytes + 8192
+    target = tmp_path / "copy"
+    one = Copier(CopyRoute(source=fickle, target=DirectoryStore(target)))
+    with pytest.raises(StorageFailed, match="read twice, and differ"):
+        one.copy(folder)
+    assert Run.open(DirectoryStore(target)).checkpoints() == ()
+
+
+class Broken(DirectoryStore):
+    """The disk cannot read the data of one file."""
+
+    def open_reader(self, name: str, *, cached: bool = False) -> FileReader:
+        reader = super().open_reader(name, cached=cached)
+        if name.startswith("step-00000001") and name.endswith("/model.safetensors"):
+            read = reader.read_into
+
+            def read_into(offset: int, into: memoryview) -> int:
+                if offset:
+                    raise StorageFailed("cannot read", found="an I/O error", where=name)
+                return read(offset, into)
+
+            reader.read_into = read_into  # type: ignore[method-assign]
+        return reader
+
+
+def test_a_file_that_the_disk_cannot_read_is_damage_of_its_checkpoint(
+    run: Path, tmp_path: Path
+) -> None:
+    report = replace(plan_copy(run, tmp_path / "copy"), source=Broken(run)).execute()
+    assert [folder for folder, _ in report.damaged] == [folders(run)[1].name]
+    assert "an I/O error" in str(report.damaged[0][1])
+    assert len(report.copied) == STEPS - 1
 
 
 def test_files_that_checkpoints_share_are_linked_again(run: Path, tmp_path: Path) -> None:

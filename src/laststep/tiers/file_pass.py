@@ -113,8 +113,16 @@ class FilePass:
             return self._writer
 
     def _read(self, start: int, stop: int, view: memoryview) -> None:
-        # Up to a whole page: a direct read of these is not copied.
-        got = self._reader.read_into(start, view[: align_up(stop - start, ALIGN_BYTES)])
+        try:  # up to a whole page: a direct read of these is not copied
+            got = self._reader.read_into(start, view[: align_up(stop - start, ALIGN_BYTES)])
+        except StorageFailed as error:
+            if error.transient:
+                raise
+            # A device that fails for good has damaged this file, and not the others.
+            raise Corrupt(
+                "a data file cannot be read", where=self.file.where, found=error.found,
+                remedy=DAMAGE_REMEDY,
+            ) from error  # fmt: skip
         if start + got < stop:
             raise Corrupt(
                 "a data file is too short", where=self.file.where,
