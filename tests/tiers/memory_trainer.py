@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import torch
 
 import laststep
 from laststep import events
 from laststep.storage.directory import DirectoryStore
-from laststep.storage.store import FileWriting
+
+if TYPE_CHECKING:
+    from laststep.storage.store import FileWriting
 
 ELEMENTS = 5 << 20
 

@@ -1,4 +1,4 @@
-"""Checkpoints go on to further tiers, beside training; what is lost nearer comes back from there."""
+"""Checkpoints go on to further tiers beside training; what is lost nearer comes back from there."""
 
 from __future__ import annotations
 

@@ -100,6 +100,19 @@ def opened(base: str, run: Path, state: object, **settings: object) -> laststep.
     return laststep.Checkpointer(tiers=tiers, items={"state": state}, **how)  # type: ignore[arg-type]
 
 
+def fail_after_a_save(ckpt: laststep.Checkpointer, step: int) -> None:
+    """As a job that ends by an error of its own."""
+
+    def train() -> None:
+        with ckpt:
+            ckpt.restore()
+            ckpt.save(step).result()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+
+
 def test_a_save_is_whole_in_memory_though_nothing_of_it_is_durable(
     base: str, run_folder: Path, trainers: list[subprocess.Popen[str]]
 ) -> None:
@@ -171,13 +184,7 @@ def test_a_job_that_ends_leaves_nothing_in_memory(base: str, run_folder: Path) -
 def test_a_job_that_fails_leaves_what_it_has_sealed_for_the_next(
     base: str, run_folder: Path
 ) -> None:
-    class Fails(Exception):
-        pass
-
-    with pytest.raises(Fails), opened(base, run_folder, state_of(1.0)) as ckpt:
-        ckpt.restore()
-        ckpt.save(1).result()
-        raise Fails
+    fail_after_a_save(opened(base, run_folder, state_of(1.0)), 1)
     (left,) = segments.found(base)
     assert not left.is_alive()
     state = state_of()
@@ -209,10 +216,7 @@ def damage_memory(base: str) -> None:
 def test_damaged_memory_gives_way_to_the_store(
     base: str, run_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ZeroDivisionError), opened(base, run_folder, state_of(3.0)) as ckpt:
-        ckpt.restore()
-        ckpt.save(3).result()
-        1 / 0  # noqa: B018 (it fails)
+    fail_after_a_save(opened(base, run_folder, state_of(3.0)), 3)
     damage_memory(base)
     state = state_of()
     with opened(base, run_folder, state) as ckpt:
@@ -225,11 +229,7 @@ def test_damaged_memory_gives_way_to_the_store(
 
 def test_what_is_rounded_is_rounded_in_memory_too(base: str, run_folder: Path) -> None:
     values = torch.randn(5 << 20)
-    with pytest.raises(ZeroDivisionError):
-        with opened(base, run_folder, {"m": values}, lossy={"state/m": "bf16"}) as ckpt:
-            ckpt.restore()
-            ckpt.save(1).result()
-            1 / 0  # noqa: B018 (it fails)
+    fail_after_a_save(opened(base, run_folder, {"m": values}, lossy={"state/m": "bf16"}), 1)
     (found,) = sealed_of(DirectoryStore(str(run_folder)), base)
     assert found.commit.lossy == ("bf16",)
     found.close()
