@@ -412,15 +412,17 @@ def test_a_program_that_ends_the_hard_way_leaves_its_flusher_to_finish(
     assert numbers(run_folder) == (1, 1.0)
 
 
+@pytest.mark.parametrize("name", ["TERM", "USR1", "USR2", "HUP", "XCPU"])
 def test_a_terminated_trainer_leaves_its_flusher_to_finish(
-    start: Callable[..., object], run_folder: Path
+    start: Callable[..., object], run_folder: Path, name: str
 ) -> None:
+    number = getattr(signal, f"SIG{name}")
     trainer = start()
     trainer.stop_helper()
     trainer.do("capture 1")
-    os.kill(trainer.pid, signal.SIGTERM)
-    os.kill(trainer.helper, signal.SIGTERM)  # as a scheduler signals all of a job
-    assert trainer.end() == -signal.SIGTERM
+    os.kill(trainer.pid, number)
+    os.kill(trainer.helper, number)  # as a scheduler signals all of a job
+    assert trainer.end() == -number
     trainer.resume_helper()
     trainer.wait_for_helper()
     assert numbers(run_folder) == (1, 1.0)

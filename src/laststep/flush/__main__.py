@@ -12,10 +12,12 @@ from laststep.flush.protocol import Connection, Orders
 from laststep.flush.server import Flusher
 from laststep.memory.shared import Mapping
 from laststep.process import logs
+from laststep.process.signals import OF_SCHEDULERS
 from laststep.storage.registry import register_store
 
-NOT_FOR_THE_HELPER = (signal.SIGINT, signal.SIGTERM)
-"""A person's Ctrl-C is for the trainer; the helper ends with it, after its work is done."""
+NOT_FOR_THE_HELPER = tuple(signal.Signals[name] for name in OF_SCHEDULERS)
+"""A person's Ctrl-C is for the trainer, and so is what a scheduler sends to all processes of a job;
+the helper ends with it, after its work is done."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,21 +5,26 @@ does, and so do many that handle preemption) leaves undone whatever comes next: 
 acquired and is never released, a slot that was leased and is written down nowhere. Inside `held`
 a signal is noted instead, and its handler runs where `let_in` is called, or at the end. Whoever
 waits inside goes on letting handlers in. Where something inside is stuck all the same, a second
-signal of the same kind, later than the first by a second, is not held back.
+signal of the same kind, later than the first by a second, is not held back. Handlers that only take
+note and never raise (`Unheld`) are not held at all.
 
 Only the main thread runs handlers: on any other, nothing here does anything.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
     from types import FrameType, TracebackType
+
+Handler = Callable[[int, "FrameType | None"], Any]
 
 LOOK_S = 0.05
 """A signal that comes while the main thread waits is let in after so long at most."""
@@ -33,24 +38,31 @@ _NUMBERS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(sig
 
 _holding: HeldHandlers | None = None
 """Of the main thread."""
+_given_up: tuple[float, Exception] | None = None
+"""When what the main thread does is given up (monotonic), and by which error."""
 
 
-def _on_main_thread() -> bool:
+def on_main_thread() -> bool:
+    """Whether this is the thread on which handlers run."""
     return threading.get_ident() == threading.main_thread().ident
+
+
+class Unheld:
+    """A handler that only takes note, and never raises: it runs at once."""
 
 
 class HeldHandlers:
     """Handlers wait until the outermost of these is over: `with held(): …`."""
 
     def __init__(self) -> None:
-        self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._before: dict[int, Handler] = {}
         self._came: dict[int, float] = {}
         """Signals that are held back, and since when."""
         self._holds = False
 
     def __enter__(self) -> None:
         global _holding  # noqa: PLW0603 (there is one main thread)
-        if _holding is not None or not _on_main_thread():
+        if _holding is not None or not on_main_thread():
             return
         self._before = _handlers()
         for number in self._before:
@@ -82,6 +94,11 @@ class HeldHandlers:
             del self._came[number]
             self._before[number](number, None)
 
+    def pass_on(self, number: int, frame: FrameType | None, handler: Handler) -> None:
+        """Hold back a handler that another one calls."""
+        self._before[number] = handler
+        self._note(number, frame)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._holds and now - self._came.setdefault(number, now) < _STUCK_S:
@@ -97,13 +114,38 @@ def held() -> HeldHandlers:
 
 def let_in() -> None:
     """Here a handler may raise."""
-    if _holding is not None and _on_main_thread():
+    if _holding is not None and on_main_thread():
         _holding.let_in()
+        if _given_up is not None and time.monotonic() >= _given_up[0]:
+            raise _given_up[1]
+
+
+def pass_on(number: int, frame: FrameType | None, handler: Handler) -> None:
+    """For handlers: call another one, which may raise, where one that raises may run."""
+    if _holding is not None:
+        _holding.pass_on(number, frame, handler)
+    else:
+        handler(number, frame)
+
+
+@contextlib.contextmanager
+def given_up_at(until_s: float, error: Exception) -> Iterator[None]:
+    """From that time on (monotonic) whoever waits inside is ended by that error, where a handler
+    could have raised it; on the main thread only."""
+    global _given_up  # noqa: PLW0603 (there is one main thread)
+    if not on_main_thread():
+        yield
+        return
+    _given_up = until_s, error
+    try:
+        yield
+    finally:
+        _given_up = None
 
 
 def look_within(left_s: float | None) -> float | None:
     """How long to wait before the next `let_in`, when `left_s` are left."""
-    if _holding is None or not _on_main_thread():
+    if _holding is None or not on_main_thread():
         return left_s
     return LOOK_S if left_s is None else min(left_s, LOOK_S)
 
@@ -122,11 +164,11 @@ def wait(event: threading.Event, timeout_s: float | None = None) -> bool:
                 return False
 
 
-def _handlers() -> dict[int, Callable[[int, FrameType | None], Any]]:
-    """What Python runs at each signal that it handles."""
-    found: dict[int, Callable[[int, FrameType | None], Any]] = {}
+def _handlers() -> dict[int, Handler]:
+    """What Python runs at each signal that it handles, and may raise."""
+    found: dict[int, Handler] = {}
     for number in _NUMBERS:
         handler = signal.getsignal(number)
-        if callable(handler):
+        if callable(handler) and not isinstance(handler, Unheld):
             found[number] = handler
     return found
