@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from laststep.oneoff import load, save
     from laststep.plan.frequency import Reckoning
     from laststep.restoring.restore import Restored, Skipped
-    from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy
+    from laststep.saving.preempting import Preempted
+    from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy, Preemption
     from laststep.state.layouts import Flat, Mesh, Replicate, Shard, Sharded
     from laststep.state.provider import ABSENT, State, StateProvider
     from laststep.state.tensors import Laid, register_tensor_type
@@ -46,7 +47,8 @@ _WHERE = {
     "laststep.browse": ("Catalog", "Checkpoint", "StoredTensor", "open"),
     "laststep.plan.frequency": ("Reckoning",),
     "laststep.restoring.restore": ("Restored", "Skipped"),
-    "laststep.settings": ("Capture", "CompareReplicas", "FlushIn", "OnBusy"),
+    "laststep.saving.preempting": ("Preempted",),
+    "laststep.settings": ("Capture", "CompareReplicas", "FlushIn", "OnBusy", "Preemption"),
     "laststep.flush.handle": ("SaveHandle", "SaveReport"),
     "laststep.errors": (
         "Aborted", "Corrupt", "Exists", "LaststepError", "Mismatch", "NotFound", "Problems",
@@ -83,6 +85,8 @@ __all__ = [
     "NotFound",
     "OnBusy",
     "PerRank",
+    "Preempted",
+    "Preemption",
     "Problems",
     "Reckoning",
     "Replicate",

@@ -19,7 +19,7 @@ from laststep.codecs.blocks.registry import OURS, codec_named, is_known_everywhe
 from laststep.errors import Usage
 from laststep.flush.rounding import ROUNDED
 from laststep.restoring.restore import RestoreRequest
-from laststep.settings import ALL_ITEMS, Compression, Settings
+from laststep.settings import ALL_ITEMS, Compression, Preemption, Settings
 from laststep.state.tensors import is_tensor
 from laststep.terms import with_article
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_STEP = (1 << 62) - 1
-SETTINGS = ("items", "keep", *Settings.__struct_fields__, "subscribers")
+SETTINGS = ("items", "keep", *Settings.__struct_fields__, "preemption", "subscribers")
 _RETENTION = Keep.__struct_fields__
 """The rules of Keep, which are asked for as settings: `keep_last=3`."""
 
@@ -320,6 +320,14 @@ def _all_of(
     if given is None or len(given) < at_least or not all(map(is_one, given)):
         raise Usage(refusal, expected=expected, found=shown(value), remedy=remedy)
     return given
+
+
+def preemption(asked: object) -> Preemption | None:
+    """What is done when the job is to end; None: nothing."""
+    if isinstance(asked, Preemption) or asked is None:
+        return asked
+    remedy = "pass preemption=True, or preemption=laststep.Preemption(grace='60 s')"
+    return Preemption() if checked("preemption", asked, bool, remedy=remedy) else None
 
 
 def rules(keep: Keep | None) -> Keep | None:

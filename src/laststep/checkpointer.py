@@ -15,7 +15,6 @@ import time
 from typing import TYPE_CHECKING, Never, Self, SupportsIndex
 
 from laststep import arguments
-from laststep.capture.capture import Capturer
 from laststep.catalog.lineage import Seen
 from laststep.checks import seconds
 from laststep.commit import meeting as teaming
@@ -28,16 +27,17 @@ from laststep.ranks.group import together
 from laststep.ranks.rank import leaves_cores, ranks_on_this_node, this_rank
 from laststep.restoring import neighbours
 from laststep.restoring.restore import Restored, RestoreRequest, newest_of, restore_into
-from laststep.running import RunningParts, client_of, continuing, pool_in
+from laststep.running import RunningParts, continuing, start_parts
 from laststep.saving import backlog as queueing
 from laststep.saving import place as places
+from laststep.saving import preempting
 from laststep.saving import preflight as sizing
 from laststep.saving import schedule as scheduling
 from laststep.saving.describe import take_state
 from laststep.saving.pausing import without_collection
 from laststep.saving.prepare import Preparer, rehearse
 from laststep.saving.saved_steps import SavedSteps
-from laststep.settings import DEFAULTS, WAIT_FOR_OTHERS_S, FlushIn, OnBusy, Settings
+from laststep.settings import DEFAULTS, FlushIn, OnBusy, Settings
 from laststep.state.items import providers_for
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES
@@ -56,9 +56,10 @@ if TYPE_CHECKING:
     from laststep.catalog.retention import Keep
     from laststep.flush.handle import SaveHandle
     from laststep.plan.files import SavePlan
+    from laststep.ranks.board import Board
     from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
-    from laststep.settings import Capture, CompareReplicas
+    from laststep.settings import Capture, CompareReplicas, Preemption
     from laststep.state.tensors import CollectCache
     from laststep.storage.store import Store
 
@@ -97,6 +98,7 @@ class Checkpointer(single.OnlyOne):
         mtbf: str | None = DEFAULTS.mtbf,
         most_share: float = DEFAULTS.most_share,
         new_lineage: bool = DEFAULTS.new_lineage,
+        preemption: Preemption | bool | None = False,
         subscribers: Sequence[Subscriber] = (),
         **more_items: object,
     ) -> None:
@@ -139,49 +141,26 @@ class Checkpointer(single.OnlyOne):
         places.look_at(self._store)
         self._bus = Bus()
         watch(self._bus, subscribers, progress=self._settings.progress)
+        self._ending = preempting.look_out(arguments.preemption(preemption), self._rank, self._bus)
         with interrupts.held():
             self._start()
+        if self._ending is not None:
+            self._ending.install()  # outside of `held`, which holds other handlers now
 
     def _start(self) -> None:
         """Everything that runs."""
-        cap, expected, on_device = sizing.memory_for(self._providers, self._settings, self._rank)
-        self._pool, self._segment = pool_in(
-            self._tiers.memory, cap, pinned=bool(on_device), run=self.path, rank=self._rank
+        self._work = start_parts(
+            self._store, self._tiers, self._providers, self._settings, self._rank, self._bus
         )
-        self._capturer = Capturer(
-            self._pool,
-            mode=self._settings.capture,
-            margin_bytes=self._settings.device_margin_bytes,
-        )
-        staged = self._capturer.start(on_device)
-        self._pool.want(expected, without_pauses=not staged)
-        self._client = client_of(
-            self._store, self._pool, self._settings, self._keep, self._bus, self._segment,
-            self._tiers.further, self._rank,
-        )  # fmt: skip
-        self._team = None
-        try:
-            interrupts.let_in()
-            if self._rank.ranks > 1:
-                self._team = teaming.gather(
-                    self._rank, self.path, self._client, self._settings, self._bus
-                )
-        except BaseException:
-            # Half a Checkpointer must leave no hook, thread or memory behind.
-            self._closed = True
-            self._capturer.close()
-            self._pool.close()
-            if self._segment is not None:
-                self._segment.remove()
-            raise
-        self._work = RunningParts(
-            self.path, self._pool, self._capturer, self._client, self._team, self._segment
-        )
+        self._pool, self._capturer = self._work.pool, self._work.capturer
+        self._client, self._team = self._work.client, self._work.team
         self._capturer.at_optimizer_step(1, self._work.start_early)
         if self._team is None and all(provider.cheap for provider in self._providers.values()):
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, lifetimes.weakly(self._rehearse))
         self._dropped = self._work.outlive(self)
-        self._schedule = scheduling.Schedule(self._settings, self._rank, self._client.past)
+        self._schedule = scheduling.Schedule(
+            self._settings, self._rank, self._client.past, may_only_end=self._ending is not None
+        )
         neighbours.enter(self._work, self.path, RunningParts.under_way)
 
     def __repr__(self) -> str:
@@ -212,16 +191,19 @@ class Checkpointer(single.OnlyOne):
         lifetimes.check_process("save", self._pid)  # before a turn that may be another process's
         asked = arguments.SaveRequest(step, metrics, metadata, overwrite, streams)
         with interrupts.held(), self._turn.of("save"), shortage.told("save"):
-            return self._save(asked)
+            handle = self._save(asked)
+        if self._ending is not None and self._team is not None:
+            self._ending.reached(handle.step, self._meet_to_stop)
+        return handle
 
     def _save(self, asked: arguments.SaveRequest) -> SaveHandle:
         began = time.perf_counter()
         self._check_usable("save")
         step, asked = asked.plain()
-        self._take_over()
+        self._steps.take_over(self._client.saves)
         if self._team is None:  # else ranks hear of it at different saves, and make the same ones
             self._raise_untold()
-        self._revive()
+        self._work.revive(self._settings)
         others = [save.handle.step for save in self._client.saves.all()]
         overwrite = self._steps.replaces(step, others, self.path, overwrite=asked.overwrite)
         save = SaveUnderWay(
@@ -290,12 +272,19 @@ class Checkpointer(single.OnlyOne):
         """Save the state, if by `every` it is time to; for the end of each step, on all ranks.
 
         `last` saves it in any case. Returns the save, if there is one. Raises what made an earlier
-        one fail: at once, or in a job of several ranks with the next save, which all make.
+        one fail: at once, or in a job of several ranks with the next save, which all make. With
+        `preemption`, `Preempted` where the job is to end: its last save is over then.
         """
         self._check_usable("step")
         number, last = arguments.plain_step(step), arguments.true_or_false("last", last)
-        if self._schedule.due(number, self._meet, last=last):
-            return self.save(number, metrics=metrics, metadata=metadata, streams=streams)
+        due = self._schedule.due(number, self._meet, last=last)
+        save = functools.partial(
+            self.save, number, metrics=metrics, metadata=metadata, streams=streams
+        )
+        if self._ending is not None and self._ending.reached(number, self._meet_to_stop):
+            return self._ending.carry_out(number, save, self._work, self._steps)
+        if due:
+            return save()
         if self._team is None and any(save.over for save in self._client.saves.all()):
             with interrupts.held(), self._turn.of("step"):
                 self._raise_failed()
@@ -306,6 +295,19 @@ class Checkpointer(single.OnlyOne):
         with interrupts.held():
             team, ranks = self._team, self._all_ranks("step()")
             return scheduling.OwnNotes() if team is None else team.notes(ranks)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the job is to end, by its `preemption`; in a job of several ranks the same on all
+        of them after the same `step()` or `save()`."""
+        return self._ending is not None and self._ending.stops
+
+    def _meet_to_stop(self) -> Board:
+        """Bring the ranks together, so that they can agree on the step at which they stop."""
+        with interrupts.held():
+            ranks = self._all_ranks("step()")
+            assert self._team is not None  # noqa: S101 (of several ranks)
+            return self._team.new_board(ranks, "stop")
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed; False when the time is up. Raises what failed."""
@@ -340,6 +342,8 @@ class Checkpointer(single.OnlyOne):
                 self._work.close()  # Ctrl-C here leaves the rest to the next call
                 self._dropped.detach()
                 lifetimes.let_be(self._work)
+                if self._ending is not None:
+                    self._ending.close()
                 self._raise_failed()
 
     def __enter__(self) -> Self:
@@ -405,6 +409,8 @@ class Checkpointer(single.OnlyOne):
             if self._tiers.further:
                 together(group, functools.partial(self._fetch, wanted))
             self._schedule.anew()
+            if self._ending is not None:
+                self._ending.anew()
             outcome = restore_into(
                 self._nearest(), self._providers, room, self._bus, wanted, ranks=group,
                 touched=functools.partial(setattr, self, "_mixed"),
@@ -443,7 +449,7 @@ class Checkpointer(single.OnlyOne):
         """The run as it is restored: what is in shared memory comes out of that."""
         if self._tiers.memory is None:
             return self._store
-        return NearestStore(self._store, self._tiers.memory, self._segment)
+        return NearestStore(self._store, self._tiers.memory, self._work.segment)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -459,13 +465,8 @@ class Checkpointer(single.OnlyOne):
         places.refuse_unusable(what, closed=self._closed, mixed=mixed)
 
     def _raise_failed(self) -> None:
-        self._take_over()
+        self._steps.take_over(self._client.saves)
         self._raise_untold()
-
-    def _take_over(self) -> None:
-        """Saves that are over are no longer under way."""
-        over = [save.handle for save in self._client.saves.take_over()]
-        self._steps.add(handle.step for handle in over if handle.error is None)
 
     def _raise_untold(self) -> None:
         """Raise the first failure that nobody has seen, of saves that were over."""
@@ -474,15 +475,7 @@ class Checkpointer(single.OnlyOne):
     def _ready(self) -> None:
         """All saves are over: raise what failed, or see to it that more can be made."""
         self._raise_failed()
-        self._revive()
-
-    def _revive(self) -> None:
-        """A new flusher in place of one that died."""
-        dead = self._client.dead
-        if dead is not None:
-            log.warning("starting a new flusher: %s", dead)
-            self._capturer.settle()
-            self._client.restart(self._settings.deadline_s + WAIT_FOR_OTHERS_S)
+        self._work.revive(self._settings)
 
     def _check_lineage(self) -> None:
         """Before the first save without a restore(): it may leave nothing behind."""
@@ -499,7 +492,8 @@ class Checkpointer(single.OnlyOne):
         reason = queueing.obstacle(saves, short_of_room=short)
         if reason is None:
             return 0.0
-        if self._settings.on_busy is OnBusy.WAIT:
+        is_last = self._ending is not None and self._ending.carries_out
+        if self._settings.on_busy is OnBusy.WAIT or is_last:
             return queueing.wait_for_turn(saves)
         save.handle.skip(reason)
         self._bus.emit(SaveSkipped(step=save.handle.step, reason=reason))

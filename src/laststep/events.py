@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from laststep.process import threads
 
 __all__ = [
-    "Captured", "Committed", "Durable", "Event", "MetricMissing", "PassedOver", "Preflight",
-    "Pruned", "ReplicasDiffer", "Restored", "SaveFailed", "SaveSkipped", "SaveStarted",
-    "Subscriber", "TierHolds", "TierLags", "WorkAtRisk", "Written",
+    "Captured", "Committed", "Durable", "Event", "MetricMissing", "PassedOver", "PreemptionEnded",
+    "PreemptionSeen", "Preflight", "Pruned", "ReplicasDiffer", "Restored", "SaveFailed",
+    "SaveSkipped", "SaveStarted", "Subscriber", "TierHolds", "TierLags", "WorkAtRisk", "Written",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -164,10 +164,39 @@ class MetricMissing:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptionSeen:
+    """This rank knows that the job is to end; told at its next step."""
+
+    cause: str
+    """`SIGTERM`, `the file PATH`, or what another rank has seen: `rank 3: SIGTERM`."""
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptionEnded:
+    """What became of the last save of a job that is to end."""
+
+    step: int
+    """The step at which it stopped."""
+    committed: bool
+    """Whether that is committed, within the grace."""
+    cause: str
+    came_s: float
+    """When this rank saw it, or heard of it, by the wall clock."""
+    grace_s: float
+    seconds: float
+    """From then until now."""
+    problem: str
+    """Why it is not committed; empty where it is."""
+    at_risk: str
+    """What is lost, in words; empty where nothing is."""
+
+
 Event = (
     Preflight | SaveStarted | Captured | TierHolds | Written | Durable | Committed | SaveFailed
     | SaveSkipped | Restored | PassedOver | Pruned | ReplicasDiffer | MetricMissing | TierLags
-    | WorkAtRisk
+    | WorkAtRisk | PreemptionSeen | PreemptionEnded
 )  # fmt: skip
 Subscriber = Callable[[Event], None]
 

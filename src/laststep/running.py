@@ -14,16 +14,19 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from laststep.capture.capture import Capturer
 from laststep.catalog.names import AttemptName
 from laststep.catalog.starts import Start
-from laststep.errors import LaststepError, StorageFailed
+from laststep.commit import meeting as teaming
+from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.flush import launch as starting
 from laststep.flush.client import Client
 from laststep.flush.protocol import Continue, Orders
 from laststep.memory import segments
 from laststep.memory.pool import Pool
 from laststep.process import interrupts, lifetimes, threads
-from laststep.settings import FlushIn
+from laststep.saving import preflight as sizing
+from laststep.settings import WAIT_FOR_OTHERS_S, FlushIn
 from laststep.storage.registry import import_path, local_path
 from laststep.terms import CHUNK_BYTES
 from laststep.tiers.draining import DrainOrder
@@ -31,27 +34,29 @@ from laststep.tiers.sealed import saves_in
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping
 
-    from laststep.capture.capture import Capturer
     from laststep.catalog.epochs import Trainer
     from laststep.catalog.lineage import Seen
-    from laststep.catalog.retention import Keep
     from laststep.commit.thread import CommitThread
     from laststep.events import Bus
     from laststep.flush.client import Helper, Launch
     from laststep.flush.handle import SaveHandle
+    from laststep.flush.saves import Saves
     from laststep.memory.segments import Segment
     from laststep.ranks.rank import Rank
     from laststep.settings import Settings
+    from laststep.state.provider import StateProvider
     from laststep.storage.store import Store
-    from laststep.tiers.tier import Tier
+    from laststep.tiers.tier import Arranged
 
 
 log = logging.getLogger(__name__)
 
 _START_S = 10.0
 """So long a restore waits for the flusher to run, on a machine that has better things to do."""
+_LEAVE_S = 1.0
+"""So long copies may take to end that are of no use any more."""
 
 
 def pool_in(
@@ -77,26 +82,25 @@ def place_of(url: str) -> str:
 
 def launcher(
     run: str,
+    tiers: Arranged,
     pool: Pool,
     settings: Settings,
-    keep: Keep | None,
     trainer: Trainer,
     segment: str | None,
-    tiers: Sequence[Tier],
     rank: Rank,
 ) -> Launch:
     """How to start a flusher for that run."""
 
     def launch(end: socket.socket) -> Helper:
         orders = Orders(
-            writers=settings.writers, keep=keep, compression=settings.compression,
+            writers=settings.writers, keep=tiers.keep, compression=settings.compression,
             lossy=settings.lossy or {}, segment=segment, rank=rank.number, ranks=rank.ranks,
             further=tuple(
                 DrainOrder(
                     url=place_of(tier.url), opener=import_path(tier.url), every=tier.every,
                     keep=tier.keep, bytes_per_s=tier.limit_bytes_per_s,
                 )
-                for tier in tiers
+                for tier in tiers.further
             ),
         )  # fmt: skip
         if settings.flush is FlushIn.THREAD:
@@ -112,24 +116,24 @@ def launcher(
 
 def client_of(
     store: Store,
+    tiers: Arranged,
     pool: Pool,
     settings: Settings,
-    keep: Keep | None,
     bus: Bus,
     segment: Segment | None,
-    tiers: Sequence[Tier],
     rank: Rank,
 ) -> Client:
     """The way to the flusher of a new start of a job."""
     start = Start(store)
     folder = None if segment is None else segment.folder
-    launch = launcher(store.url, pool, settings, keep, start.writer, folder, tiers, rank)
+    launch = launcher(store.url, tiers, pool, settings, start.writer, folder, rank)
 
     def kept() -> frozenset[int]:
         saves = [] if segment is None else saves_in(segment)
         return frozenset(slot for save in saves for slot in save.slots)
 
-    return Client(launch, pool, bus, start, kept, [place_of(tier.url) for tier in tiers])
+    further = [place_of(tier.url) for tier in tiers.further]
+    return Client(launch, pool, bus, start, kept, further)
 
 
 def continuing(found: AttemptName | None, seen: Seen, *, resumed: bool = True) -> Continue:
@@ -140,6 +144,35 @@ def continuing(found: AttemptName | None, seen: Seen, *, resumed: bool = True) -
         after=AttemptName(step=found.step, epoch=found.epoch, attempt=found.attempt), seen=seen,
         resumed_from=found.folder if resumed else None,
     )  # fmt: skip
+
+
+def start_parts(
+    store: Store,
+    tiers: Arranged,
+    providers: Mapping[str, StateProvider],
+    settings: Settings,
+    rank: Rank,
+    bus: Bus,
+) -> RunningParts:
+    """Start everything that runs for a new Checkpointer."""
+    cap, expected, on_device = sizing.memory_for(providers, settings, rank)
+    pool, segment = pool_in(tiers.memory, cap, pinned=bool(on_device), run=store.url, rank=rank)
+    capturer = Capturer(pool, mode=settings.capture, margin_bytes=settings.device_margin_bytes)
+    staged = capturer.start(on_device)
+    pool.want(expected, without_pauses=not staged)
+    client, team = client_of(store, tiers, pool, settings, bus, segment, rank), None
+    try:
+        interrupts.let_in()
+        if rank.ranks > 1:
+            team = teaming.gather(rank, store.url, client, settings, bus)
+    except BaseException:
+        # Half a Checkpointer must leave no hook, thread or memory behind.
+        capturer.close()
+        pool.close()
+        if segment is not None:
+            segment.remove()
+        raise
+    return RunningParts(store.url, pool, capturer, client, team, segment)
 
 
 class RunningParts:
@@ -158,10 +191,12 @@ class RunningParts:
         self._pid = os.getpid()
         self._closing = threading.RLock()
         self._is_closing = False
-        self._client = client
         self.ends_well = False
         """Whether training has ended as it should: then nobody needs what is in shared memory."""
+        self.pool, self.capturer, self.client, self.team = pool, capturer, client, team
+        self.segment = segment
         self.preflight: threading.Thread | None = None
+        self._left = False
         ends = [capturer.close, client.close, self._end_preflight, pool.close]
         if segment is not None:
             ends.append(lambda: segment.remove() if self.ends_well else None)
@@ -195,20 +230,20 @@ class RunningParts:
         yield
         if self._starter is not None:
             self._starter.join(_START_S)
-            interrupts.wait(self._client.up, _START_S)
+            interrupts.wait(self.client.up, _START_S)
 
     def _start(self) -> None:
         try:
-            self._client.start()
+            self.client.start()
         except LaststepError:
-            self._client.up.set()  # there is nothing to wait for
+            self.client.up.set()  # there is nothing to wait for
 
     def under_way(self) -> tuple[SaveHandle, ...]:
-        return tuple(save.handle for save in self._client.saves.all() if not save.over)
+        return tuple(save.handle for save in self.client.saves.all() if not save.over)
 
     def wait(self) -> None:
         """Wait until all saves are over, however they end."""
-        for save in self._client.saves.all():
+        for save in () if self._left else self.client.saves.all():
             save.handle.committed.over_within(None)
 
     def close(self) -> None:
@@ -218,12 +253,38 @@ class RunningParts:
             if self._is_closing:
                 return
             self._is_closing = True
+            if self._left:
+                self._ends.clear()
             try:
                 while self._ends:
                     self._ends[0]()
                     self._ends.popleft()
             finally:
                 self._is_closing = False
+
+    def revive(self, settings: Settings) -> None:
+        """A new flusher in place of one that died."""
+        dead = self.client.dead
+        if dead is not None:
+            log.warning("starting a new flusher: %s", dead)
+            self.capturer.settle()
+            self.client.restart(settings.deadline_s + WAIT_FOR_OTHERS_S)
+
+    @property
+    def saves(self) -> Saves:
+        """Those under way."""
+        return self.client.saves
+
+    def leave(self) -> None:
+        """The program must end now: nobody waits for a save any more. The flusher, where that is a
+        process, goes on with what was handed over whole."""
+        self._left = True
+        for save in self.saves.all():
+            if not (save.over or save.handle.captured.done()):
+                save.handle.committed.seen = True
+                save.failed(Aborted("the program ends before it is captured"))
+            if save.job is not None:  # no copy may run while the interpreter takes torch down
+                interrupts.wait(save.job.over, _LEAVE_S)
 
     @property
     def closes(self) -> bool:
@@ -262,15 +323,15 @@ class RunningParts:
     def _finish(self, why: str) -> None:
         """Nobody is left to close it: finish what was handed over, and say so."""
         pending = [handle.step for handle in self.under_way()]
-        if pending:
+        if pending and not self._left:
             log.warning("%s without close(); finishing saves of steps %s", why, pending)
         self.wait()
         self.close()
         lifetimes.let_be(self)  # not before: the end of the program waits for it here
-        self._client.saves.take_over()
-        for error in self._client.saves.tell():
+        self.client.saves.take_over()
+        for error in self.client.saves.tell():
             log.error("a save failed and nobody was there to see it: %s", error)
 
     def abandon(self) -> None:
         """In a forked child: all of it belongs to the parent."""
-        self._client.abandon()
+        self.client.abandon()

@@ -9,10 +9,12 @@ import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 from msgspec import Meta
 
 from laststep.checks import Checked
 from laststep.errors import Usage
+from laststep.process.signals import OF_SCHEDULERS
 from laststep.terms import CHUNK_BYTES, DURATION
 
 if TYPE_CHECKING:
@@ -80,6 +82,37 @@ Every = (
     | None
 )
 Duration = Annotated[str, Meta(pattern=f"^{DURATION}$", description="a duration such as '6 h'")]
+
+
+class Preemption(Checked, frozen=True, kw_only=True):
+    """What tells a job that it is to end, and how it does; see docs/guides/preemption.md."""
+
+    signals: Annotated[tuple[str, ...], Meta(description="a tuple of names of signals")] = (
+        "SIGTERM", "SIGUSR1",
+    )  # fmt: skip
+    file: Annotated[str, Meta(description="a path")] | None = None
+    """One that appears, or is touched, says the same as a signal; looked at once a second."""
+    grace: Duration = "25 s"
+    """From the signal on: what is not committed by then is not waited for. Kubernetes and Slurm
+    kill after 30 s, unless they are told otherwise."""
+    exit_code: Annotated[int, Meta(ge=0, le=255)] | None = 75
+    """That of the program, by `Preempted`; None: nothing is raised, the loop ends by itself. 75 is
+    EX_TEMPFAIL, try again; 143 is that of any program that has done nothing about SIGTERM."""
+
+    def __post_init__(self) -> None:
+        file: object = self.file
+        if isinstance(file, os.PathLike):
+            msgspec.structs.force_setattr(self, "file", os.fspath(file))
+        super().__post_init__()
+        unknown = [name for name in self.signals if name not in OF_SCHEDULERS]
+        if unknown or not (self.signals or self.file):
+            raise Usage(
+                "there is no such signal" if unknown else "nothing says when the job is to end",
+                expected=f"some of {', '.join(OF_SCHEDULERS)}" + ("" if unknown else ", or a file"),
+                found=", ".join(unknown) or "signals=() and no file",
+                remedy="pass signals=('SIGTERM',), say, or file='/run/preempted'",
+            )  # fmt: skip
+
 
 _READERS_OF_ONE = 2
 """However many share a machine: while one verifies, the other reads."""

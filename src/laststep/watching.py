@@ -74,6 +74,8 @@ def log_event(event: Event) -> None:
             _log_differing(event)
         case events.MetricMissing():
             log.warning("%s; until one has it, all are kept", event.reason)
+        case events.PreemptionSeen() | events.PreemptionEnded():
+            _log_preempted(event)
         case _:
             pass
 
@@ -93,6 +95,18 @@ def _log_differing(event: events.ReplicasDiffer) -> None:
         "have gone apart", event.step, tensors or "tensors",
         ranks + (f" and {event.more_ranks} more" if event.more_ranks else ""), event.stored,
     )  # fmt: skip
+
+
+def _log_preempted(event: events.PreemptionSeen | events.PreemptionEnded) -> None:
+    if isinstance(event, events.PreemptionSeen):
+        log.warning("the job is to end: %s, %g s from now at most", event.cause, event.grace_s)
+        return
+    after = f"{event.seconds:.1f} s after {event.cause}, of {event.grace_s:g} s"
+    if event.committed:
+        log.warning("the job ends: step %d is committed, %s; nothing is lost", event.step, after)
+    else:
+        log.error("the job ends: step %d is not committed, %s: %s; at risk: %s", event.step, after,
+                  event.problem, event.at_risk)  # fmt: skip
 
 
 def _log_preflight(event: events.Preflight) -> None:

@@ -296,12 +296,20 @@ def train(request: dict[str, Any]) -> None:
     trainer.main()
 
 
+def preempt(request: dict[str, Any]) -> None:
+    """A training that is told to end."""
+    import preempted
+
+    preempted.main(request)
+
+
 def child(request: dict[str, Any], streams: list[int]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     sys.stdin = os.fdopen(0, closefd=False)
-    {"rank": rank, "host": host, "trainer": train}[request["what"]](request)
+    kinds = {"rank": rank, "host": host, "trainer": train, "preempted": preempt}
+    kinds[request["what"]](request)
 
 
 def warm_up() -> None:

@@ -119,14 +119,18 @@ class CommitThread:
             self.agreements.board.under(name)
 
     def notes(self, ranks: Ranks) -> BoardNotes:
-        """Bring all ranks together for `step()`: notes by which they save at the same calls, under
-        a name that is used once."""
-        name = ranks.tell(0, os.urandom(_NAME_BYTES)).hex()
+        """Bring all ranks together for `step()`: notes by which they save at the same calls."""
         if self._step_board is not None:
             self._step_board.close()
-        prefix, deadline_s = f"{self.agreements.board.prefix}/step/{name}", self._desk.deadline_s
-        self._step_board = Board(prefix, ranks=ranks.size, patience_s=deadline_s)
+        self._step_board = self.new_board(ranks, "step")
+        deadline_s = self._desk.deadline_s
         return BoardNotes(self._step_board, is_first=self.rank.is_first, deadline_s=deadline_s)
+
+    def new_board(self, ranks: Ranks, what: str) -> Board:
+        """A board for that, under a name that is used once; all ranks ask for it now."""
+        name = ranks.tell(0, os.urandom(_NAME_BYTES)).hex()
+        prefix = f"{self.agreements.board.prefix}/{what}/{name}"
+        return Board(prefix, ranks=ranks.size, patience_s=self._desk.deadline_s)
 
     def begin(self, save: SaveUnderWay, prepared: Prepared, taken: TakenState) -> None:
         """Enter a save of all ranks; its chunks may follow."""

@@ -19,6 +19,7 @@ from laststep.flush.protocol import (
     Begin,
     Begun,
     Chunks,
+    Drop,
     FileBegin,
     Granted,
     Grouped,
@@ -194,6 +195,12 @@ class SaveUnderWay:
             self._client.send(seal)
             self._client.note_captured(self, timing)
         self._parts = _spent
+
+    def call_off(self, reason: str) -> None:
+        """Have the flusher give it up, unless it is too late, and raise nothing then; the flusher
+        says how it ended."""
+        self.handle.committed.seen = True
+        self._client.send(Drop(save=self.number, reason=reason))
 
     def failed(self, error: LaststepError) -> None:
         with self._beginning:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from laststep.errors import LaststepError
+    from laststep.flush.handle import SaveHandle
     from laststep.flush.saves import SaveUnderWay
 
 
@@ -65,6 +66,19 @@ def obstacle(saves: Sequence[SaveUnderWay], *, short_of_room: bool) -> str | Non
     if uncommitted and short_of_room:
         return "an earlier save still holds the host memory that this one needs"
     return None
+
+
+def call_off_queued(saves: Sequence[SaveUnderWay], step: int) -> None:
+    """Have only the first of the saves under way finished, which is being written: there is no time
+    for the others before the last save of a job, of that step, and none is wanted after it."""
+    for save in [one for one in saves if not one.over and one.handle.step != step][1:]:
+        save.call_off("it was called off, so that the last save of its job is in time")
+
+
+def of_step(saves: Sequence[SaveUnderWay], step: int) -> SaveHandle | None:
+    """The save of that step, unless it has failed."""
+    found = [one.handle for one in saves if one.handle.step == step and one.handle.error is None]
+    return found[-1] if found else None
 
 
 def raise_first(failed: Sequence[LaststepError]) -> None:

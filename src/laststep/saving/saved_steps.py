@@ -12,6 +12,8 @@ from laststep.errors import Exists
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from laststep.flush.saves import Saves
+
 
 class SavedSteps:
     """Steps of the lineage."""
@@ -30,6 +32,15 @@ class SavedSteps:
     def add(self, steps: Iterable[int]) -> None:
         """These are committed."""
         self._committed.update(steps)
+
+    def take_over(self, saves: Saves) -> None:
+        """Saves that are over are no longer under way."""
+        over = [save.handle for save in saves.take_over()]
+        self.add(handle.step for handle in over if handle.error is None)
+
+    def newest(self) -> int | None:
+        """The last that is committed."""
+        return max(self._committed, default=None)
 
     def replaces(self, step: int, under_way: Iterable[int], where: str, *, overwrite: bool) -> bool:
         """Whether a save of that step may replace one; `Exists` where it would and may not."""

@@ -127,8 +127,10 @@ class Schedule:
         past: Callable[[], Past],
         *,
         clock: Callable[[], float] = time.monotonic,
+        may_only_end: bool = False,
     ) -> None:
-        """`past` tells how the run fared before, and is asked once."""
+        """`past` tells how the run fared before, and is asked once. `may_only_end`: without `every`
+        `step()` is of use, since it knows when the job is to end."""
         every = settings.every
         self._every = every
         self._fixed_s = duration_s(every) if isinstance(every, str) and every != "auto" else None
@@ -137,6 +139,7 @@ class Schedule:
         self._ranks = rank.ranks
         self._look_s = max(_LOOK_S, rank.ranks * _LOOK_EACH_S)
         self._ask_past, self._clock = past, clock
+        self._may_only_end = may_only_end
         self._past: Past | None = None
         self._pace = Pace() if rank.is_first and isinstance(every, str) else None
         """What the first rank measures; None on the others, and where nothing is to be."""
@@ -175,13 +178,15 @@ class Schedule:
                 found=str(step), remedy="count steps over the whole training, not within an epoch; "
                 "restore() an earlier step to go back to it",
             )  # fmt: skip
-        if self._every is None:
+        if self._every is None and not self._may_only_end:
             raise Usage(
                 "step() does not know how often to save", expected="a Checkpointer with every=…",
                 found="every=None", remedy="pass every='auto', every=1000 or every='10 min'; or "
                 "call save() where you want to",
             )  # fmt: skip
         self._last_step = step
+        if self._every is None:
+            return False
         if isinstance(self._every, int):
             # Also where steps are counted in strides; of nothing but step 0, nothing is lost.
             before = max(step - 1, 0) if before is None else before

@@ -1,0 +1,144 @@
+"""The training that test_preemption.py has signals sent to. It says what happens, line by line.
+
+It stands at one phase of its life until it knows that it is to end, so that a signal comes right
+there: `training` (with nothing saved yet), `idle` (with nothing under way), a phase of a save, or
+`restore`. Otherwise it goes on by itself, with pauses in which signals come.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import laststep
+from laststep import checkpointer as checkpointers
+from laststep.events import PreemptionEnded
+from laststep.flush.epoch import WriterEpoch
+from laststep.flush.saves import SaveUnderWay
+from laststep.flush.writer import SaveFlush
+from laststep.process import signals
+
+PATIENCE_S = 60.0
+PHASES: dict[str, tuple[Any, str]] = {
+    "capture": (SaveUnderWay, "chunks"),
+    "seal": (SaveUnderWay, "captured"),
+    "flush": (SaveFlush, "write"),
+    "durable": (SaveFlush, "finish"),
+    "commit": (WriterEpoch, "commit"),
+    "retention": (WriterEpoch, "retain"),
+    "restore": (checkpointers, "restore_into"),
+}
+
+
+def say(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())  # whole, whichever thread speaks
+
+
+class Training:
+    """A state that is a number, and a loop."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.request = request
+        self.state: dict[str, Any] = {"t": torch.zeros(request.get("size", 1000)), "n": -1}
+        self.stood = False
+        self.go_on = threading.Event()
+
+    def stand(self, phase: str) -> None:
+        """Wait here, the first time, until it is known that the job is to end."""
+        if self.request.get("phase") == phase and not self.stood:
+            self.stood = True
+            say("at", phase)
+            deadline = time.monotonic() + PATIENCE_S
+            while self.ckpt._ending.known is None and time.monotonic() < deadline:
+                time.sleep(0.002)
+            if self.request.get("for_good"):
+                self.go_on.wait()
+
+    def gate(self, phase: str) -> None:
+        if phase in PHASES:
+            where, name = PHASES[phase]
+            inner = getattr(where, name)
+
+            def held(*arguments: Any, **more: Any) -> Any:
+                self.stand(phase)
+                return inner(*arguments, **more)
+
+            setattr(where, name, held)
+
+    def tell(self, event: object) -> None:
+        if isinstance(event, PreemptionEnded):
+            say("ended", json.dumps({name: getattr(event, name) for name in event.__slots__}))
+
+    def run(self) -> None:
+        request = self.request
+        how = {"flush": "thread", "every": 1, "keep": laststep.Keep(last=3), **request["settings"]}
+        self.ckpt = laststep.Checkpointer(
+            request["run"], state=self.state, progress=False, host_memory_bytes=64 << 20,
+            preemption=laststep.Preemption(**request["preemption"]), subscribers=[self.tell], **how,
+        )  # fmt: skip
+        self.gate(request.get("phase", ""))
+        with self.ckpt as ckpt:
+            start = ckpt.restore().next_step
+            if how["flush"] == "process":
+                ckpt._client.start()
+            say("ready", start, ckpt._client.helper_pid)
+            for step in range(start, request["steps"]):
+                self.train(step)
+                if "own" in request:
+                    if ckpt.preempted or (request["own"] and step % 5 == 0):
+                        ckpt.save(step)
+                    if ckpt.preempted:
+                        say("stops", step, ckpt.wait(PATIENCE_S))
+                        break
+                else:
+                    ckpt.step(step)
+                if ckpt.preempted:
+                    say("stops", step)
+                    break
+        say("closed")
+
+    def train(self, step: int) -> None:
+        self.stand("training")
+        if self.request.get("phase") == "idle" and step == 3:
+            self.ckpt.wait()
+            self.stand("idle")
+        time.sleep(self.request.get("step_s", 0.005))
+        self.state["t"].fill_(step)
+        self.state["n"] = step
+        if step == self.request.get("stuck_at"):
+            say("stuck")
+            self.go_on.wait()
+
+
+def handlers(request: dict[str, Any]) -> None:
+    for name in request.get("handlers", ()):
+        signal.signal(getattr(signal, name), lambda number, _: say("handler", number))
+
+
+def main(request: dict[str, Any]) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    signals.SAME_S = request.get("same_s", signals.SAME_S)
+    if "ranks" in request:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        patience = timedelta(seconds=PATIENCE_S)
+        store = dist.TCPStore("127.0.0.1", request["port"], None, False, timeout=patience)
+        dist.init_process_group(
+            "gloo", store=store, rank=request["rank"], world_size=request["ranks"], timeout=patience
+        )
+    handlers(request)
+    try:
+        Training(request).run()
+    finally:
+        say("unwound", *[signal.getsignal(number) is not None for number in (signal.SIGTERM,)])
+    sys.exit(0)
