@@ -202,7 +202,7 @@ class Checkpointer(single.OnlyOne):
         step, asked = asked.plain()
         self._steps.take_over(self._client.saves)
         if self._team is None:  # else ranks hear of it at different saves, and make the same ones
-            self._raise_untold()
+            queueing.raise_first(self._client.saves.tell())
         self._work.revive(self._settings)
         others = [save.handle.step for save in self._client.saves.all()]
         overwrite = self._steps.replaces(step, others, self.path, overwrite=asked.overwrite)
@@ -217,7 +217,7 @@ class Checkpointer(single.OnlyOne):
             job.timing.stall_s = time.perf_counter() - began
             job.timing.waited_s += waited
             self._schedule.began(save.handle)
-        self._raise_untold()
+        queueing.raise_first(self._client.saves.tell())
         return save.handle
 
     def _capture(self, save: SaveUnderWay, asked: arguments.SaveRequest) -> Job:
@@ -281,9 +281,12 @@ class Checkpointer(single.OnlyOne):
         save = functools.partial(
             self.save, number, metrics=metrics, metadata=metadata, streams=streams
         )
-        if self._ending is not None and self._ending.reached(number, self._meet_to_stop):
-            return self._ending.carry_out(number, save, self._work, self._steps)
-        if due:
+        if self._ending is not None:
+            if self._ending.reached(number, self._meet_to_stop):
+                return self._ending.carry_out(number, save, self._work, self._steps)
+            if due:
+                return self._ending.bound(number, save, self._work, self._steps)
+        elif due:
             return save()
         if self._team is None and any(save.over for save in self._client.saves.all()):
             with interrupts.held(), self._turn.of("step"):
@@ -465,11 +468,8 @@ class Checkpointer(single.OnlyOne):
         places.refuse_unusable(what, closed=self._closed, mixed=mixed)
 
     def _raise_failed(self) -> None:
+        """Raise the first failure that nobody has seen, of saves that are over."""
         self._steps.take_over(self._client.saves)
-        self._raise_untold()
-
-    def _raise_untold(self) -> None:
-        """Raise the first failure that nobody has seen, of saves that were over."""
         queueing.raise_first(self._client.saves.tell())
 
     def _ready(self) -> None:

@@ -2,7 +2,7 @@
 
 It stands at one phase of its life until it knows that it is to end, so that a signal comes right
 there: `training` (with nothing saved yet), `idle` (with nothing under way), a phase of a save, or
-`restore`. Otherwise it goes on by itself, with pauses in which signals come.
+`restore`; with `until` for longer. Otherwise it goes on by itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -27,6 +26,7 @@ from laststep.flush.epoch import WriterEpoch
 from laststep.flush.saves import SaveUnderWay
 from laststep.flush.writer import SaveFlush
 from laststep.process import signals
+from laststep.saving import backlog
 
 PATIENCE_S = 60.0
 PHASES: dict[str, tuple[Any, str]] = {
@@ -61,10 +61,22 @@ class Training:
             deadline = time.monotonic() + PATIENCE_S
             while self.ckpt._ending.known is None and time.monotonic() < deadline:
                 time.sleep(0.002)
-            if self.request.get("for_good"):
+            if self.request.get("until"):
                 self.go_on.wait()
 
+    def open_when_called_off(self) -> None:
+        """With `until` "called off", go on when that was done with the saves that wait."""
+        call_off = backlog.call_off_queued
+
+        def act(*arguments: Any) -> None:
+            call_off(*arguments)
+            if self.request.get("until") == "called off":
+                self.go_on.set()
+
+        backlog.call_off_queued = act
+
     def gate(self, phase: str) -> None:
+        self.open_when_called_off()
         if phase in PHASES:
             where, name = PHASES[phase]
             inner = getattr(where, name)
@@ -105,6 +117,8 @@ class Training:
                 if ckpt.preempted:
                     say("stops", step)
                     break
+                if step == start + 2:
+                    say("steps")
         say("closed")
 
     def train(self, step: int) -> None:
@@ -115,9 +129,6 @@ class Training:
         time.sleep(self.request.get("step_s", 0.005))
         self.state["t"].fill_(step)
         self.state["n"] = step
-        if step == self.request.get("stuck_at"):
-            say("stuck")
-            self.go_on.wait()
 
 
 def handlers(request: dict[str, Any]) -> None:
@@ -137,8 +148,8 @@ def main(request: dict[str, Any]) -> None:
             "gloo", store=store, rank=request["rank"], world_size=request["ranks"], timeout=patience
         )
     handlers(request)
+    before = signal.getsignal(signal.SIGTERM)
     try:
         Training(request).run()
     finally:
-        say("unwound", *[signal.getsignal(number) is not None for number in (signal.SIGTERM,)])
-    sys.exit(0)
+        say("unwound", signal.getsignal(signal.SIGTERM) is before)

@@ -25,25 +25,18 @@ class Told:
     """A training, and what it said."""
 
     def __init__(self, jobs: Jobs, run: Path, **request: Any) -> None:
-        self.run = run
-        self.process: Process = jobs.fork(
-            {
-                "what": "preempted", "run": str(run), "steps": 100_000,
-                **{"settings": {}, "preemption": {}, **request},
-            }
-        )  # fmt: skip
-        self.words: list[list[str]] = []
+        usual = {"what": "preempted", "run": str(run), "steps": 100_000}
+        self.process: Process = jobs.fork({"settings": {}, "preemption": {}, **usual, **request})
+        self.said: list[list[str]] = []
 
     def hear(self, *expected: str) -> list[str]:
-        """The rest of the next line that begins so; others are kept."""
-        while True:
-            words = self.process.next_words()
-            assert words != [""], (
-                f"it ended with {self.process.end()}; it said {self.words}; its log: {self.process.log.read_text()[-4000:]}"
-            )
-            if words[: len(expected)] == list(expected):
-                return words[len(expected) :]
-            self.words.append(words)
+        """The rest of the next line that begins so; those before it are in `said`."""
+        while (words := self.process.next_words())[: len(expected)] != list(expected):
+            if words == [""]:
+                log = self.process.log.read_text()[-4000:]
+                raise AssertionError(f"it ended: {self.process.end()}; {self.said}; its log: {log}")
+            self.said.append(words)
+        return words[len(expected) :]
 
     def send(self, name: str = "SIGTERM") -> None:
         os.kill(self.process.pid, getattr(signal, name))
@@ -71,18 +64,28 @@ def told(jobs: Jobs, run_folder: Path) -> Iterator[Callable[..., Told]]:
         one.process.clean_up()
 
 
+def steps(run: Path) -> list[int]:
+    """What `ls` shows."""
+    try:
+        return laststep.open(run).steps()
+    except laststep.NotFound:
+        return []
+
+
 def check(run: Path, report: dict[str, Any]) -> None:
     """The run has what the report promises, and it is whole."""
-    steps = laststep.open(run).steps() if (run / "laststep.json").exists() or run.exists() else []
-    assert (report["step"] in steps) == report["committed"]
+    found = steps(run)
+    assert (report["step"] in found) == report["committed"]
     assert (report["problem"] == "") == report["committed"] == (report["at_risk"] == "")
-    if steps:
+    if found:
         state = laststep.load(run)["state"]
-        assert state["n"] == steps[-1]
-        assert state["t"].unique().tolist() == [float(steps[-1])]
+        assert state["n"] == found[-1]
+        assert state["t"].unique().tolist() == [float(found[-1])]
 
 
-@pytest.mark.parametrize("grace", ["30 s", *(pytest.param(f"{s} s", marks=pytest.mark.long) for s in (2, 5, 10))])  # fmt: skip
+@pytest.mark.parametrize(
+    "grace", [*(pytest.param(f"{n} s", marks=pytest.mark.long) for n in (2, 5, 10)), "30 s"]
+)
 @pytest.mark.parametrize(
     "phase",
     ["training", "idle", "capture", "seal", "flush", "durable", "commit", "retention", "restore"],
@@ -94,8 +97,266 @@ def test_the_last_step_is_committed_whenever_the_signal_comes(
     trainer.hear("at", phase)
     trainer.send()
     report = trainer.report()
-    trainer.hear("unwound")
+    assert trainer.hear("unwound") == ["True"]
     trainer.end()
     check(run_folder, report)
     assert report["cause"] == "SIGTERM"
     assert report["committed"] or grace != "30 s"
+
+
+def test_the_next_start_goes_on_after_it(told: Callable[..., Told]) -> None:
+    first = told(phase="idle")
+    first.hear("at", "idle")
+    first.send()
+    step = first.report()["step"]
+    first.end()
+    again = told(phase="training")
+    assert again.hear("ready")[0] == str(step + 1)
+    again.hear("at", "training")
+    again.send()
+    assert again.report()["step"] == step + 1
+    again.end()
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
+def test_other_signals_and_exit_codes_can_be_had(
+    told: Callable[..., Told], run_folder: Path, name: str
+) -> None:
+    trainer = told(phase="training", preemption={"signals": [name], "exit_code": 9})
+    trainer.hear("at", "training")
+    trainer.send(name)
+    report = trainer.report()
+    trainer.end(9)
+    check(run_folder, report)
+    assert (report["cause"], report["committed"]) == (name, True)
+
+
+def test_a_file_that_appears_says_the_same(
+    told: Callable[..., Told], run_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "preempted"
+    trainer = told(phase="training", preemption={"signals": [], "file": str(file)})
+    trainer.hear("at", "training")
+    file.touch()
+    report = trainer.report()
+    trainer.end()
+    check(run_folder, report)
+    assert (report["cause"], report["committed"]) == (f"the file {file}", True)
+
+
+def test_a_file_of_an_earlier_time_counts_once_it_is_touched(
+    told: Callable[..., Told], tmp_path: Path
+) -> None:
+    file = tmp_path / "preempted"
+    file.touch()
+    os.utime(file, (1, 1))
+    trainer = told(phase="training", preemption={"file": str(file)})
+    trainer.hear("at", "training")
+    file.touch()
+    assert trainer.report()["cause"] == f"the file {file}"
+    trainer.end()
+    assert "is there already" in trainer.process.log.read_text()
+
+
+def test_an_earlier_handler_still_runs(told: Callable[..., Told]) -> None:
+    trainer = told(phase="training", handlers=["SIGTERM"])
+    trainer.hear("at", "training")
+    trainer.send()
+    assert trainer.report()["committed"]
+    assert ["handler", str(int(signal.SIGTERM))] in trainer.said
+    trainer.end()
+
+
+def test_signals_that_a_launcher_passes_on_as_well_are_one(told: Callable[..., Told]) -> None:
+    trainer = told(phase="commit", same_s=60.0)
+    trainer.hear("at", "commit")
+    trainer.send()
+    trainer.send()
+    assert trainer.report()["committed"]
+    trainer.end()
+
+
+def test_a_second_signal_ends_it_at_once(told: Callable[..., Told], run_folder: Path) -> None:
+    trainer = told(phase="commit", until="the end", same_s=0.0)
+    trainer.hear("at", "commit")
+    trainer.send()
+    wait_until(lambda: "the job is to end" in trainer.process.log.read_text())
+    trainer.send()
+    trainer.end(-signal.SIGTERM)
+    assert steps(run_folder) == []
+
+
+@pytest.mark.parametrize("phase", ["flush", "commit"])
+def test_the_grace_ends_it_though_a_save_never_ends(
+    told: Callable[..., Told], run_folder: Path, phase: str
+) -> None:
+    trainer = told(phase=phase, until="the end", preemption={"grace": "0.3 s"})
+    trainer.hear("at", phase)
+    trainer.send()
+    report = trainer.report()
+    trainer.hear("unwound")
+    trainer.end()
+    assert report["problem"] == "the grace was over before it was committed"
+    assert report["at_risk"].startswith("all of it")
+    assert steps(run_folder) == []
+
+
+def test_the_grace_ends_it_though_there_is_no_room_for_the_last_save(
+    told: Callable[..., Told], run_folder: Path
+) -> None:
+    """The pool is full of a save that never ends, and the next one waits inside of save()."""
+    trainer = told(
+        phase="flush", until="the end", preemption={"grace": "0.3 s"}, size=10 << 20,
+        settings={"writers": 1},
+    )  # fmt: skip
+    trainer.hear("at", "flush")
+    trainer.send()
+    report = trainer.report()
+    trainer.end()
+    assert not report["committed"]
+    assert steps(run_folder) == []
+
+
+def test_what_the_grace_did_not_suffice_for_the_flusher_still_commits(
+    told: Callable[..., Told], run_folder: Path
+) -> None:
+    trainer = told(
+        phase="training", preemption={"grace": "1 s"}, settings={"flush": "process", "every": 1000}
+    )
+    _, flusher = trainer.hear("ready")
+    trainer.process.flushers.append(int(flusher))
+    trainer.hear("at", "training")
+    os.kill(int(flusher), signal.SIGSTOP)
+    trainer.send()
+    report = trainer.report()
+    trainer.end()
+    assert not report["committed"]
+    assert "unless the flusher, which goes on, still commits step 0" in report["at_risk"]
+    os.kill(int(flusher), signal.SIGTERM)  # as a scheduler may
+    os.kill(int(flusher), signal.SIGCONT)
+    wait_until(lambda: steps(run_folder) == [0])
+
+
+def test_saves_that_wait_behind_others_do_not_eat_the_grace(
+    told: Callable[..., Told], run_folder: Path
+) -> None:
+    trainer = told(phase="flush", until="called off", step_s=0.1, settings={"writers": 1})
+    trainer.hear("at", "flush")
+    trainer.hear("steps")
+    trainer.send()
+    report = trainer.report()
+    trainer.end()
+    check(run_folder, report)
+    assert report["committed"]
+    assert steps(run_folder) == [1, report["step"]]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_loop_that_saves_and_ends_by_itself_is_told(
+    told: Callable[..., Told], run_folder: Path, saves: bool
+) -> None:
+    trainer = told(phase="training", own=saves, settings={"every": None})
+    trainer.hear("at", "training")
+    trainer.send()
+    assert trainer.hear("stops") == ["0", "True"]
+    trainer.hear("closed")
+    trainer.end(0)
+    assert steps(run_folder) == [0]
+
+
+def test_a_loop_may_end_by_itself_after_step_has_saved(
+    told: Callable[..., Told], run_folder: Path
+) -> None:
+    trainer = told(phase="idle", preemption={"exit_code": None}, settings={"every": None})
+    trainer.hear("at", "idle")
+    trainer.send()
+    report = trainer.report()
+    assert trainer.hear("stops") == [str(report["step"])]
+    trainer.hear("closed")
+    trainer.end(0)
+    check(run_folder, report)
+    assert report["committed"]
+
+
+class Ranks:
+    """A job of several such trainings."""
+
+    def __init__(self, jobs: Jobs, run: Path, ranks: int, **request: Any) -> None:
+        self.store = jobs.fork({"what": "host", "address": "127.0.0.1"})
+        port = int(self.store.hear("port"))
+        only = request.pop("only", {})
+        self.ranks = [
+            Told(jobs, run, rank=rank, ranks=ranks, port=port, **{**request, **only.get(rank, {})})
+            for rank in range(ranks)
+        ]
+        self.run = run
+
+    def go(self) -> None:
+        """Until all have met, and train."""
+        for rank in self.ranks:
+            rank.hear("steps")
+
+
+@pytest.fixture
+def told_job(jobs: Jobs, run_folder: Path) -> Iterator[Callable[..., Ranks]]:
+    """`told_job(ranks, **request)`: a job of such trainings on the test's run."""
+    started: list[Ranks] = []
+
+    def go(ranks: int, **request: Any) -> Ranks:
+        started.append(Ranks(jobs, run_folder, ranks, **request))
+        return started[-1]
+
+    yield go
+    for job in started:
+        for one in job.ranks:
+            one.process.clean_up()
+        job.store.clean_up()
+
+
+@pytest.mark.parametrize(("who", "every"), [(2, 10), (0, None), (3, "0.05 s")])
+def test_all_ranks_stop_at_one_step_though_one_alone_was_told(
+    told_job: Callable[..., Ranks], run_folder: Path, who: int, every: object
+) -> None:
+    slow = {1: {"step_s": 0.02}}
+    job = told_job(4, settings={"every": every}, only=slow)
+    job.go()
+    job.ranks[who].send()
+    reports = [rank.report() for rank in job.ranks]
+    for rank in job.ranks:
+        rank.end()
+    assert len({report["step"] for report in reports}) == 1
+    assert [report["committed"] for report in reports] == [True] * 4
+    causes = {report["cause"] for report in reports}
+    assert causes == {"SIGTERM", f"rank {who}: SIGTERM"}
+    check(run_folder, reports[0])
+
+
+def test_ranks_of_a_loop_that_only_saves_stop_after_one_save(
+    told_job: Callable[..., Ranks], run_folder: Path
+) -> None:
+    job = told_job(2, own=True, settings={"every": None})
+    job.go()
+    job.ranks[1].send()
+    stopped = [rank.hear("stops") for rank in job.ranks]
+    for rank in job.ranks:
+        rank.end(0)
+    assert stopped[0] == stopped[1]
+    assert steps(run_folder)[-1] == int(stopped[0][0])
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_never_comes_costs_the_others_the_grace_and_no_more(
+    told_job: Callable[..., Ranks], run_folder: Path, dead: int
+) -> None:
+    job = told_job(3, preemption={"grace": "1 s"}, settings={"every": 1000})
+    job.go()
+    job.ranks[dead].process.kill()
+    alive = [rank for number, rank in enumerate(job.ranks) if number != dead]
+    alive[0].send()
+    for rank in alive:
+        report = rank.report()
+        rank.end()
+        assert not report["committed"]
+        missing = "rank 0 has not said" if dead == 0 else f"nothing was heard of rank {dead}"
+        assert missing in report["problem"] or "did not agree" in report["problem"]
+        assert report["at_risk"] == "all of it"

@@ -194,8 +194,8 @@ def test_the_second_does_what_it_would_have_done_without(
     assert done.returncode in (code, -signal.SIGINT if code == 130 else code)
 
 
-def test_what_waits_is_given_up_when_its_time_is_over() -> None:
-    with pytest.raises(ZeroDivisionError), interrupts.given_up_at(0.0, ZeroDivisionError()):
+def test_what_waits_is_given_up_when_there_is_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), interrupts.given_up_when(ZeroDivisionError):
         interrupts.wait(threading.Event())
     assert not interrupts.wait(threading.Event(), 0.0)
 
@@ -203,7 +203,7 @@ def test_what_waits_is_given_up_when_its_time_is_over() -> None:
 def test_what_does_not_wait_is_not_given_up() -> None:
     event = threading.Event()
     event.set()
-    with interrupts.given_up_at(0.0, ZeroDivisionError()):
+    with interrupts.given_up_when(ZeroDivisionError):
         assert interrupts.wait(event)
 
 
@@ -211,7 +211,7 @@ def test_another_thread_is_given_up_by_nobody() -> None:
     found: list[bool] = []
 
     def work() -> None:
-        with interrupts.given_up_at(0.0, ZeroDivisionError()):
+        with interrupts.given_up_when(ZeroDivisionError):
             found.append(interrupts.wait(threading.Event(), 0.01))
 
     thread = threading.Thread(target=work)

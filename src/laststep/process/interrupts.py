@@ -38,8 +38,8 @@ _NUMBERS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(sig
 
 _holding: HeldHandlers | None = None
 """Of the main thread."""
-_given_up: tuple[float, Exception] | None = None
-"""When what the main thread does is given up (monotonic), and by which error."""
+_given_up: Callable[[], Exception | None] | None = None
+"""Says by which error what the main thread does is given up."""
 
 
 def on_main_thread() -> bool:
@@ -116,8 +116,8 @@ def let_in() -> None:
     """Here a handler may raise."""
     if _holding is not None and on_main_thread():
         _holding.let_in()
-        if _given_up is not None and time.monotonic() >= _given_up[0]:
-            raise _given_up[1]
+        if _given_up is not None and (error := _given_up()) is not None:
+            raise error
 
 
 def pass_on(number: int, frame: FrameType | None, handler: Handler) -> None:
@@ -129,14 +129,14 @@ def pass_on(number: int, frame: FrameType | None, handler: Handler) -> None:
 
 
 @contextlib.contextmanager
-def given_up_at(until_s: float, error: Exception) -> Iterator[None]:
-    """From that time on (monotonic) whoever waits inside is ended by that error, where a handler
+def given_up_when(ask: Callable[[], Exception | None]) -> Iterator[None]:
+    """Whoever waits inside is ended by the error that `ask` gives, once it does, where a handler
     could have raised it; on the main thread only."""
     global _given_up  # noqa: PLW0603 (there is one main thread)
     if not on_main_thread():
         yield
         return
-    _given_up = until_s, error
+    _given_up = ask
     try:
         yield
     finally:

@@ -84,12 +84,12 @@ class NotedSignals(interrupts.Unheld):
                 signal.signal(number, earlier)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        earlier = self._earlier.get(number, signal.SIG_DFL)
-        first = self.came or notice(signal.Signals(number).name)
-        if not self._noting or time.monotonic() - first.came_s >= SAME_S:
+        earlier, came = self._earlier.get(number, signal.SIG_DFL), self.came
+        is_same = came is None or time.monotonic() - came.came_s < SAME_S
+        if not (self._noting and is_same):
             self._act(number, frame, earlier)
             return
-        self.came = first
+        self.came = came or notice(signal.Signals(number).name)
         # What would end the program by itself waits until something was done about it.
         if callable(earlier) and earlier is not signal.default_int_handler:
             interrupts.pass_on(number, frame, earlier)

@@ -168,7 +168,7 @@ class Preempting:
         self.carries_out = self._is_done = True
         try:
             if problem is None:
-                over = interrupts.given_up_at(since.came_s + self._grace_s, _GraceOver())
+                over = interrupts.given_up_when(self._grace_is_over)
                 with contextlib.suppress(_GraceOver), over:
                     handle = self._save(step, save, work.saves, steps)
                     problem = "" if handle is None else _ended(handle, self._left_s(since))
@@ -176,6 +176,33 @@ class Preempting:
             problem = brief(error)
         finally:
             self.carries_out = False
+        self._end(step, handle, problem, work, steps)
+        return handle
+
+    def bound(
+        self, step: int, save: Callable[[], SaveHandle], work: Work, steps: SavedSteps
+    ) -> SaveHandle | None:
+        """An ordinary save, which may still wait for others when a grace is over that began since:
+        then this is the end."""
+        try:
+            with interrupts.given_up_when(self._grace_is_over):
+                return save()
+        except _GraceOver:
+            self._stops = self._is_done = True
+            self._end(step, None, None, work, steps)
+            return None
+
+    def _end(
+        self,
+        step: int,
+        handle: SaveHandle | None,
+        problem: str | None,
+        work: Work,
+        steps: SavedSteps,
+    ) -> None:
+        """Tell what became of the save, and raise what ends the program. `problem`: "" where all
+        went well, None where the grace was over."""
+        since = self._tell()
         with interrupts.held():
             steps.take_over(work.saves)
         report = self._report(step, since, handle, problem, steps.newest())
@@ -184,7 +211,10 @@ class Preempting:
             work.leave()
         if self._asked.exit_code is not None:
             raise Preempted(report, self._asked.exit_code)
-        return handle
+
+    def _grace_is_over(self) -> Exception | None:
+        known = self.known
+        return None if known is None or self._left_s(known) > 0 else _GraceOver()
 
     def _save(
         self, step: int, save: Callable[[], SaveHandle], saves: Saves, steps: SavedSteps
@@ -240,7 +270,6 @@ class Preempting:
         problem: str | None,
         newest: int | None,
     ) -> PreemptionEnded:
-        """`problem`: "" where all went well, None where the grace ended it."""
         late, at_risk = problem is None, ""
         if problem is None:
             problem = "the grace was over before it was committed"
