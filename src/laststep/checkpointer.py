@@ -492,7 +492,7 @@ class Checkpointer(single.OnlyOne):
         reason = queueing.obstacle(saves, short_of_room=short)
         if reason is None:
             return 0.0
-        is_last = self._ending is not None and self._ending.carries_out
+        is_last = self._ending is not None and self._ending.is_last
         if self._settings.on_busy is OnBusy.WAIT or is_last:
             return queueing.wait_for_turn(saves)
         save.handle.skip(reason)

@@ -34,7 +34,7 @@ from laststep.tiers.sealed import saves_in
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from laststep.catalog.epochs import Trainer
     from laststep.catalog.lineage import Seen
@@ -196,7 +196,7 @@ class RunningParts:
         self.pool, self.capturer, self.client, self.team = pool, capturer, client, team
         self.segment = segment
         self.preflight: threading.Thread | None = None
-        self._left = False
+        self._is_over: Callable[[], bool] = bool
         ends = [capturer.close, client.close, self._end_preflight, pool.close]
         if segment is not None:
             ends.append(lambda: segment.remove() if self.ends_well else None)
@@ -243,8 +243,9 @@ class RunningParts:
 
     def wait(self) -> None:
         """Wait until all saves are over, however they end."""
-        for save in () if self._left else self.client.saves.all():
-            save.handle.committed.over_within(None)
+        with self._in_time():
+            for save in self.saves.all():
+                save.handle.committed.over_within(None)
 
     def close(self) -> None:
         """Wait for all saves and end everything; once, whoever else asks for it too, be it a
@@ -253,12 +254,11 @@ class RunningParts:
             if self._is_closing:
                 return
             self._is_closing = True
-            if self._left:
-                self._ends.clear()
             try:
-                while self._ends:
-                    self._ends[0]()
-                    self._ends.popleft()
+                with self._in_time():
+                    while self._ends:
+                        self._ends[0]()
+                        self._ends.popleft()
             finally:
                 self._is_closing = False
 
@@ -275,16 +275,30 @@ class RunningParts:
         """Those under way."""
         return self.client.saves
 
-    def leave(self) -> None:
-        """The program must end now: nobody waits for a save any more. The flusher, where that is a
-        process, goes on with what was handed over whole."""
-        self._left = True
+    def hurry(self, is_over: Callable[[], bool]) -> None:
+        """From now on nobody waits for anything here once that is true: the program must end."""
+        self._is_over = is_over
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """Inside is waited for what runs; where the time is up it is left alone. The flusher, where
+        that is a process, goes on with what was handed over whole."""
+        try:
+            with interrupts.limited(self._is_over):
+                yield
+        except interrupts.TimeIsUp:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._ends.clear()
         for save in self.saves.all():
             if not (save.over or save.handle.captured.done()):
                 save.handle.committed.seen = True
                 save.failed(Aborted("the program ends before it is captured"))
             if save.job is not None:  # no copy may run while the interpreter takes torch down
                 interrupts.wait(save.job.over, _LEAVE_S)
+        if self.team is not None:
+            self.team.leave()
 
     @property
     def closes(self) -> bool:
@@ -323,7 +337,7 @@ class RunningParts:
     def _finish(self, why: str) -> None:
         """Nobody is left to close it: finish what was handed over, and say so."""
         pending = [handle.step for handle in self.under_way()]
-        if pending and not self._left:
+        if pending:
             log.warning("%s without close(); finishing saves of steps %s", why, pending)
         self.wait()
         self.close()

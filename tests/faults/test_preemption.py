@@ -360,3 +360,17 @@ def test_a_rank_that_never_comes_costs_the_others_the_grace_and_no_more(
         missing = "rank 0 has not said" if dead == 0 else f"nothing was heard of rank {dead}"
         assert missing in report["problem"] or "did not agree" in report["problem"]
         assert report["at_risk"] == "all of it"
+
+
+def test_a_save_that_one_rank_never_finishes_costs_all_the_grace_and_no_more(
+    told_job: Callable[..., Ranks], run_folder: Path
+) -> None:
+    stands = {"phase": "flush", "until": "the end"}
+    job = told_job(2, preemption={"grace": "1 s"}, settings={"every": 1000}, only={1: stands})
+    job.go()
+    job.ranks[0].send()
+    for rank in job.ranks:
+        report = rank.report()
+        rank.end()
+        assert (report["committed"], report["at_risk"]) == (False, "all of it")
+    assert steps(run_folder) == []

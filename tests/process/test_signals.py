@@ -194,27 +194,38 @@ def test_the_second_does_what_it_would_have_done_without(
     assert done.returncode in (code, -signal.SIGINT if code == 130 else code)
 
 
-def test_what_waits_is_given_up_when_there_is_an_error() -> None:
-    with pytest.raises(ZeroDivisionError), interrupts.given_up_when(ZeroDivisionError):
+def test_what_waits_ends_when_its_time_is_up() -> None:
+    with pytest.raises(interrupts.TimeIsUp), interrupts.limited(lambda: True):
         interrupts.wait(threading.Event())
     assert not interrupts.wait(threading.Event(), 0.0)
 
 
-def test_what_does_not_wait_is_not_given_up() -> None:
+def test_what_does_not_wait_does_not_end() -> None:
     event = threading.Event()
     event.set()
-    with interrupts.given_up_when(ZeroDivisionError):
+    with interrupts.limited(lambda: True):
         assert interrupts.wait(event)
 
 
-def test_another_thread_is_given_up_by_nobody() -> None:
+def test_the_innermost_limit_counts_and_the_outer_one_is_there_again() -> None:
+    with interrupts.limited(lambda: True):
+        with interrupts.limited(lambda: False):
+            assert not interrupts.wait(threading.Event(), 0.01)
+        with pytest.raises(interrupts.TimeIsUp):
+            interrupts.wait(threading.Event())
+
+
+def test_each_thread_has_a_limit_of_its_own() -> None:
     found: list[bool] = []
 
     def work() -> None:
-        with interrupts.given_up_when(ZeroDivisionError):
-            found.append(interrupts.wait(threading.Event(), 0.01))
+        found.append(interrupts.wait(threading.Event(), 0.01))
+        with pytest.raises(interrupts.TimeIsUp), interrupts.limited(lambda: True):
+            interrupts.wait(threading.Event())
+        found.append(True)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [False]
+    with interrupts.limited(lambda: True):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert found == [False, True]

@@ -154,6 +154,12 @@ class CommitThread:
         if self._step_board is not None:
             self._step_board.close()
 
+    def leave(self) -> None:
+        """The program ends, whatever is under way."""
+        for board in (self._desk.board, self.agreements.board, self._step_board):
+            if board is not None:
+                board.hush()
+
     def _enter(self, round_: Round) -> None:
         self._entered += 1
         self._rounds.put(round_)

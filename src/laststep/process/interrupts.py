@@ -38,8 +38,8 @@ _NUMBERS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(sig
 
 _holding: HeldHandlers | None = None
 """Of the main thread."""
-_given_up: Callable[[], Exception | None] | None = None
-"""Says by which error what the main thread does is given up."""
+_limits: dict[int, Callable[[], bool]] = {}
+"""Says of threads, by their numbers, whether the time is up for what they do."""
 
 
 def on_main_thread() -> bool:
@@ -49,6 +49,10 @@ def on_main_thread() -> bool:
 
 class Unheld:
     """A handler that only takes note, and never raises: it runs at once."""
+
+
+class TimeIsUp(Exception):
+    """What was waited for did not come in time."""
 
 
 class HeldHandlers:
@@ -113,11 +117,12 @@ def held() -> HeldHandlers:
 
 
 def let_in() -> None:
-    """Here a handler may raise."""
+    """Here a handler may raise, and a limit end what is done."""
     if _holding is not None and on_main_thread():
         _holding.let_in()
-        if _given_up is not None and (error := _given_up()) is not None:
-            raise error
+    limit = _limits.get(threading.get_ident())
+    if limit is not None and limit():
+        raise TimeIsUp
 
 
 def pass_on(number: int, frame: FrameType | None, handler: Handler) -> None:
@@ -129,23 +134,25 @@ def pass_on(number: int, frame: FrameType | None, handler: Handler) -> None:
 
 
 @contextlib.contextmanager
-def given_up_when(ask: Callable[[], Exception | None]) -> Iterator[None]:
-    """Whoever waits inside is ended by the error that `ask` gives, once it does, where a handler
-    could have raised it; on the main thread only."""
-    global _given_up  # noqa: PLW0603 (there is one main thread)
-    if not on_main_thread():
-        yield
-        return
-    _given_up = ask
+def limited(is_over: Callable[[], bool]) -> Iterator[None]:
+    """Whatever this thread waits for inside ends with `TimeIsUp` once that is true, where a handler
+    could have raised as well. The innermost counts."""
+    me = threading.get_ident()
+    before = _limits.get(me)
+    _limits[me] = is_over
     try:
         yield
     finally:
-        _given_up = None
+        if before is None:
+            del _limits[me]
+        else:
+            _limits[me] = before
 
 
 def look_within(left_s: float | None) -> float | None:
     """How long to wait before the next `let_in`, when `left_s` are left."""
-    if _holding is None or not on_main_thread():
+    looks = threading.get_ident() in _limits or (_holding is not None and on_main_thread())
+    if not looks:
         return left_s
     return LOOK_S if left_s is None else min(left_s, LOOK_S)
 

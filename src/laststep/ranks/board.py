@@ -40,6 +40,7 @@ _TOGETHER = 256
 """So many notes are asked for in one question."""
 _CALL_S = 30.0
 """A single question is answered within that, or the store is gone."""
+_HUSH_S = 1.0
 
 
 class _Question:
@@ -153,6 +154,12 @@ class Board:
     def close(self) -> None:
         """No more questions. Does not wait: one that is never answered ends with the program."""
         self._questions.put(None)
+
+    def hush(self) -> None:
+        """The same where the program ends now, which a question in its midst would turn into a
+        crash: waits for that a little. Who asks from now on hears nothing."""
+        self.close()
+        self._thread.join(_HUSH_S)
 
     def _look_at(self, names: list[str]) -> list[bytes] | None:
         """Some notes, if all of them are there."""

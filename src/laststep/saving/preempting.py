@@ -11,7 +11,6 @@ agreed on, saved or committed by then is told, and the program ends.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -23,7 +22,7 @@ import msgspec
 
 from laststep.errors import LaststepError, brief
 from laststep.events import PreemptionEnded, PreemptionSeen
-from laststep.process import interrupts, threads
+from laststep.process import interrupts, lifetimes, threads
 from laststep.process.signals import NotedSignals, Notice, notice
 from laststep.saving import backlog
 from laststep.terms import duration_s, listed
@@ -48,6 +47,8 @@ _FILE_S = 1.0
 _DEAF = 20
 """After so many looks in a row that failed it is told that nobody would be heard."""
 _SEEN, _STOP = "seen", "stop"
+_SILENCE = "the ranks did not agree on a step within the grace"
+_LATE = "the grace was over before it was committed"
 
 
 class Preempted(SystemExit):
@@ -65,20 +66,16 @@ class Work(Protocol):
     @property
     def saves(self) -> Saves: ...
 
-    def leave(self) -> None: ...
+    def hurry(self, is_over: Callable[[], bool]) -> None: ...
 
 
 class StopNote(msgspec.Struct, frozen=True, kw_only=True):
     """What the first rank says."""
 
-    step: int
+    step: int = 0
     """All stop at their first step from here on."""
     problem: str = ""
     """Why they cannot."""
-
-
-class _GraceOver(Exception):
-    """Ends a wait, and nobody sees it."""
 
 
 def look_out(asked: Preemption | None, rank: Rank, bus: Bus) -> Preempting | None:
@@ -103,8 +100,10 @@ class Preempting:
         self._passed = -1
         """The last step that was passed without knowing of anything."""
         self._agreement: _Agreement | None = None
-        self.carries_out = False
-        """Whether the last save is being made."""
+        self._problem = ""
+        """Why it is not known where to stop."""
+        self.is_last = False
+        """Whether the last save has begun."""
 
     def install(self) -> None:
         """Look out from now on. MUST NOT be called inside `interrupts.held`."""
@@ -116,7 +115,7 @@ class Preempting:
     def close(self) -> None:
         """Give everything back."""
         self._signals.let_go()
-        self.anew()
+        self._part()
 
     @property
     def known(self) -> Notice | None:
@@ -132,10 +131,14 @@ class Preempting:
 
     def anew(self) -> None:
         """The state was restored: steps may go back, and ranks meet anew."""
-        if self._agreement is not None and self._rank.ranks > 1:
+        if self._rank.ranks > 1:
+            self._part()
+        self._passed = -1
+
+    def _part(self) -> None:
+        if self._agreement is not None:
             self._agreement.end()
             self._agreement = None
-        self._passed = -1
 
     def reached(self, step: int, meet: Callable[[], Board]) -> bool:
         """Whether all ranks stop at this step. Takes a microsecond until there is something to be
@@ -143,20 +146,19 @@ class Preempting:
         after a start or a restore."""
         if self._agreement is None and self._rank.ranks > 1:
             self._agree(meet())
-        if self.carries_out or self._is_done:
+        if self._is_done:
             return False
         if self.known is None:
             self._passed = step
             if self.known is None:  # else the other thread may have looked before that was set
                 return False
-        since = self._tell()
-        agreement = self._agreement
+        since, agreement, stop = self._tell(), self._agreement, None
         if self._rank.ranks > 1 and agreement is not None:
             agreement.wake.set()
             interrupts.wait(agreement.settled, self._left_s(since))
-            self._stops = agreement.stop is None or step >= agreement.stop.step
-        else:
-            self._stops = True
+            stop = agreement.stop or StopNote(problem=agreement.problem or _SILENCE)
+        self._problem = "" if stop is None else stop.problem
+        self._stops = stop is None or step >= stop.step
         return self._stops
 
     def carry_out(
@@ -164,18 +166,19 @@ class Preempting:
     ) -> SaveHandle | None:
         """Save that step, unless it is committed or on its way; wait until it is committed or the
         grace is over, tell of it, and end the program, unless that is the loop's own."""
-        since, handle, problem = self._tell(), None, self._problem()
-        self.carries_out = self._is_done = True
+        handle, problem = None, self._problem
+        self.is_last = self._is_done = True
         try:
-            if problem is None:
-                over = interrupts.given_up_when(self._grace_is_over)
-                with contextlib.suppress(_GraceOver), over:
+            if not problem:
+                with interrupts.limited(self._grace_is_over):
                     handle = self._save(step, save, work.saves, steps)
-                    problem = "" if handle is None else _ended(handle, self._left_s(since))
+                    # Nobody raises it again, and what follows is not interrupted.
+                    error = None if handle is None else handle.exception()
+                    problem = "" if error is None else brief(error)
+        except interrupts.TimeIsUp:
+            problem = _LATE
         except LaststepError as error:
             problem = brief(error)
-        finally:
-            self.carries_out = False
         self._end(step, handle, problem, work, steps)
         return handle
 
@@ -185,36 +188,37 @@ class Preempting:
         """An ordinary save, which may still wait for others when a grace is over that began since:
         then this is the end."""
         try:
-            with interrupts.given_up_when(self._grace_is_over):
+            with interrupts.limited(self._grace_is_over):
                 return save()
-        except _GraceOver:
+        except interrupts.TimeIsUp:
             self._stops = self._is_done = True
-            self._end(step, None, None, work, steps)
+            self._end(step, None, _LATE, work, steps)
             return None
 
     def _end(
-        self,
-        step: int,
-        handle: SaveHandle | None,
-        problem: str | None,
-        work: Work,
-        steps: SavedSteps,
+        self, step: int, handle: SaveHandle | None, problem: str, work: Work, steps: SavedSteps
     ) -> None:
-        """Tell what became of the save, and raise what ends the program. `problem`: "" where all
-        went well, None where the grace was over."""
-        since = self._tell()
+        """Tell what became of the last save, and raise what ends the program."""
+        since, at_risk = self._tell(), ""
         with interrupts.held():
             steps.take_over(work.saves)
-        report = self._report(step, since, handle, problem, steps.newest())
+        if problem:
+            newest = steps.newest()
+            at_risk = "all of it" if newest is None else f"what came after step {newest}"
+            if handle is not None and self._rank.ranks == 1 and _goes_on(handle):
+                at_risk += f", unless the flusher, which goes on, still commits step {step}"
+        report = PreemptionEnded(
+            step=step, cause=since.cause, came_s=since.at_s, grace_s=self._grace_s,
+            seconds=time.monotonic() - since.came_s, committed=not problem, problem=problem,
+            at_risk=at_risk,
+        )  # fmt: skip
         self._bus.emit(report)
-        if problem is None:
-            work.leave()
+        work.hurry(self._grace_is_over)
         if self._asked.exit_code is not None:
             raise Preempted(report, self._asked.exit_code)
 
-    def _grace_is_over(self) -> Exception | None:
-        known = self.known
-        return None if known is None or self._left_s(known) > 0 else _GraceOver()
+    def _grace_is_over(self) -> bool:
+        return self.known is not None and self._left_s(self.known) <= 0
 
     def _save(
         self, step: int, save: Callable[[], SaveHandle], saves: Saves, steps: SavedSteps
@@ -253,36 +257,6 @@ class Preempting:
     def _left_s(self, since: Notice) -> float:
         return max(since.came_s + self._grace_s - time.monotonic(), 0.0)
 
-    def _problem(self) -> str | None:
-        """Why ranks do not know where to stop, if they do not."""
-        if self._rank.ranks == 1 or self._agreement is None:
-            return None
-        stop = self._agreement.stop
-        if stop is None:
-            return self._agreement.problem or "the ranks did not agree on a step in time"
-        return stop.problem or None
-
-    def _report(
-        self,
-        step: int,
-        since: Notice,
-        handle: SaveHandle | None,
-        problem: str | None,
-        newest: int | None,
-    ) -> PreemptionEnded:
-        late, at_risk = problem is None, ""
-        if problem is None:
-            problem = "the grace was over before it was committed"
-        if problem:
-            at_risk = "all of it" if newest is None else f"what came after step {newest}"
-            if late and handle and self._rank.ranks == 1 and handle.captured.done():
-                at_risk += f", unless the flusher, which goes on, still commits step {step}"
-        return PreemptionEnded(
-            step=step, cause=since.cause, came_s=since.at_s, grace_s=self._grace_s,
-            seconds=time.monotonic() - since.came_s, committed=not problem, problem=problem,
-            at_risk=at_risk,
-        )  # fmt: skip
-
 
 class _Agreement:
     """The thread that looks out for the file and for the words of other ranks, and speaks for this
@@ -300,7 +274,7 @@ class _Agreement:
         self._file, self._file_s = file, 0.0
         self._grace_s = grace_s
         self._ended = False
-        self._failures = 0
+        self._failures, self._was_told = 0, False
         self.wake, self.settled = threading.Event(), threading.Event()
         self.stop: StopNote | None = None
         self.problem = ""
@@ -308,12 +282,16 @@ class _Agreement:
         self._look_s = _FILE_S if board is None else look_s
         self._thread = threading.Thread(target=self._work, name="laststep-preempted", daemon=True)
         threads.start(self._thread)
+        lifetimes.watch(self, at_exit=self.end, in_child=_stay)
 
     def end(self) -> None:
-        """Look no more; does not wait for an answer that may never come."""
+        """Look no more."""
         self._ended = True
         self.wake.set()
         self.settled.set()
+        if self._board is not None:
+            self._board.hush()
+        lifetimes.let_be(self)
 
     def _work(self) -> None:
         try:
@@ -329,9 +307,7 @@ class _Agreement:
                 del owner
                 self.wake.wait(self._look_s)
         finally:
-            self.settled.set()
-            if self._board is not None:
-                self._board.close()
+            self.end()
 
     def _look(self) -> Notice | None:
         """The file, or the word of another rank."""
@@ -349,6 +325,7 @@ class _Agreement:
                 log.warning("a preemption that another rank sees is not heard of: %s", error)
             return None
         self._failures = 0
+        self._was_told = word is not None
         return None if word is None else notice(word.decode())
 
     def _speak(self, owner: Preempting) -> None:
@@ -360,7 +337,7 @@ class _Agreement:
         me, passed = self._rank.number, owner._passed  # noqa: SLF001 (read after it is known)
         del owner
         try:
-            if not known.cause.startswith("rank "):
+            if not self._was_told:
                 board.put(_SEEN, f"rank {me}: {known.cause}".encode())
             board.put(f"at/{me}", str(passed).encode())
             if self._rank.is_first:
@@ -383,12 +360,13 @@ class _Agreement:
         return StopNote(step=1 + max(map(int, notes.values()), default=0), problem=problem)
 
 
-def _ended(handle: SaveHandle, within_s: float) -> str | None:
-    """How a save ended: "" where it is committed; None where it has not, by then."""
-    if not handle.committed.over_within(within_s):
-        return None
-    error = handle.exception(0)  # so that no later call raises it
-    return "" if error is None else brief(error)
+def _stay() -> None:
+    """In a forked child there is no such thread, and nothing to be done about it."""
+
+
+def _goes_on(handle: SaveHandle) -> bool:
+    """Whether the flusher has all of it, and has not said how it ended."""
+    return handle.captured.done() and not handle.done()
 
 
 def _changed(path: str | None) -> int | None:
