@@ -42,7 +42,7 @@ from laststep.state.items import providers_for
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES
 from laststep.tiers.fetching import fetch_back
-from laststep.tiers.nearest import NearestStore
+from laststep.tiers.nearest import nearest_of
 from laststep.tiers.tier import Tier, arranged
 from laststep.watching import watch
 
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from laststep.ranks.rank import Rank
     from laststep.settings import Capture, CompareReplicas, Preemption
     from laststep.state.tensors import CollectCache
-    from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +113,6 @@ class Checkpointer(single.OnlyOne):
             **arguments.coding(compression, lossy, named, here=flush == FlushIn.THREAD),
         )  # fmt: skip
         self._tiers = arranged(run, tiers, arguments.rules(keep))
-        self._keep = self._tiers.keep
         subscribers = arguments.callables(subscribers)
         self._rank = self._who()
         self._group: Ranks | None = None
@@ -136,8 +134,7 @@ class Checkpointer(single.OnlyOne):
         self._store = open_store(self._tiers.home, shared=by_others)
         self.path = self._store.url
         self._providers = providers_for(named)
-        if self._rank.ranks > 1:
-            teaming.check_own(self._providers)
+        teaming.check_own(self._providers, self._rank)
         places.look_at(self._store)
         self._bus = Bus()
         watch(self._bus, subscribers, progress=self._settings.progress)
@@ -149,11 +146,11 @@ class Checkpointer(single.OnlyOne):
 
     def _start(self) -> None:
         """Everything that runs."""
-        self._work = start_parts(
+        self._work = work = start_parts(
             self._store, self._tiers, self._providers, self._settings, self._rank, self._bus
         )
-        self._pool, self._capturer = self._work.pool, self._work.capturer
-        self._client, self._team = self._work.client, self._work.team
+        self._pool, self._capturer, self._client = work.pool, work.capturer, work.client
+        self._team = work.team
         self._capturer.at_optimizer_step(1, self._work.start_early)
         if self._team is None and all(provider.cheap for provider in self._providers.values()):
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, lifetimes.weakly(self._rehearse))
@@ -306,11 +303,9 @@ class Checkpointer(single.OnlyOne):
         return self._ending is not None and self._ending.stops
 
     def _meet_to_stop(self) -> Board:
-        """Bring the ranks together, so that they can agree on the step at which they stop."""
+        """Bring several ranks together, so that they can agree on the step at which they stop."""
         with interrupts.held():
-            ranks = self._all_ranks("step()")
-            assert self._team is not None  # noqa: S101 (of several ranks)
-            return self._team.new_board(ranks, "stop")
+            return teaming.board_to_stop(self._team, self._all_ranks("step()"))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed; False when the time is up. Raises what failed."""
@@ -409,13 +404,14 @@ class Checkpointer(single.OnlyOne):
             if known:  # else they arrived where it was made
                 group.arrive()
             together(group, self._ready)
-            if self._tiers.further:
-                together(group, functools.partial(self._fetch, wanted))
+            if self._rank.is_first:
+                fetch_back(self._store, self._tiers.further, wanted.step, threads=wanted.threads)
             self._schedule.anew()
             if self._ending is not None:
                 self._ending.anew()
+            nearest = nearest_of(self._store, self._tiers.memory, self._work.segment)
             outcome = restore_into(
-                self._nearest(), self._providers, room, self._bus, wanted, ranks=group,
+                nearest, self._providers, room, self._bus, wanted, ranks=group,
                 touched=functools.partial(setattr, self, "_mixed"),
                 saw=functools.partial(setattr, self, "_seen"),
             )  # fmt: skip
@@ -441,18 +437,6 @@ class Checkpointer(single.OnlyOne):
         newest = newest_of(self._store)
         self._client.continue_from(continuing(newest, seen, resumed=False))
         self._knows_lineage = True
-
-    def _fetch(self, wanted: RestoreRequest) -> None:
-        """Bring back what only further tiers have; the others wait for the first rank."""
-        if self._rank.is_first:
-            tiers = [tier.url for tier in self._tiers.further]
-            fetch_back(self._store, tiers, wanted.step, threads=wanted.threads)
-
-    def _nearest(self) -> Store:
-        """The run as it is restored: what is in shared memory comes out of that."""
-        if self._tiers.memory is None:
-            return self._store
-        return NearestStore(self._store, self._tiers.memory, self._work.segment)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -504,11 +488,11 @@ class Checkpointer(single.OnlyOne):
     def _announce(self, handle: SaveHandle, plan: SavePlan) -> None:
         size_bytes = plan.tensor_bytes
         handle.report.size_bytes, handle.report.tensors = size_bytes, len(plan.pieces)
-        self._pool.want(size_bytes + CHUNK_BYTES)
+        self._pool.want((1 if self._work.segment is None else 2) * size_bytes + CHUNK_BYTES)
         self._bus.emit(SaveStarted(step=handle.step, size_bytes=size_bytes))
         if self._work.preflight is None:
             self._work.preflight = sizing.start_preflight(
-                self._store, size_bytes, self._pool.cap_bytes, self._keep, self._bus
+                self._store, size_bytes, self._pool.cap_bytes, self._tiers.keep, self._bus
             )
 
     def _rehearse(self) -> bool:

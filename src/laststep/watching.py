@@ -40,8 +40,6 @@ def watch(bus: Bus, subscribers: Sequence[Subscriber], *, progress: bool | None)
 def log_event(event: Event) -> None:
     """One line per change of state, with step, bytes and seconds."""
     match event:
-        case events.TierHolds() | events.TierLags():
-            _log_tier(event)
         case events.Preflight():
             _log_preflight(event)
         case events.SaveStarted():
@@ -74,17 +72,22 @@ def log_event(event: Event) -> None:
             _log_differing(event)
         case events.MetricMissing():
             log.warning("%s; until one has it, all are kept", event.reason)
+        case _:
+            _log_rarer(event)
+
+
+def _log_rarer(event: Event) -> None:
+    """The same for what comes of several tiers, and of being told to end."""
+    match event:
+        case events.TierHolds():
+            log.info("step %d: %s has it after %.3f s", event.step, event.tier, event.seconds)
+        case events.TierLags():
+            log.warning("step %d: %s does not have it yet: %s",
+                        event.step, event.tier, event.reason)  # fmt: skip
         case events.PreemptionSeen() | events.PreemptionEnded():
             _log_preempted(event)
         case _:
             pass
-
-
-def _log_tier(event: events.TierHolds | events.TierLags) -> None:
-    if isinstance(event, events.TierHolds):
-        log.info("step %d: %s has it after %.3f s", event.step, event.tier, event.seconds)
-    else:
-        log.warning("step %d: %s does not have it yet: %s", event.step, event.tier, event.reason)
 
 
 def _log_differing(event: events.ReplicasDiffer) -> None:

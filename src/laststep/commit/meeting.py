@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 _made: Counter[str] = Counter()
 
 
-def check_own(providers: Mapping[str, StateProvider]) -> None:
-    """Refuse groups that are each rank's own in part. The log tells of items that are taken for
-    each rank's own though nobody said so."""
-    for name, provider in providers.items():
+def check_own(providers: Mapping[str, StateProvider], rank: Rank) -> None:
+    """Of several ranks, refuse groups that are each rank's own in part. The log tells of items that
+    are taken for each rank's own though nobody said so."""
+    for name, provider in providers.items() if rank.ranks > 1 else ():
         refuse_mixed(name, mixed=getattr(provider, "mixed", False))
         if provider.per_rank and provider.parts() and not isinstance(provider, PerRank):
             log.info(
@@ -77,3 +77,9 @@ def gather(rank: Rank, run: str, client: Client, settings: Settings, bus: Bus) -
     desk = RoundContext(rank, boards[1], client, agreements, store, deadline_s=deadline_s)
     comparing = Comparing(settings.compare_replicas)
     return CommitThread(desk, cut(rank.ranks, ranks_per_node()), comparing, bus)
+
+
+def board_to_stop(team: CommitThread | None, ranks: Ranks) -> Board:
+    """The notes by which several ranks agree on the step at which they stop."""
+    assert team is not None  # noqa: S101 (of several ranks)
+    return team.new_board(ranks, "stop")

@@ -28,7 +28,7 @@ from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, Corrupt, LaststepError, NotFound, StorageFailed
 from laststep.process import threads
 from laststep.storage.registry import open_store
-from laststep.tiers.bringing import Route
+from laststep.tiers.bringing import CopyRoute
 from laststep.tiers.copying import Copier
 from laststep.tiers.pacing import Pacing
 
@@ -301,7 +301,9 @@ class Drain:
                 )
 
         pacing = Pacing(bytes_per_s=self._order.bytes_per_s, stop=self._stop)
-        return Copier(Route(source=self._home, target=self._target(), pacing=pacing, progress=tell))
+        return Copier(
+            CopyRoute(source=self._home, target=self._target(), pacing=pacing, progress=tell)
+        )
 
 
 def _steps_of(store: Store) -> frozenset[str]:

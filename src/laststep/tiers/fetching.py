@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from laststep.catalog.run import Run
 from laststep.errors import LaststepError, NotFound, Usage
 from laststep.storage.registry import open_store
-from laststep.tiers.bringing import Route
+from laststep.tiers.bringing import CopyRoute
 from laststep.tiers.copying import Copier
 
 if TYPE_CHECKING:
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
     from laststep.catalog.listing import Listed
     from laststep.storage.store import Store
+    from laststep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
 
-def fetch_back(home: Store, tiers: Sequence[str], step: int | None, *, threads: int) -> None:
+def fetch_back(home: Store, tiers: Sequence[Tier], step: int | None, *, threads: int) -> None:
     """See to it that home has what is to be restored, if any tier has it, nearest first: the newest
     there is, or that step. A tier that cannot be reached is told of in the log."""
-    for url in tiers:
+    for url in (tier.url for tier in tiers):
         try:
             _fetch(home, open_store(url), step, threads)
         except Usage as error:
@@ -47,7 +48,7 @@ def _fetch(home: Store, tier: Store, step: int | None, threads: int) -> None:
         wanted = [] if has_it else [listed for listed in there if listed.step == step][-1:]
     for listed in wanted:
         log.warning("%s is fetched from %s, which alone has it", listed.folder, tier.url)
-        Copier(Route(source=tier, target=home, threads=threads)).copy(listed.folder)
+        Copier(CopyRoute(source=tier, target=home, threads=threads)).copy(listed.folder)
 
 
 def _listed(store: Store) -> tuple[Listed, ...]:

@@ -61,6 +61,11 @@ def _counts(store: Store, folder: str, epoch: int) -> bool:
     return max(Epochs(store).numbers(), default=0) <= epoch
 
 
+def nearest_of(store: Store, base: str | None, own: Segment | None) -> Store:
+    """The run as it is restored: what is in shared memory, if it has any, comes out of that."""
+    return store if base is None else NearestStore(store, base, own)
+
+
 class NearestStore(Store):
     """The store of a run, with what is nearer than it. Close it when done."""
 
