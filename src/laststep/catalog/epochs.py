@@ -31,7 +31,7 @@ from laststep.catalog.lineage import Chain, Link, Point
 from laststep.codecs.digests import digest_text
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
 from laststep.format.versions import Versioned, refuse_later
-from laststep.process import kernel
+from laststep.process.identity import boot, pid_namespace, process_started
 from laststep.terms import FIRST_FORMAT
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def this_writer() -> Trainer:
     return Trainer(
         host=socket.gethostname(),
         pid=os.getpid(),
-        boot=kernel.told("/proc/sys/kernel/random/boot_id").strip(),
-        process_started=f"{_process_started(os.getpid())}@{_pid_namespace()}",
+        boot=boot(),
+        process_started=f"{process_started(os.getpid())}@{pid_namespace()}",
     )
 
 
@@ -111,8 +111,8 @@ def trainer_is_gone(record: EpochRecord) -> bool:
     return (
         shares_pids(record)
         and "" not in (started, namespace)
-        and namespace == _pid_namespace()  # containers may share a host's name
-        and _process_started(record.pid) != started
+        and namespace == pid_namespace()  # containers may share a host's name
+        and process_started(record.pid) != started
     )
 
 
@@ -317,17 +317,3 @@ def _corrupt(where: str, expected: str, found: str) -> Corrupt:
         remedy="bring the file back from a copy, or move the folder `epochs` away: "
         "then all checkpoints count, in the order of their steps",
     )
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (see `kernel`)
-    except OSError:
-        return ""
-
-
-def _process_started(pid: int) -> str:
-    """When a process has started, in ticks since the boot; "" where there is none, or one
-    that is dead and not reaped yet."""
-    state, *more = kernel.told(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""]
-    return more[18] if len(more) > 18 and state not in ("Z", "X") else ""
