@@ -219,7 +219,7 @@ def test_the_largest_step_is_named_and_can_be_saved(opened: object, training: ob
         checkpointer.save((1 << 62) - 1).wait()
 
 
-@pytest.mark.parametrize("run", ["s3://bucket/run", "gs://bucket"])
+@pytest.mark.parametrize("run", ["ftp://bucket/run", "hdfs://bucket"])
 def test_a_run_that_is_no_folder_is_refused(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

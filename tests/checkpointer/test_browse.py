@@ -184,7 +184,7 @@ def test_arguments_that_cannot_work_are_usage(
     for wrong in ("a", 1.5, None, True):
         with pytest.raises(laststep.Usage, match="asked by step"):
             catalog[wrong]  # type: ignore[index]
-    for wrong in (3, None, "", b"x", "s3://bucket/run"):
+    for wrong in (3, None, "", b"x", "ftp://bucket/run"):
         with pytest.raises(laststep.Usage, match="the path of a folder"):
             laststep.open(wrong)  # type: ignore[arg-type]
         with pytest.raises(laststep.Usage, match="the path of a folder"):

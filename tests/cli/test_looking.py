@@ -312,7 +312,7 @@ def test_a_home_folder_is_found_and_a_url_refused(
     monkeypatch.setenv("HOME", str(maker.path.parent))
     for command in ("ls", "show", "verify"):
         assert laststep(command, f"~/{maker.path.name}").status == 0
-        refused = laststep(command, "s3://bucket/run")
+        refused = laststep(command, "ftp://bucket/run")
         assert refused.status == 2
-        assert "no store is registered for s3://" in refused.err
+        assert "no store is registered for ftp://" in refused.err
     assert "; check the path" in laststep("ls", "nope").err

@@ -79,10 +79,10 @@ def test_an_unknown_scheme_says_what_is_known_and_how_to_register(
     use: Callable[[str], object],
 ) -> None:
     with pytest.raises(Usage) as caught:
-        use("s3://bucket/run")
-    assert caught.value.what == "no store is registered for s3://"
-    assert "file://, memory://" in str(caught.value)
-    assert "laststep.register_store('s3', …)" in str(caught.value)
+        use("ftp://bucket/run")
+    assert caught.value.what == "no store is registered for ftp://"
+    assert "file://, gs://, memory://, s3://" in str(caught.value)
+    assert "laststep.register_store('ftp', …)" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_an_installed_package_brings_its_scheme_along(
     point = EntryPoint(name="shelf", value=shelf, group="laststep.stores")
     monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [point])
     assert open_store(f"shelf:/{tmp_path}/run").url == f"shelf:/{tmp_path}/run"
-    with pytest.raises(Usage, match="file://, memory://, shelf://"):
-        open_store("s3://x")
+    with pytest.raises(Usage, match="file://, gs://, memory://, s3://, shelf://"):
+        open_store("ftp://x")
 
 
 def test_the_flushers_process_opens_a_store_of_somebody_elses(shelf: str, tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ class Start:
     def announce(self, save: int) -> int | None:
         """Mark a save that is coming; returns the descriptor to hand over with it. None where that
         cannot be done: then a restore may miss what a trainer announced just before it died."""
+        if not self._store.has_marks:
+            return None
         with self._mutex:
             try:
                 if self._witness is None:

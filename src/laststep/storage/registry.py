@@ -1,10 +1,10 @@
 """The one place where stores are opened: by the path of a folder, or by a URL.
 
-A folder is a path or `file://…`; `memory://…` is memory of this process, for tests. Every other
-scheme belongs to a store of somebody else's: whoever has one registers what opens it, or installs
-it under the entry point `laststep.stores`. What is named by an import path can be opened by every
-process, the flusher's too; a callable opens a store that is this process's own. Knows nothing of
-what is stored.
+A folder is a path or `file://…`; `s3://`, `gs://` and `az://` are object stores, `memory://…` is
+memory of this process, for tests. Every other scheme belongs to a store of somebody else's: whoever
+has one registers what opens it, or installs it under the entry point `laststep.stores`. What is
+named by an import path can be opened by every process, the flusher's too; a callable opens a store
+that is this process's own. Knows nothing of what is stored.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Opener = Callable[[str], Store]
 
 _ENTRY_POINTS = "laststep.stores"
+_BUILT_IN = dict.fromkeys(("az", "gs", "s3"), "laststep.storage.objects:ObjectStore")
+"""For who has not registered another, or installed one."""
 _openers: dict[str, Opener | str] = {"memory": MemoryStore}
 
 
@@ -71,7 +73,8 @@ def open_store(place: str | os.PathLike[str], *, shared: bool = False) -> Store:
         imported: Opener = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise Usage(
-            "cannot import what opens this store", where=url, expected=opener, found=str(error),
+            "cannot import what opens this store", where=f"{scheme_of(url)}://", expected=opener,
+            found=str(error),
             remedy="install the package that has it, or register another",
         ) from error  # fmt: skip
     return imported(url)
@@ -100,7 +103,7 @@ def import_path(url: str) -> str | None:
 def _opener(url: str) -> Opener | str:
     scheme = scheme_of(url) or ""
     if scheme not in _openers:
-        installed = _installed()
+        installed = {**_BUILT_IN, **_installed()}
         if scheme not in installed:
             known = ", ".join(f"{name}://" for name in sorted({"file", *_openers, *installed}))
             raise Usage(

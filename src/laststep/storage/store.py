@@ -64,6 +64,9 @@ class FileReading(Protocol):
 class Store(Protocol):
     """A folder-like place for files."""
 
+    has_marks: bool = True
+    """Whether what is marked on a lock is seen by others; if not, nobody is asked to mark."""
+
     @property
     @abstractmethod
     def url(self) -> str:

@@ -1,0 +1,320 @@
+"""The objects of one bucket, over obstore: each call is tried again, and tells no secrets.
+
+Knows keys, bytes and the two conditions that everything else rests on: put a name only if it is
+free, and replace an object only if it is still the one that was read. An answer may get lost on its
+way, and the second try then finds what the first one made, so every object carries a random token
+by which its maker knows it again. Errors of obstore quote answers of servers, which may quote keys:
+what is told of them is picked word by word.
+
+Safe to use from several threads. Not in a forked process: the threads that obstore works with stay
+in its parent, and a call would wait for them for ever.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import re
+import secrets
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from laststep.errors import Corrupt, Usage
+from laststep.storage.retrying import Patience, Trouble, persist
+from laststep.storage.store import check_name
+
+try:
+    import obstore
+    from obstore import exceptions
+    from obstore.store import AzureStore, GCSStore, S3Store
+except ImportError as error:
+    raise ImportError(f"{error}: pip install 'laststep[cloud]'") from error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from obstore import ObjectMeta
+
+_Result = TypeVar("_Result")
+
+TOKEN = "laststeptoken"  # noqa: S105 (letters only: Azure takes no others)
+"""Under what an object's metadata tell who made it."""
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_KIND = re.compile(r"kind: (Connect|Timeout|Request|Decode|Interrupted|Unknown)\b")
+_SYSTEM = re.compile(r'message: "([A-Z][a-z ]{3,40})"')
+_AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
+
+_STORES: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+_RIGHTS = "check the credentials in the environment, and what they allow in this bucket"
+
+
+class _Clients:
+    """Whether this process, or the one that it was forked from, has made obstore's threads."""
+
+    used = False
+    left_in_parent = False
+
+    @classmethod
+    def in_child(cls) -> None:
+        cls.left_in_parent = cls.used
+
+
+os.register_at_fork(after_in_child=_Clients.in_child)
+
+
+class Missing(Exception):
+    """There is no such object."""
+
+
+class _Refused(Exception):
+    """The condition of a request does not hold."""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server tells of an object."""
+
+    size_bytes: int
+    modified_s: float
+    version: tuple[str | None, str | None]
+    """What tells it from others under the same key: the ETag, and the version where there is one"""
+    token: str | None = None
+
+
+class Bucket:
+    """The objects below a URL's bucket; keys are whole, with the URL's prefix."""
+
+    def __init__(self, url: str, patience: Patience) -> None:
+        self.scheme, self.name, self.prefix = parse(url)
+        self.patience = patience
+        self.client = self._opened()
+
+    def create(self, key: str, data: bytes | memoryview) -> Found | None:
+        """Put an object if its name is free, and tell of it; None where it is not."""
+        return self._put(key, data, "create")
+
+    def replace(
+        self, key: str, data: bytes, version: tuple[str | None, str | None]
+    ) -> Found | None:
+        """Put an object in the place of that version; None where another one is there by now."""
+        named = zip(("e_tag", "version"), version, strict=True)
+        return self._put(key, data, {name: value for name, value in named if value is not None})
+
+    def head(self, key: str) -> Found | None:
+        """What is told of an object; None where there is none."""
+        try:
+            answer = self._ask(
+                "look at", key, lambda: obstore.get(self.client, key, options={"head": True})
+            )
+        except Missing:
+            return None
+        return _found(answer.meta, answer.attributes.get(TOKEN))
+
+    def read(self, key: str, *, limit_bytes: int) -> tuple[bytes, Found]:
+        """All of a small object; `Missing`, or `Corrupt` where it is larger."""
+
+        def attempt() -> tuple[bytes | None, Found]:
+            answer = obstore.get(self.client, key)
+            found = _found(answer.meta, answer.attributes.get(TOKEN))
+            if found.size_bytes > limit_bytes:
+                return None, found
+            data = bytes(answer.bytes())
+            _check_whole(len(data), found.size_bytes)
+            return data, found
+
+        data, found = self._ask("read", key, attempt)
+        if data is None:
+            raise Corrupt(
+                "a file is too large to be what it should be", where=self.where(key),
+                expected=f"at most {limit_bytes} bytes", found=f"{found.size_bytes} bytes",
+                remedy="restore it from a copy, or take another checkpoint",
+            )  # fmt: skip
+        return data, found
+
+    def read_into(self, key: str, start: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `start` on, which MUST be there."""
+
+        def attempt() -> None:
+            got = obstore.get_range(self.client, key, start=start, length=into.nbytes)
+            _check_whole(len(got), into.nbytes)
+            with memoryview(got) as view:
+                into[:] = view
+
+        self._ask("read", key, attempt)
+
+    def names(self, prefix: str) -> list[ObjectMeta]:
+        """The objects whose keys have no further `/` behind `prefix/`."""
+        answer = self._ask(
+            "list", prefix, lambda: obstore.list_with_delimiter(self.client, prefix or None)
+        )
+        # Some servers keep an empty object for a prefix, and list it as what is below itself.
+        return [meta for meta in answer["objects"] if meta["path"] != prefix]
+
+    def below(self, prefix: str) -> list[str]:
+        """All keys that begin with `prefix/`."""
+        found = self._ask("list", prefix, lambda: obstore.list(self.client, prefix).collect())
+        return [meta["path"] for meta in found if meta["path"] != prefix]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; absent ones are fine."""
+        for key in keys:
+            try:
+                self._ask("delete", key, lambda key=key: obstore.delete(self.client, key))  # type: ignore[misc]
+            except Missing:
+                continue
+
+    def upload(self, key: str, file: Any, part_bytes: int) -> None:
+        """Put all of an open file, in parts, several at a time."""
+
+        def attempt() -> None:
+            file.seek(0)
+            obstore.put(self.client, key, file, chunk_size=part_bytes, max_concurrency=12)
+
+        self._ask("write", key, attempt)
+
+    def where(self, key: str) -> str:
+        """A key as a person names it."""
+        return f"{self.scheme}://{self.name}/{key}"
+
+    def front(self) -> str:
+        """A URL of the server that answers, if only by a refusal."""
+        if self.scheme == "s3":
+            second = dt.timedelta(seconds=1)
+            return obstore.sign(self.client, "GET", "x", second).partition("?")[0]
+        if self.scheme == "gs":
+            return "https://storage.googleapis.com/"
+        return f"https://{self.client.config['account_name']}.blob.core.windows.net/"
+
+    def _put(self, key: str, data: bytes | memoryview, mode: str | dict[str, str]) -> Found | None:
+        token = secrets.token_hex(8)
+        tries = 0
+
+        def attempt() -> Found | None:
+            nonlocal tries
+            tries += 1
+            try:
+                put = self._once(
+                    lambda: obstore.put(
+                        self.client, key, data, mode=mode, attributes={TOKEN: token},  # type: ignore[arg-type]
+                        use_multipart=False,
+                    )
+                )  # fmt: skip
+            except _Refused:
+                # Only an earlier try of our own can have made what is in its own way.
+                there = self.head(key) if tries > 1 else None
+                return there if there is not None and there.token == token else None
+            version = put["e_tag"], put["version"]
+            return Found(size_bytes=len(data), modified_s=0.0, version=version, token=token)
+
+        return self._ask("write", key, attempt)
+
+    def _ask(self, what: str, key: str, call: Callable[[], _Result]) -> _Result:
+        return persist(
+            lambda: self._once(call), what=what, where=self.where(key), patience=self.patience
+        )
+
+    def _once(self, call: Callable[[], _Result]) -> _Result:
+        """One try, with obstore's errors as ours."""
+        if _Clients.left_in_parent:
+            raise Usage(
+                "cannot reach an object store in a forked process",
+                where=f"{self.scheme}://{self.name}",
+                expected="a process that was started by itself, or forked before its parent used "
+                "an object store",
+                remedy="start it by the method `spawn` or `forkserver`",
+            )
+        _Clients.used = True
+        try:
+            return call()
+        except FileNotFoundError:
+            trouble: Exception = Missing()
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            # Amazon's 409 is not a refusal: two conditional puts came at once.
+            both = self.scheme == "s3" and "status code: 409" in str(error)
+            trouble = Trouble("409", transient=True) if both else _Refused()
+        except (exceptions.BaseError, ValueError, OSError) as error:
+            trouble = _trouble(error)
+        raise trouble
+
+    def _opened(self) -> Any:
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+        patience = self.patience
+        options = {
+            "connect_timeout": "5s",
+            "read_timeout": dt.timedelta(seconds=patience.idle_s),
+            "timeout": dt.timedelta(seconds=patience.request_s),
+            # Whoever names an endpoint without TLS has chosen so.
+            "allow_http": endpoint.startswith("http://"),
+        }
+        config = {"endpoint": endpoint} if endpoint and self.scheme == "s3" else {}
+        try:
+            return _STORES[self.scheme].from_url(
+                f"{self.scheme}://{self.name}", config=config, client_options=options,
+                retry_config={"max_retries": 0},
+            )  # fmt: skip
+        except (exceptions.BaseError, ValueError) as error:
+            kind = type(error).__name__
+        raise Usage(
+            "cannot open an object store", where=self.where(self.prefix),
+            expected="settings of the provider in the environment", found=f"{kind} of obstore",
+            remedy="docs/guides/object-storage.md has the variables",
+        )  # fmt: skip
+
+
+def parse(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket and prefix of a URL; `Usage` for one that says more, or less."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise Usage(
+            "refused a URL with a user or a password", where=f"{parts.scheme}://…",
+            expected="credentials by the environment, where no log and no manifest has them",
+            remedy="docs/guides/object-storage.md has the variables",
+        )  # fmt: skip
+    prefix = parts.path.strip("/")
+    if not parts.netloc or parts.query or parts.fragment or parts.scheme not in _STORES:
+        raise Usage(
+            "this URL names no place in an object store",
+            where=f"{parts.scheme}://{parts.netloc}{parts.path}",
+            expected=f"{parts.scheme or 's3'}://BUCKET/PREFIX, and nothing behind it",
+        )
+    return parts.scheme, parts.netloc, check_name(prefix) if prefix else ""
+
+
+def is_transient(status: int, code: str = "") -> bool:
+    """Whether the next try may get another answer than this one."""
+    return status in _AGAIN or code in ("RequestTimeout", "SlowDown", "InternalError")
+
+
+def _trouble(error: Exception) -> Trouble:
+    """What may be told of an error: a status, the server's word for it, the kind of failure."""
+    text = str(error)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+    if isinstance(error, denied) or (status is not None and status[1] in ("401", "403")):
+        said = f"{status[1] if status else 'access denied'}{f' {code[1]}' if code else ''}"
+        return Trouble(said, transient=False, expected="the right to do so", remedy=_RIGHTS)
+    if status is not None:
+        word = "" if code is None else code[1]
+        return Trouble(f"{status[1]} {word}".strip(), transient=is_transient(int(status[1]), word))
+    if isinstance(error, (exceptions.NotSupportedError, ValueError)) or "NotPartial" in text:
+        why = "an answer without ranges" if "NotPartial" in text else type(error).__name__
+        return Trouble(why, transient=False)
+    kind, system = _KIND.search(text), _SYSTEM.search(text)
+    words = ["the connection failed" if kind is None else f"{kind[1].lower()} failed"]
+    words += [] if system is None else [system[1]]
+    return Trouble(": ".join(words), transient=True)
+
+
+def _check_whole(got: int, wanted: int) -> None:
+    if got != wanted:
+        raise Trouble(f"{got} of {wanted} bytes", transient=True)
+
+
+def _found(meta: ObjectMeta, token: str | None) -> Found:
+    return Found(
+        size_bytes=meta["size"], modified_s=meta["last_modified"].timestamp(),
+        version=(meta["e_tag"], meta["version"]), token=token,
+    )  # fmt: skip

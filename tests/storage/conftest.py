@@ -1,0 +1,27 @@
+"""What tests of object stores share: one server for all of them, and its settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from storage import weed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A SeaweedFS server."""
+    with weed.running(tmp_path_factory.mktemp("weed")) as url:
+        yield url
+
+
+@pytest.fixture
+def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of its bucket, with the environment that opens it."""
+    for name, value in {**weed.KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "x"}.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{weed.BUCKET}"

@@ -1,0 +1,250 @@
+"""Object stores: what every store must do, and folders that are markers, on a real server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.errors import Exists, NotFound, Usage
+from laststep.storage import leases, transfers
+from laststep.storage.objects import ObjectStore
+from laststep.testing.stores import SharedStoreConformance, in_child, write_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_OPEN = (
+    "import sys; from laststep.storage.objects import ObjectStore; s = ObjectStore(sys.argv[1]);"
+)
+
+
+def elsewhere(store: ObjectStore, code: str) -> subprocess.Popen[str]:
+    """A process of its own that runs `code`, with the store as `s`."""
+    command = [sys.executable, "-c", f"{_OPEN} {code}", store.url]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """All that it prints, once it has ended."""
+    return process.communicate(timeout=60)[0].strip()
+
+
+class TestObjectStore(SharedStoreConformance):
+    """Of the tests with another process, those that fork are replaced by ones that start one:
+    obstore's threads stay in the parent of a fork."""
+
+    races = 3
+
+    @pytest.fixture(autouse=True)
+    def _server(self, s3: str) -> None:
+        self.url = s3
+
+    def make_store(self, folder: Path) -> ObjectStore:
+        return ObjectStore(f"{self.url}/{folder.relative_to('/')}")
+
+    def test_a_lock_is_seen_and_respected_by_another_process(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        lock = store.lock("x.lock")
+        attempt = "print(s.is_locked('x.lock')); s.lock('x.lock').close(); print('got it')"
+        assert said(elsewhere(store, attempt)) == "True"
+        lock.close()
+        assert said(elsewhere(store, attempt)) == "False\ngot it"
+
+    def test_a_lock_goes_with_the_process_that_held_it(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        child = elsewhere(store, "l = s.lock('x.lock'); print('held', flush=True); input()")
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        assert store.is_locked("x.lock")
+        with pytest.raises(Exists):
+            store.lock("x.lock")
+        child.kill()
+        child.communicate()
+        assert not store.is_locked("x.lock")
+        store.lock("x.lock").close()
+
+    def test_a_forked_child_does_not_inherit_a_lock(self, tmp_path: Path) -> None:
+        store = self.make_store(tmp_path / "s")
+        lock = store.lock("x.lock")
+
+        def close_mine() -> bool:
+            lock.close()
+            try:
+                store.is_locked("x.lock")
+            except Usage:
+                return True
+            return False
+
+        assert in_child(close_mine), "a forked child waits for threads that it does not have"
+        assert store.is_locked("x.lock")
+        lock.close()
+
+
+@pytest.fixture
+def store(s3: str, tmp_path: Path) -> ObjectStore:
+    return ObjectStore(f"{s3}{tmp_path}")
+
+
+def test_who_slept_while_a_folder_was_deleted_cannot_bring_it_back(
+    store: ObjectStore, s3: str, tmp_path: Path
+) -> None:
+    sleeper = ObjectStore(store.url)
+    store.make_folder("a/deep")
+    writer = sleeper.open_writer("a/x", expected_bytes=3)
+    sleeper.create("a/deep/y", b"1")
+    store.delete_folder("a")
+    writer.write_at(0, memoryview(b"123"))
+    with pytest.raises(NotFound):
+        writer.finish(3)
+    with pytest.raises(NotFound):
+        sleeper.create("a/deep/z", b"1")
+    assert store.list("") == store.list("a") == store.list("a/deep") == []
+    assert store._bucket.below(store._bucket.prefix) == []
+
+
+def test_a_folder_that_was_made_again_is_not_the_one_that_a_sleeper_knew(
+    store: ObjectStore,
+) -> None:
+    sleeper = ObjectStore(store.url)
+    store.make_folder("a")
+    sleeper.create("a/x", b"1")
+    store.delete_folder("a")
+    store.make_folder("a")
+    with pytest.raises(NotFound):
+        sleeper.create("a/manifest", b"1")
+    assert store.list("a") == []
+
+
+def test_what_a_dead_deleter_left_is_listed_as_temporary_and_can_be_deleted(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.make_folder("a")
+    store.create("a/x", b"1")
+
+    def die(key: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_empty", die)
+        with pytest.raises(KeyboardInterrupt):
+            store.delete_folder("a")
+    [left] = store.list("")
+    assert left.is_folder
+    assert left.name.startswith("a.tmp-")
+    assert store.list("a") == []
+    store.delete_folder(left.name)
+    assert store._bucket.below(store._bucket.prefix) == []
+
+
+def test_the_name_of_a_marker_is_refused(store: ObjectStore) -> None:
+    with pytest.raises(Usage, match="means a folder"):
+        store.create(".a.folder", b"1")
+
+
+def test_a_lease_that_is_not_renewed_ends_by_the_clock_of_the_server(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases.Holder, "is_gone", False)
+    lock = store.lock("x.lock")
+    other = ObjectStore(store.url)
+    now = other._leases._clock.now_s()
+    monkeypatch.setattr("time.time", lambda: now + 1e6)  # our own clock has no say
+    assert other.is_locked("x.lock")
+    with monkeypatch.context() as later:
+        later.setattr(leases.ServerClock, "now_s", lambda self: now + leases.DEAD_S + 2)
+        assert not other.is_locked("x.lock")
+        taken = other.lock("x.lock")
+    lock._renew_now()
+    assert lock.is_lost
+    lock.close()
+    assert other.is_locked("x.lock"), "who has lost a lease let go of another's"
+    taken.close()
+    assert not store.is_locked("x.lock")
+
+
+def test_a_lease_that_is_renewed_stays(store: ObjectStore) -> None:
+    lock = store.lock("x.lock")
+    before = store._bucket.head(store._key("x.lock"))
+    lock._renew_now()
+    after = store._bucket.head(store._key("x.lock"))
+    assert before is not None
+    assert after is not None
+    assert after.token != before.token
+    assert store.is_locked("x.lock")
+    assert not lock.is_lost
+    lock.close()
+
+
+def test_parts_go_up_in_any_order_and_what_is_given_up_is_aborted(store: ObjectStore) -> None:
+    size = 3 * transfers.PART_BYTES + 12345
+    data = os.urandom(size)
+    store.make_folder("f")
+    write_file(store, "f/x", data)
+    reader = store.open_reader("f/x")
+    back = bytearray(size)
+    assert reader.read_into(0, memoryview(back)) == size
+    assert back == data
+    writer = store.open_writer("f/y", expected_bytes=size)
+    writer.write_at(transfers.PART_BYTES, memoryview(data)[: transfers.PART_BYTES])
+    uploads = store._uploads()
+    assert uploads is not None
+    assert [key for key, _ in uploads.pending(store._key("f"))] == [store._key("f/y")]
+    writer.close()
+    assert uploads.pending(store._key("f")) == []
+    assert store.file_names("f") == ("x",)
+
+
+def test_uploads_of_the_dead_go_with_their_folder(store: ObjectStore) -> None:
+    store.make_folder("f")
+    writer = store.open_writer("f/y", expected_bytes=transfers.PART_BYTES * 2)
+    writer.write_at(0, memoryview(bytes(transfers.PART_BYTES)))
+    uploads = store._uploads()
+    assert uploads is not None
+    assert len(uploads.pending(store._key("f"))) == 1
+    ObjectStore(store.url).delete_folder("f")
+    assert uploads.pending(store._key("f")) == []
+
+
+def test_a_part_that_ends_where_a_tail_is_written_again_is_whole_only_once(
+    store: ObjectStore,
+) -> None:
+    """The last 4 KiB of tensors come a second time, with the objects behind them."""
+    part = transfers.PART_BYTES
+    data = os.urandom(2 * part)
+    writer = store.open_writer("x", expected_bytes=2 * part)
+    view = memoryview(data)
+    writer.write_at(part, view[part : 2 * part - 4096 + 100])
+    writer.write_at(2 * part - 4096, view[2 * part - 4096 :])
+    writer.write_at(0, view[:part])
+    writer.finish(2 * part)
+    assert store.read("x", limit_bytes=2 * part) == data
+
+
+def test_parts_grow_with_the_file_so_that_there_are_never_too_many() -> None:
+    assert transfers.part_bytes_of(1 << 30) == transfers.PART_BYTES
+    for expected in (1 << 37, 1 << 40, 4 << 40):
+        size = transfers.part_bytes_of(expected)
+        assert size % (1 << 20) == 0
+        assert expected * 5 // 4 <= 10_000 * size
+
+
+def test_without_keys_to_sign_with_a_file_is_kept_on_the_disk_and_then_uploaded(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laststep.storage.s3.of_bucket", lambda bucket: None)
+    data = os.urandom(2 * transfers.PART_BYTES + 77)
+    store.make_folder("f")
+    for name, content in (("large", data), ("small", data[:100])):
+        write_file(store, f"f/{name}", content)
+        assert store.read(f"f/{name}", limit_bytes=len(data)) == content
+        with pytest.raises(Exists):
+            store.open_writer(f"f/{name}", expected_bytes=1)
+    store.delete_folder("f")
+    assert store.list("") == []
