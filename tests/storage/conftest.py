@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from storage import weed
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# Lets the tests here import the servers by their names.
+sys.path.insert(0, str(Path(__file__).parent))
+
+import weed
 
 
 @pytest.fixture(scope="session")

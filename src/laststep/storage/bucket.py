@@ -33,7 +33,7 @@ except ImportError as error:
     raise ImportError(f"{error}: pip install 'laststep[cloud]'") from error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from obstore import ObjectMeta
 
@@ -158,13 +158,14 @@ class Bucket:
         found = self._ask("list", prefix, lambda: obstore.list(self.client, prefix).collect())
         return [meta["path"] for meta in found if meta["path"] != prefix]
 
-    def delete(self, keys: Iterable[str]) -> None:
+    def delete(self, keys: list[str]) -> None:
         """Delete objects; absent ones are fine."""
-        for key in keys:
-            try:
-                self._ask("delete", key, lambda key=key: obstore.delete(self.client, key))  # type: ignore[misc]
-            except Missing:
-                continue
+        where = keys[0] if keys else ""
+        try:
+            self._ask("delete", where, lambda: obstore.delete(self.client, keys))
+        except Missing:  # said by some servers, and then the others are still there
+            for key in keys if len(keys) > 1 else ():
+                self.delete([key])
 
     def upload(self, key: str, file: Any, part_bytes: int) -> None:
         """Put all of an open file, in parts, several at a time."""
@@ -302,6 +303,8 @@ def _trouble(error: Exception) -> Trouble:
     if isinstance(error, (exceptions.NotSupportedError, ValueError)) or "NotPartial" in text:
         why = "an answer without ranges" if "NotPartial" in text else type(error).__name__
         return Trouble(why, transient=False)
+    if "HttpError" not in text and "reqwest" not in text:
+        return Trouble("an answer that obstore does not understand", transient=False)
     kind, system = _KIND.search(text), _SYSTEM.search(text)
     words = ["the connection failed" if kind is None else f"{kind[1].lower()} failed"]
     words += [] if system is None else [system[1]]
