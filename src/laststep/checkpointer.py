@@ -135,7 +135,8 @@ class Checkpointer(single.OnlyOne):
         self.path = self._store.url
         self._providers = providers_for(named)
         teaming.check_own(self._providers, self._rank)
-        places.look_at(self._store)
+        if self._rank.is_first or not self._store.same_everywhere:
+            places.look_at(self._store)
         self._bus = Bus()
         watch(self._bus, subscribers, progress=self._settings.progress)
         self._ending = preempting.look_out(arguments.preemption(preemption), self._rank, self._bus)

@@ -44,8 +44,15 @@ class Asked:
     method: str
     key: str
     query: str
+    who: str
+    """The name of the key that signed it."""
+    span: str
+    """The range that was asked for."""
     sent_bytes: int = 0
-    pid_port: int = 0
+
+    @property
+    def lists(self) -> bool:
+        return self.method == "GET" and "list-type" in self.query
 
 
 @dataclass
@@ -134,18 +141,19 @@ class _Handler(BaseHTTPRequestHandler):
         key = unquote(parts.path).lstrip("/").partition("/")[2]
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         fault = state.struck(self.command, key, parts.query)
-        self.asked = Asked(self.command, key, parts.query)
+        signer = re.search(r"Credential=([^/]+)", self.headers.get("authorization", ""))
+        who = "" if signer is None else signer[1]
+        span = self.headers.get("range", "")
+        self.asked = Asked(self.command, key, parts.query, who, span)
         with state.mutex:
             state.asked.append(self.asked)
         if fault == "503":
             return self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
         if fault == "denied":
-            key_id = re.search(r"Credential=([^/]+)", self.headers["authorization"])
-            said = "" if key_id is None else key_id[1]
             return self._answer(
                 403,
                 b"<Error><Code>SignatureDoesNotMatch</Code><AWSAccessKeyId>"
-                + said.encode()
+                + who.encode()
                 + b"</AWSAccessKeyId><StringToSign>"
                 + self.headers["authorization"].encode()
                 + b"</StringToSign></Error>",

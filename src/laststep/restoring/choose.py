@@ -106,14 +106,14 @@ def open_run(store: Store, ranks: Ranks) -> Run:
     if not ranks.largest(run is None):
         assert run is not None  # noqa: S101 (nobody has none)
         return run
-    run = together(ranks, look)
+    run = None if store.same_everywhere else together(ranks, look)
     if seen := ranks.largest(0 if run is None else ranks.rank.number):
         raise StorageFailed(
             "the first rank of this job sees no run where another does", where=store.url,
             expected="all ranks to see the same folder", found=f"a run on rank {seen}",
             remedy="look whether the filesystem is mounted where rank 0 runs",
         )  # fmt: skip
-    return together(ranks, lambda: Run.open(store))
+    return together(ranks, lambda: Run.open(store) if ranks.rank.is_first else unseen)
 
 
 class Choosing:

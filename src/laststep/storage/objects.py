@@ -45,6 +45,7 @@ class ObjectStore(Store):
     """The objects below one prefix of a bucket, as folders and files."""
 
     has_marks = False
+    same_everywhere = True
 
     def __init__(self, url: str, patience: Patience | None = None) -> None:
         self._bucket = Bucket(url, patience or Patience())
@@ -96,6 +97,8 @@ class ObjectStore(Store):
 
     def create(self, name: str, data: bytes) -> None:
         key = self._key(name)
+        if "/" not in name:
+            self._probe()
         self._prepare(name)
         if self._bucket.create(key, data) is None:
             raise taken(self._bucket, key)
@@ -183,7 +186,6 @@ class ObjectStore(Store):
 
     def _prepare(self, name: str) -> None:
         """Before a file is made: its folder MUST be there, and no folder of its own name."""
-        self._probe()
         for above in _upwards(name.rpartition("/")[0]):
             if self._made.get(above) is None and self._seen(above) is None:
                 raise self._absent(above)
@@ -208,6 +210,8 @@ class ObjectStore(Store):
         return found
 
     def _probe(self) -> None:
+        """Prove what the server can, once: whoever begins a run, or a folder, does so. Others only
+        write into folders that are there."""
         with self._mutex:
             if self.url not in _probed:
                 probe(self._bucket)

@@ -66,6 +66,8 @@ class Store(Protocol):
 
     has_marks: bool = True
     """Whether what is marked on a lock is seen by others; if not, nobody is asked to mark."""
+    same_everywhere: bool = False
+    """Whether all machines see the same, as no mount can promise: then one rank looks for all."""
 
     @property
     @abstractmethod

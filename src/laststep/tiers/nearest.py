@@ -71,6 +71,7 @@ class NearestStore(Store):
 
     def __init__(self, store: Store, base: str, own: Segment | None = None) -> None:
         self._store = store
+        self.has_marks, self.same_everywhere = store.has_marks, store.same_everywhere
         self._base = base
         self._own = own
         self._sealed: dict[str, SealedCheckpoint] | None = None

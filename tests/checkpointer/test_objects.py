@@ -1,0 +1,116 @@
+"""A run in an object store, from end to end: `Checkpointer("s3://…")` by itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+from laststep.storage import objects
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
+import fake_s3
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RUN = "s3://bucket/run"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_s3.Server]:
+    with fake_s3.running() as state:
+        monkeypatch.setattr(objects, "_probed", set())
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "hidden-from-all",
+            "AWS_ENDPOINT_URL": state.endpoint, "AWS_REGION": "x",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        yield state
+
+
+def parts() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"small": torch.rand(1 << 10), "large": torch.rand(6 << 20)}
+
+
+@pytest.mark.parametrize("flush", ["process", "thread"])
+def test_a_run_is_saved_to_and_restored_from_an_object_store(
+    server: fake_s3.Server, flush: str
+) -> None:
+    state, keep = parts(), laststep.Keep(last=1)
+    with laststep.Checkpointer(RUN, s=state, progress=False, flush=flush, keep=keep) as c:
+        assert c.restore().next_step == 0
+        for step in range(3):
+            state["large"] += 1
+            c.save(step).wait()
+    again = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with laststep.Checkpointer(RUN, s=again, progress=False, flush=flush) as c:
+        assert c.restore().next_step == 3
+    assert all(torch.equal(again[name], state[name]) for name in state)
+    assert laststep.open(RUN).steps() == [2], "retention kept more than it was told"
+    assert server.uploads == {}
+    assert not [kept for kept in server.objects.values() if b"hidden-from-all" in kept.data]
+
+
+def test_a_part_of_a_checkpoint_is_read_by_the_ranges_that_hold_it(
+    server: fake_s3.Server,
+) -> None:
+    state = parts()
+    with laststep.Checkpointer(RUN, s=state, progress=False, flush="thread") as c:
+        c.save(1).wait()
+    server.asked.clear()
+    found = laststep.open(RUN)[1].tensor("s/small")[:]
+    assert torch.equal(found, state["small"])
+    read = sum(asked.sent_bytes for asked in server.asked)
+    assert 4096 <= read < 3 << 20, f"{read} bytes of 24 MiB for 4 KiB, in whole blocks of 1 MiB"
+
+
+def test_what_a_storm_of_errors_hits_is_saved_all_the_same(server: fake_s3.Server) -> None:
+    state = parts()
+    with laststep.Checkpointer(RUN, s=state, progress=False, flush="thread") as c:
+        c.save(0).wait()
+        for kind in ("503", "reset", "lost"):
+            for method in ("PUT", "POST", "HEAD", "GET"):
+                server.fail(kind, method)
+        c.save(1).wait()
+    again = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with laststep.Checkpointer(RUN, s=again, progress=False, flush="thread") as c:
+        assert c.restore().step == 1
+    assert all(torch.equal(again[name], state[name]) for name in state)
+
+
+def test_saving_asks_the_server_nothing_on_the_training_thread(
+    server: fake_s3.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    from laststep.storage.bucket import Bucket
+
+    state = parts()
+    asking: set[str] = set()
+    once = Bucket._once
+
+    def noting(self: Bucket, call: object) -> object:
+        asking.add(threading.current_thread().name)
+        return once(self, call)  # type: ignore[arg-type]
+
+    with laststep.Checkpointer(RUN, s=state, progress=False) as c:
+        c.restore()
+        monkeypatch.setattr(Bucket, "_once", noting)
+        c.save(0)
+        c.save(1)
+        assert threading.current_thread().name not in asking
+        monkeypatch.undo()
+
+
+def test_a_server_that_keeps_no_promise_fails_the_first_save(server: fake_s3.Server) -> None:
+    server.lacks.add("if-none-match")
+    checkpointer = laststep.Checkpointer(RUN, s=parts(), progress=False)
+    with pytest.raises(laststep.StorageFailed, match="If-None-Match"), checkpointer as c:
+        c.save(1).wait()
+    assert server.objects == {}
