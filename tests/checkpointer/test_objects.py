@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,3 +115,17 @@ def test_a_server_that_keeps_no_promise_fails_the_first_save(server: fake_s3.Ser
     with pytest.raises(laststep.StorageFailed, match="If-None-Match"), checkpointer as c:
         c.save(1).wait()
     assert server.objects == {}
+
+
+def test_a_save_that_is_under_way_when_the_program_ends_is_finished(
+    server: fake_s3.Server,
+) -> None:
+    """By a flusher in a thread of it, when no pool of threads takes on work any more."""
+    program = (
+        "import torch, laststep\n"
+        f"c = laststep.Checkpointer({RUN!r}, s={{'w': torch.ones(9 << 20)}}, progress=False,\n"
+        "    flush='thread')\n"
+        "c.save(7)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    assert laststep.open(RUN).steps() == [7]

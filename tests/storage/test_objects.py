@@ -248,3 +248,12 @@ def test_without_keys_to_sign_with_a_file_is_kept_on_the_disk_and_then_uploaded(
             store.open_writer(f"f/{name}", expected_bytes=1)
     store.delete_folder("f")
     assert store.list("") == []
+
+
+def test_names_may_have_any_letters(store: ObjectStore) -> None:
+    data = os.urandom(transfers.PART_BYTES + 1)
+    store.make_folder("a ö%20+&=")
+    for name in ("x y", "ü", "50%", "a+b&c=d", "~'()!*"):
+        write_file(store, f"a ö%20+&=/{name}", data)
+        assert store.read(f"a ö%20+&=/{name}", limit_bytes=len(data)) == data
+    assert len(store.file_names("a ö%20+&=")) == 5

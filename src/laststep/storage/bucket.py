@@ -187,7 +187,8 @@ class Bucket:
             return obstore.sign(self.client, "GET", "x", second).partition("?")[0]
         if self.scheme == "gs":
             return "https://storage.googleapis.com/"
-        return f"https://{self.client.config['account_name']}.blob.core.windows.net/"
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+        return f"https://{account}.blob.core.windows.net/"
 
     def _put(self, key: str, data: bytes | memoryview, mode: str | dict[str, str]) -> Found | None:
         token = secrets.token_hex(8)

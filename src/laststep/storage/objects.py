@@ -197,7 +197,7 @@ class ObjectStore(Store):
         goes too. Whoever made it may have slept while all was deleted."""
         for above in _upwards(name.rpartition("/")[0]):
             known, found = self._made.get(above), self._bucket.head(self._marker(above))
-            if known is None or found is None or found.version[0] != known.version[0]:
+            if known is None or found is None or found.token != known.token:
                 self._made.pop(above, None)
                 self._bucket.delete([self._marker(name) if of_folder else self._key(name)])
                 raise self._absent(above)

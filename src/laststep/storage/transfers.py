@@ -283,9 +283,14 @@ def _at_once(
 ) -> None:
     """Call with all items, the first on this thread. Whatever fails, all calls have ended after
     this: the memory that they use is the caller's."""
-    under_way = [pool.submit(call, item) for item in items[1:]]
+    under_way = []
     try:
-        for item in items[:1]:
+        for item in items[1:]:
+            under_way.append(pool.submit(call, item))  # noqa: PERF401 (what was begun is kept)
+    except RuntimeError:
+        pass  # the program ends, and no thread takes on more: the rest is done here
+    try:
+        for item in (*items[:1], *items[1 + len(under_way) :]):
             call(item)
     finally:
         errors = [error for task in under_way if (error := task.exception()) is not None]
