@@ -100,7 +100,7 @@ class PartsWriter(_ObjectWriter):
         self._uploads, self._pool = uploads, pool
         self._size = part_bytes_of(expected_bytes)
         self._mutex = threading.Lock()
-        self._gathered: dict[int, _Gathered] = {}
+        self._gathered: dict[int, _OpenPart] = {}
         self._tags: dict[int, str | None] = {}
         """By the number of a part, from 0: its tag, or None while it is being sent."""
         self._upload: str | None = None
@@ -131,7 +131,7 @@ class PartsWriter(_ObjectWriter):
             if data.nbytes == self._size:
                 self._tags[number] = None
                 return data
-            part = self._gathered.setdefault(number, _Gathered(self._size))
+            part = self._gathered.setdefault(number, _OpenPart(self._size))
             part.add(within, data)
             if part.is_whole:
                 self._tags[number] = None
@@ -159,14 +159,14 @@ class PartsWriter(_ObjectWriter):
     def complete(self, size_bytes: int) -> None:
         count = -(-size_bytes // self._size)
         if not self._tags and count <= 1:
-            part = self._gathered.get(0) or _Gathered(size_bytes)
+            part = self._gathered.get(0) or _OpenPart(size_bytes)
             with memoryview(part.data) as view, view[:size_bytes] as used:
                 self.create(used)
             return
         self._refuse_cut(count, size_bytes)
         rest = [number for number in range(count) if number not in self._tags]
         for number in rest:
-            part = self._gathered.get(number) or _Gathered(self._size)
+            part = self._gathered.get(number) or _OpenPart(self._size)
             used = memoryview(part.data)[: min(self._size, size_bytes - number * self._size)]
             self._send([(number, used)])
         tags = [self._tags[number] or "" for number in range(count)]
@@ -255,7 +255,7 @@ class ObjectReader:
         self._is_open = False
 
 
-class _Gathered:
+class _OpenPart:
     """A part of which only some bytes have come; others are zeros."""
 
     def __init__(self, size_bytes: int) -> None:
