@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +132,29 @@ def test_a_save_that_is_under_way_when_the_program_ends_is_finished(
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
     assert laststep.open(RUN).steps() == [7]
+
+
+def test_an_upload_of_a_flusher_that_was_killed_is_aborted_by_the_next_writer(
+    server: fake_s3.Server,
+) -> None:
+    state = {"w": torch.rand(9 << 20)}
+    c = laststep.Checkpointer(RUN, s=state, progress=False)
+    c.save(1).wait()
+    server.fail("held", "PUT", 1, query="partNumber=2")
+    handle = c.save(2)
+    assert server.holding.wait(60)
+    assert c._client.helper_pid is not None
+    os.kill(c._client.helper_pid, signal.SIGKILL)
+    with pytest.raises(laststep.StorageFailed):
+        handle.wait(60)
+    with contextlib.suppress(laststep.LaststepError):
+        c.close()
+    server.released.set()
+    assert len(server.uploads) == 1
+    with laststep.Checkpointer(RUN, s=state, progress=False) as c:
+        assert c.restore().step == 1
+        c.save(2).wait()
+    assert server.uploads == {}
+    assert laststep.open(RUN).steps() == [1, 2]
+    folders = {key.split("/")[1] for key in server.objects if key.startswith("run/step-")}
+    assert len(folders) == 2, folders

@@ -60,7 +60,8 @@ class Fault:
     """What happens to the next requests of a kind."""
 
     kind: str
-    """reset, lost (done, but nobody is told), 503, truncated, stalled, denied"""
+    """reset, lost (done, but nobody is told), 503, truncated, stalled, denied, held (until
+    `released`, and then reset)"""
     method: str
     times: int
     key: str = ""
@@ -80,7 +81,9 @@ class Server:
     uploads: dict[str, tuple[str, dict[str, str], dict[int, bytes]]] = field(default_factory=dict)
     mutex: threading.RLock = field(default_factory=threading.RLock)
     released: threading.Event = field(default_factory=threading.Event)
-    """Lets those answers end that are stalled."""
+    """Lets those answers end that are stalled or held."""
+    holding: threading.Event = field(default_factory=threading.Event)
+    """Set when a request is held."""
 
     def fail(
         self, kind: str, method: str, times: int = 1, *, key: str = "", query: str = ""
@@ -158,7 +161,10 @@ class _Handler(BaseHTTPRequestHandler):
                 + self.headers["authorization"].encode()
                 + b"</StringToSign></Error>",
             )
-        if fault == "reset":
+        if fault == "held":
+            state.holding.set()
+            state.released.wait(60)
+        if fault in ("reset", "held"):
             return self._reset()
         self.broken = fault
         with state.mutex:
