@@ -2,9 +2,8 @@
 
 obstore numbers parts in the order in which it is given them, and the header of a data file, which
 is its beginning, is known last. So these five requests are made here: over `http.client`, which
-sends straight from the memory that it is handed, signed (Signature Version 4) by the keys in the
-environment. Where the keys come from anywhere else, obstore alone has them, and `of_bucket` is
-None. No error of this module quotes an answer beyond its status and code.
+sends straight from the memory that it is handed. Where obstore alone has the keys to sign them
+with, `of_bucket` is None. No error of this module quotes an answer beyond its status and code.
 
 Safe to use from several threads: each request has a connection of its own while it lasts.
 """
@@ -13,10 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import hashlib
-import hmac
 import http.client
-import os
 import re
 import ssl
 import weakref
@@ -30,11 +26,13 @@ import obstore
 
 from laststep.storage.bucket import TOKEN, Missing, is_transient
 from laststep.storage.retrying import Trouble, persist
+from laststep.storage.signing import authorization, known_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from laststep.storage.bucket import Bucket
+    from laststep.storage.signing import Keys
 
 _Result = TypeVar("_Result")
 
@@ -57,23 +55,12 @@ class _Answer(msgspec.Struct, frozen=True):
         return found[1].replace("&quot;", '"').replace("&lt;", "<").replace("&amp;", "&")
 
 
-class Keys(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests are signed with."""
-
-    name: str
-    secret: str
-    session: str | None
-    region: str
-
-    def __repr__(self) -> str:
-        return "Keys(…)"
-
-
 class Uploads:
     """The multipart uploads of one bucket."""
 
-    def __init__(self, bucket: Bucket, base: str, keys: Keys) -> None:
+    def __init__(self, bucket: Bucket, base: str, region: str, keys: Callable[[], Keys]) -> None:
         self._bucket = bucket
+        self._region = region
         self._keys = keys
         parts = urlsplit(base)
         self._host, self._path, self._secure = parts.netloc, parts.path, parts.scheme == "https"
@@ -197,51 +184,27 @@ class Uploads:
             "x-amz-date": now,
             **extra,
         }
-        if self._keys.session is not None:
-            headers["x-amz-security-token"] = self._keys.session
-        headers["authorization"] = authorization(self._keys, method, path, asked, headers)
+        keys = self._keys()
+        if keys.session is not None:
+            headers["x-amz-security-token"] = keys.session
+        request = f"{method}\n{path}\n{asked}"
+        headers["authorization"] = authorization(keys, self._region, request, headers)
         return headers
 
 
 def of_bucket(bucket: Bucket) -> Uploads | None:
-    """What makes uploads in a bucket; None where it is none of S3, or its keys are not known here.
-
-    Where the bucket is, and whose key is used, is told by a URL that obstore signs: so all its
-    settings count here too.
-    """
-    secret = os.environ.get("AWS_SECRET_ACCESS_KEY")
-    if bucket.scheme != "s3" or not secret:
+    """What makes uploads in a bucket; None where it is none of S3, its keys are not known here, or
+    a proxy stands between. Where the bucket is, is told by a URL that obstore signs: so all its
+    settings count here too."""
+    keys = known_keys() if bucket.scheme == "s3" else None
+    if keys is None:
         return None
     signed = urlsplit(obstore.sign(bucket.client, "GET", "x", dt.timedelta(seconds=1)))
-    query = parse_qs(signed.query)
-    name, _, region, *_ = query["X-Amz-Credential"][0].split("/")
-    proxy = signed.scheme in getproxies() and not proxy_bypass(signed.hostname or "")
-    if proxy or name != os.environ.get("AWS_ACCESS_KEY_ID"):
+    if signed.scheme in getproxies() and not proxy_bypass(signed.hostname or ""):
         return None
-    session = query.get("X-Amz-Security-Token", [None])[0]
+    region = parse_qs(signed.query)["X-Amz-Credential"][0].split("/")[2]
     base = f"{signed.scheme}://{signed.netloc}{signed.path.removesuffix('/x')}"
-    return Uploads(bucket, base, Keys(name=name, secret=secret, session=session, region=region))
-
-
-def authorization(
-    keys: Keys, method: str, path: str, asked: str, headers: Mapping[str, str]
-) -> str:
-    """The header that signs a request: Amazon's Signature Version 4, of all `headers`."""
-    names = ";".join(sorted(headers))
-    lines = "".join(f"{name}:{headers[name].strip()}\n" for name in sorted(headers))
-    request = f"{method}\n{path}\n{asked}\n{lines}\n{names}\n{headers['x-amz-content-sha256']}"
-    date = headers["x-amz-date"]
-    scope = f"{date[:8]}/{keys.region}/s3/aws4_request"
-    digest = hashlib.sha256(request.encode()).hexdigest()
-    key = f"AWS4{keys.secret}".encode()
-    for part in scope.split("/"):
-        key = hmac.digest(key, part.encode(), "sha256")
-    told = f"AWS4-HMAC-SHA256\n{date}\n{scope}\n{digest}"
-    signature = hmac.digest(key, told.encode(), "sha256").hex()
-    return (
-        f"AWS4-HMAC-SHA256 Credential={keys.name}/{scope}, SignedHeaders={names}, "
-        f"Signature={signature}"
-    )
+    return Uploads(bucket, base, region, keys)
 
 
 def _close_all(connections: list[http.client.HTTPConnection]) -> None:
