@@ -17,9 +17,10 @@ from laststep.catalog import cleaning, decision
 from laststep.catalog.names import copying_name
 from laststep.catalog.run import Run
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, StorageFailed, Usage
+from laststep.read import stored
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
+from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
 from laststep.tiers import file_pass
 from laststep.tiers.bringing import CopyRoute
 from laststep.tiers.copying import Copier
@@ -32,6 +33,14 @@ if TYPE_CHECKING:
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 GOLDEN_RUNS = sorted(path.parent for path in GOLDEN.glob("version-*/*/run.json"))
 STEPS = 4
+CHUNK_BYTES = 2 * BLOCK_BYTES
+"""Here; else 16 MiB, which takes longer."""
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_pass, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(stored, "_CHUNK_BLOCKS", CHUNK_BYTES // BLOCK_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ) as ckpt:
         ckpt.restore()
         for step in range(STEPS):
-            model["w"][step * BLOCK_BYTES] += 1
+            model["w"][step * BLOCK_BYTES // 4] += 1
             ckpt.save(step, metrics={"loss": float("nan")}).wait()
     return folder
 
