@@ -1,6 +1,5 @@
-"""Folders on filesystems other than a disk's own: memory, layers, a mount by FUSE. Each passes the
-suite of every store, and holds a run that a flusher's process writes, that is copied, and of which
-the writer dies."""
+"""Folders on filesystems other than ext4: memory, layers, a mount by FUSE, xfs, btrfs. Each passes
+the suite of every store, and holds a run that a flusher's process writes, and that is copied."""
 
 from __future__ import annotations
 
@@ -39,7 +38,21 @@ def mounted(place: Path, *command: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-@pytest.fixture(scope="module", params=["tmpfs", "overlay", "fuse"])
+def image(kind: str, file: Path) -> Path:
+    """A filesystem in a file, which takes no room."""
+    if shutil.which(f"mkfs.{kind}") is None:
+        pytest.skip(f"needs the program `mkfs.{kind}`")
+    with file.open("wb") as made:
+        made.truncate(1 << 30)
+    subprocess.run([f"mkfs.{kind}", str(file)], capture_output=True, check=True)
+    return file
+
+
+def long(*names: str) -> list[object]:
+    return [pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+@pytest.fixture(scope="module", params=["tmpfs", "overlay", "fuse", *long("xfs", "btrfs")])
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
@@ -53,14 +66,16 @@ def place(
         "overlay": ("mount", "-t", "overlay", "overlay", "-o", layers),
         "fuse": ("bindfs", str(folder / "upper")),
     }
-    with mounted(folder / "mount", *commands[request.param]) as made:
+    if (command := commands.get(request.param)) is None:
+        command = ("mount", "-o", "loop", str(image(request.param, folder / "image")))
+    with mounted(folder / "mount", *command) as made:
         yield made
 
 
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("overlay", "fuse")]
+OTHERS = long("overlay", "fuse", "xfs", "btrfs")
 
 
-@pytest.mark.parametrize("place", ["tmpfs", *LONG], indirect=True, scope="module")
+@pytest.mark.parametrize("place", ["tmpfs", *OTHERS], indirect=True, scope="module")
 class TestConformance(SharedStoreConformance):
     @pytest.fixture(autouse=True)
     def at(self, place: Path) -> None:
