@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+
+import msgspec
 
 from laststep.errors import Corrupt, Exists, NotFound, Usage
 from laststep.storage.store import Lock, Store, StoreEntry, check_name
@@ -16,12 +17,11 @@ from laststep.storage.store import Lock, Store, StoreEntry, check_name
 __all__ = ["MemoryStore", "clear"]
 
 
-@dataclass(slots=True)
-class _MemoryFile:
+class _MemoryFile(msgspec.Struct, frozen=True):
     """The bytes of a file, which several names may have; None for a folder."""
 
     data: bytearray | None
-    made_s: float = field(default_factory=time.time)
+    made_s: float = msgspec.field(default_factory=time.time)
 
 
 _mutex = threading.RLock()
