@@ -59,7 +59,7 @@ class Training:
             self.stood = True
             say("at", phase)
             deadline = time.monotonic() + PATIENCE_S
-            while self.ckpt._ending.known is None and time.monotonic() < deadline:
+            while self.ckpt._ending._watched.known is None and time.monotonic() < deadline:
                 time.sleep(0.002)
             if self.request.get("until"):
                 self.go_on.wait()

@@ -365,7 +365,7 @@ def test_a_rank_that_never_comes_costs_the_others_the_grace_and_no_more(
 def test_a_save_that_one_rank_never_finishes_costs_all_the_grace_and_no_more(
     told_job: Callable[..., Ranks], run_folder: Path
 ) -> None:
-    stands = {"phase": "flush", "until": "the end"}
+    stands = {"phase": "durable", "until": "the end"}
     job = told_job(2, preemption={"grace": "1 s"}, settings={"every": 1000}, only={1: stands})
     job.go()
     job.ranks[0].send()

@@ -1,0 +1,240 @@
+"""At which step ranks stop, with a board of the tests' own: whoever is told, however far apart."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laststep.checkpointer import Checkpointer
+from laststep.errors import StorageFailed, Usage
+from laststep.events import Bus, PreemptionSeen
+from laststep.process.signals import notice
+from laststep.ranks.rank import Rank
+from laststep.saving import lookout
+from laststep.saving.preempting import Preempting
+from laststep.settings import Preemption
+from waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+PATIENCE_S = 60.0
+ASKED = Preemption(signals=(), file="/nowhere/preempted", grace="60 s")
+
+
+@pytest.fixture(autouse=True)
+def _often() -> Iterator[None]:
+    """Ranks look for each other all the time."""
+    before, lookout._LOOK_S = lookout._LOOK_S, 0.002
+    yield
+    lookout._LOOK_S = before
+
+
+class Notes:
+    """A board without a store."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, bytes] = {}
+        self.hushed = 0
+
+    def put(self, name: str, note: bytes) -> None:
+        self.notes[name] = note
+
+    def look(self, name: str) -> bytes | None:
+        return self.notes.get(name)
+
+    def until(self, look: Callable[[], object], until_s: float) -> object:
+        wait_until(lambda: look() is not None)
+        return look()
+
+    def wait_all(self, names: Iterable[str], until_s: float) -> dict[str, bytes]:
+        wanted = list(names)
+        wait_until(lambda: all(name in self.notes for name in wanted))
+        return {name: self.notes[name] for name in wanted}
+
+    def hush(self) -> None:
+        self.hushed += 1
+
+
+class Job:
+    """Ranks whose training passes steps when the test says so."""
+
+    def __init__(self, ranks: int) -> None:
+        self.notes = Notes()
+        self.ranks = [Preempting(ASKED, Rank(n, ranks), Bus()) for n in range(ranks)]
+        self.stopped: dict[int, int] = {}
+
+    def step(self, rank: int, step: int) -> bool:
+        return self.ranks[rank].reached(step, lambda: self.notes)  # type: ignore[arg-type,return-value]
+
+    def train(self, rank: int, first: int) -> None:
+        """Until it stops."""
+        step = first
+        while not self.step(rank, step):
+            time.sleep(0.001)
+            step += 1
+        self.stopped[rank] = step
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=4), st.data())
+def test_ranks_stop_at_one_step_that_nobody_has_passed(
+    passed: list[int], data: st.DataObject
+) -> None:
+    job = Job(len(passed))
+    for rank, last in enumerate(passed):
+        for step in range(last + 1):
+            assert not job.step(rank, step)
+    told = data.draw(st.sampled_from(range(len(passed))))
+    job.ranks[told]._watched.signals.came = notice("SIGTERM")
+    threads = [
+        threading.Thread(target=job.train, args=(rank, last + 1))
+        for rank, last in enumerate(passed)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    job.close()
+    assert set(job.stopped) == set(range(len(passed)))
+    (step,) = set(job.stopped.values())
+    assert step > max(passed)
+
+
+def test_a_rank_in_the_middle_of_a_step_is_waited_for_by_nobody() -> None:
+    """Its training stands in a collective with one that waits already: its thread speaks."""
+    job = Job(2)
+    for step in range(8):
+        assert not job.step(0, step)
+        assert not job.step(1, step)
+    assert not job.step(1, 8)  # and is in step 9 now
+    job.ranks[0]._watched.signals.came = notice("SIGTERM")
+    assert not job.step(0, 8)
+    assert job.step(0, 9)
+    assert job.step(1, 9)
+    job.close()
+
+
+def test_strides_do_not_matter() -> None:
+    job = Job(2)
+    for step in (0, 10, 20):
+        assert not job.step(0, step)
+    for step in (0, 10):
+        assert not job.step(1, step)
+    job.ranks[1]._watched.signals.came = notice("SIGTERM")
+    assert not job.step(1, 20)
+    assert job.step(0, 30)
+    assert job.step(1, 30)
+    assert [rank.stops for rank in job.ranks] == [True, True]
+    job.close()
+
+
+def test_it_is_told_once_and_its_cause_is_that_of_the_rank_that_saw_it() -> None:
+    job = Job(2)
+    seen: list[object] = []
+    job.ranks[1]._bus.subscribe(seen.append)
+    assert not job.step(0, 0)
+    assert not job.step(1, 0)
+    job.ranks[0]._watched.signals.came = notice("SIGUSR1")
+    assert job.step(0, 1)
+    wait_until(lambda: job.ranks[1]._watched.known is not None)
+    assert job.step(1, 1)
+    assert job.step(1, 1)
+    assert seen == [PreemptionSeen(cause="rank 0: SIGUSR1", grace_s=60.0)]
+    job.close()
+
+
+def test_a_board_that_does_not_answer_is_told_of_and_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job, failures = Job(2), iter(range(30))
+    look = job.notes.look
+
+    def fail(name: str) -> bytes | None:
+        if next(failures, None) is not None:
+            raise StorageFailed("the store does not answer")
+        return look(name)
+
+    job.notes.look = fail  # type: ignore[method-assign]
+    assert not job.step(1, 0)
+    job.notes.put("seen", b"rank 0: SIGTERM")
+    wait_until(lambda: job.ranks[1]._watched.known is not None)
+    assert "is not heard of: the store does not answer" in caplog.text
+    job.close()
+
+
+def test_after_a_restore_ranks_meet_anew() -> None:
+    job = Job(2)
+    for rank in (0, 1):
+        assert not job.step(rank, 100)
+        job.ranks[rank].anew()
+    job.ranks[0]._watched.signals.came = notice("SIGTERM")
+    assert not job.step(1, 5)
+    assert not job.step(0, 5)
+    assert job.step(0, 6)
+    assert job.step(1, 6)
+    job.close()
+
+
+def test_threads_end_with_what_they_are_for() -> None:
+    job = Job(2)
+    assert not job.step(0, 0)
+    thread = job.ranks[0]._lookout._thread  # type: ignore[union-attr]
+    job.ranks.clear()
+    gc.collect()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert job.notes.hushed
+
+
+def test_a_checkpointer_that_is_dropped_gives_its_signals_back(run_folder: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    made = Checkpointer(run_folder, state={"n": 1}, preemption=True, flush="thread", progress=False)
+    assert signal.getsignal(signal.SIGTERM) is not before
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"signals": ("SIGKILL",)}, "there is no such signal"),
+        ({"signals": ()}, "nothing says when the job is to end"),
+        ({"signals": "SIGTERM"}, "a tuple of names of signals"),
+        ({"grace": "0 s"}, "a duration such as"),
+        ({"exit_code": 256}, "an int from 0 to 255"),
+        ({"file": 3}, "a path"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(Usage, match=said):
+        Preemption(**wrong)  # type: ignore[arg-type]
+
+
+def test_without_it_no_handler_is_installed_and_what_is_none_is_refused(run_folder: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    for off in (False, None):
+        with Checkpointer(run_folder, state={"n": 1}, preemption=off, progress=False) as ckpt:
+            assert signal.getsignal(signal.SIGTERM) is before
+            assert not ckpt.preempted
+    with pytest.raises(Usage, match="preemption=True"):
+        Checkpointer(run_folder, state={"n": 1}, preemption="30 s")  # type: ignore[arg-type]
+
+
+def test_a_path_may_be_one_of_pathlibs(tmp_path: Path) -> None:
+    assert Preemption(file=tmp_path).file == str(tmp_path)  # type: ignore[arg-type]
