@@ -11,10 +11,12 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,9 @@ from laststep.flush.saves import SaveUnderWay
 from laststep.flush.writer import SaveFlush
 from laststep.process import signals
 from laststep.saving import backlog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PATIENCE_S = 60.0
 PHASES: dict[str, tuple[Any, str]] = {
@@ -131,6 +136,15 @@ class Training:
         self.state["n"] = step
 
 
+def in_thread(run: Callable[[], None]) -> None:
+    """On another thread SystemExit ends that alone: it is passed on."""
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(run).result()
+        except laststep.Preempted as over:
+            sys.exit(over.code)
+
+
 def handlers(request: dict[str, Any]) -> None:
     for name in request.get("handlers", ()):
         signal.signal(getattr(signal, name), lambda number, _: say("handler", number))
@@ -150,6 +164,9 @@ def main(request: dict[str, Any]) -> None:
     handlers(request)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        Training(request).run()
+        if request.get("thread"):
+            in_thread(Training(request).run)
+        else:
+            Training(request).run()
     finally:
         say("unwound", signal.getsignal(signal.SIGTERM) is before)

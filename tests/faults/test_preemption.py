@@ -83,12 +83,19 @@ def check(run: Path, report: dict[str, Any]) -> None:
         assert state["t"].unique().tolist() == [float(found[-1])]
 
 
-@pytest.mark.parametrize(
-    "grace", [*(pytest.param(f"{n} s", marks=pytest.mark.long) for n in (2, 5, 10)), "30 s"]
-)
+def long(*values: object) -> list[Any]:
+    """Those that only `make test-long` runs."""
+    return [
+        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.long)
+        for one in values
+    ]
+
+
+@pytest.mark.parametrize("grace", [*long("2 s", "5 s", "10 s"), "30 s"])
 @pytest.mark.parametrize(
     "phase",
-    ["training", "idle", "capture", "seal", "flush", "durable", "commit", "retention", "restore"],
+    ["training", "capture", "commit", "restore",
+     *long("idle", "seal", "flush", "durable", "retention")],
 )  # fmt: skip
 def test_the_last_step_is_committed_whenever_the_signal_comes(
     told: Callable[..., Told], run_folder: Path, phase: str, grace: str
@@ -118,7 +125,7 @@ def test_the_next_start_goes_on_after_it(told: Callable[..., Told]) -> None:
     again.end()
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGUSR1", *long("SIGINT")])
 def test_other_signals_and_exit_codes_can_be_had(
     told: Callable[..., Told], run_folder: Path, name: str
 ) -> None:
@@ -144,20 +151,6 @@ def test_a_file_that_appears_says_the_same(
     assert (report["cause"], report["committed"]) == (f"the file {file}", True)
 
 
-def test_a_file_of_an_earlier_time_counts_once_it_is_touched(
-    told: Callable[..., Told], tmp_path: Path
-) -> None:
-    file = tmp_path / "preempted"
-    file.touch()
-    os.utime(file, (1, 1))
-    trainer = told(phase="training", preemption={"file": str(file)})
-    trainer.hear("at", "training")
-    file.touch()
-    assert trainer.report()["cause"] == f"the file {file}"
-    trainer.end()
-    assert "is there already" in trainer.process.log.read_text()
-
-
 def test_an_earlier_handler_still_runs(told: Callable[..., Told]) -> None:
     trainer = told(phase="training", handlers=["SIGTERM"])
     trainer.hear("at", "training")
@@ -167,6 +160,7 @@ def test_an_earlier_handler_still_runs(told: Callable[..., Told]) -> None:
     trainer.end()
 
 
+@pytest.mark.long
 def test_signals_that_a_launcher_passes_on_as_well_are_one(told: Callable[..., Told]) -> None:
     trainer = told(phase="commit", same_s=60.0)
     trainer.hear("at", "commit")
@@ -186,7 +180,7 @@ def test_a_second_signal_ends_it_at_once(told: Callable[..., Told], run_folder: 
     assert steps(run_folder) == []
 
 
-@pytest.mark.parametrize("phase", ["flush", "commit"])
+@pytest.mark.parametrize("phase", ["flush", *long("commit")])
 def test_the_grace_ends_it_though_a_save_never_ends(
     told: Callable[..., Told], run_folder: Path, phase: str
 ) -> None:
@@ -251,7 +245,7 @@ def test_saves_that_wait_behind_others_do_not_eat_the_grace(
     assert steps(run_folder) == [1, report["step"]]
 
 
-@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("saves", [True, *long(False)])
 def test_a_loop_that_saves_and_ends_by_itself_is_told(
     told: Callable[..., Told], run_folder: Path, saves: bool
 ) -> None:
@@ -276,6 +270,22 @@ def test_a_loop_may_end_by_itself_after_step_has_saved(
     trainer.end(0)
     check(run_folder, report)
     assert report["committed"]
+
+
+def test_training_on_another_thread_ends_by_a_file_and_within_the_grace(
+    told: Callable[..., Told], run_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "preempted"
+    trainer = told(
+        phase="flush", until="the end", thread=True, size=10 << 20,
+        preemption={"signals": [], "file": str(file), "grace": "0.3 s"},
+    )  # fmt: skip
+    trainer.hear("at", "flush")
+    file.touch()
+    report = trainer.report()
+    trainer.end()
+    check(run_folder, report)
+    assert not report["committed"]
 
 
 class Ranks:
@@ -313,7 +323,7 @@ def told_job(jobs: Jobs, run_folder: Path) -> Iterator[Callable[..., Ranks]]:
         job.store.clean_up()
 
 
-@pytest.mark.parametrize(("who", "every"), [(2, 10), (0, None), (3, "0.05 s")])
+@pytest.mark.parametrize(("who", "every"), [(3, "0.05 s"), *long((2, 10), (0, None))])
 def test_all_ranks_stop_at_one_step_though_one_alone_was_told(
     told_job: Callable[..., Ranks], run_folder: Path, who: int, every: object
 ) -> None:
@@ -344,7 +354,7 @@ def test_ranks_of_a_loop_that_only_saves_stop_after_one_save(
     assert steps(run_folder)[-1] == int(stopped[0][0])
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [1, *long(0)])
 def test_a_rank_that_never_comes_costs_the_others_the_grace_and_no_more(
     told_job: Callable[..., Ranks], run_folder: Path, dead: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import time
@@ -238,3 +239,28 @@ def test_without_it_no_handler_is_installed_and_what_is_none_is_refused(run_fold
 
 def test_a_path_may_be_one_of_pathlibs(tmp_path: Path) -> None:
     assert Preemption(file=tmp_path).file == str(tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_file_of_an_earlier_time_counts_once_it_is_touched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "preempted"
+    file.touch()
+    os.utime(file, (1, 1))
+    old = lookout.Watched(Preemption(file=str(file)))
+    assert "is there already" in caplog.text
+    assert old.look() is None
+    file.touch()
+    old._looked_s = 0.0
+    assert old.look() is not None
+
+
+def test_a_file_is_looked_for_once_a_second(tmp_path: Path) -> None:
+    watched = lookout.Watched(Preemption(file=str(tmp_path / "preempted")))
+    assert watched.look() is None
+    (tmp_path / "preempted").touch()
+    assert watched.look() is None
+    watched._looked_s -= lookout._FILE_S
+    found = watched.look()
+    assert found is not None
+    assert found.cause == f"the file {tmp_path / 'preempted'}"
