@@ -60,7 +60,7 @@ class Fault:
     """What happens to the next requests of a kind."""
 
     kind: str
-    """reset, lost (done, but nobody is told), 503, truncated, stalled, denied, held (until
+    """reset, lost (done, but nobody is told), 503, 409, truncated, stalled, denied, held (until
     `released`, and then reset)"""
     method: str
     times: int
@@ -150,6 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.asked = Asked(self.command, key, parts.query, who, span)
         with state.mutex:
             state.asked.append(self.asked)
+        if fault == "409":
+            return self._answer(409, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
         if fault == "503":
             return self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
         if fault == "denied":
@@ -249,7 +251,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "POST":
             data = b"".join(pieces[number] for number in sorted(pieces))
             state.objects[key] = Kept(data, begun_with, time.time())
-            return 200, b"<CompleteMultipartUploadResult/>", {}
+            tag = escape(state.objects[key].tag)
+            return (
+                200,
+                f"<CompleteMultipartUpload><ETag>{tag}</ETag></CompleteMultipartUpload>".encode(),
+                {},
+            )
         return 204, b"", {}
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:

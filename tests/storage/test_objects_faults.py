@@ -138,6 +138,27 @@ def test_a_lease_is_taken_and_renewed_though_answers_get_lost(
 # Requests that fail
 
 
+def test_a_conflict_of_two_puts_is_no_refusal(store: ObjectStore, server: fake_s3.Server) -> None:
+    server.fail("409", "PUT", 2, key="run/x")
+    store.create("x", b"1")
+    assert server.objects["run/x"].data == b"1"
+
+
+def test_a_file_that_was_kept_on_the_disk_goes_up_though_parts_fail(
+    store: ObjectStore, server: fake_s3.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laststep.storage.s3.of_bucket", lambda bucket: None)
+    server.fail("503", "PUT", 2, query="partNumber")
+    data = os.urandom(3 * transfers.PART_BYTES)
+    write_file(store, "x", data)
+    assert server.objects["run/x"].data == data
+    begun = [asked for asked in server.asked if asked.method == "POST" and "uploads" in asked.query]
+    assert len(begun) == 1, "one failed part made all go up again"
+    server.fail("lost", "POST", query="uploadId")
+    write_file(store, "y", data)
+    assert server.objects["run/y"].data == data
+
+
 @pytest.mark.parametrize("kind", ["reset", "503", "truncated", "stalled"])
 def test_what_fails_for_a_while_is_tried_again(
     store: ObjectStore, server: fake_s3.Server, kind: str

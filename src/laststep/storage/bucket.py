@@ -16,7 +16,7 @@ import datetime as dt
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from obstore import ObjectMeta
+    from obstore.store import ClientConfig, RetryConfig, S3Config
 
 _Result = TypeVar("_Result")
 
@@ -48,7 +49,8 @@ _KIND = re.compile(r"kind: (Connect|Timeout|Request|Decode|Interrupted|Unknown)\
 _SYSTEM = re.compile(r'message: "([A-Z][a-z ]{3,40})"')
 _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 
-_STORES: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+_Client = AzureStore | GCSStore | S3Store
+_OTHERS: dict[str, type[AzureStore | GCSStore]] = {"gs": GCSStore, "az": AzureStore}
 _RIGHTS = "check the credentials in the environment, and what they allow in this bucket"
 
 
@@ -167,12 +169,26 @@ class Bucket:
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
 
-    def upload(self, key: str, file: Any, part_bytes: int) -> None:
-        """Put all of an open file, in parts, several at a time."""
+    def upload(self, key: str, file: IO[bytes], part_bytes: int) -> None:
+        """Put all of an open file, in parts, several at a time. obstore tries each part again: we
+        could only begin anew."""
+        client = self._opened(retries=10)
+        token = secrets.token_hex(8)
+
+        def put() -> None:
+            file.seek(0)
+            obstore.put(
+                client, key, file, chunk_size=part_bytes, max_concurrency=12,
+                attributes={TOKEN: token},
+            )  # fmt: skip
 
         def attempt() -> None:
-            file.seek(0)
-            obstore.put(self.client, key, file, chunk_size=part_bytes, max_concurrency=12)
+            try:
+                self._once(put)
+            except Missing:  # the upload is, which may be complete: an answer may have got lost
+                there = self.head(key)
+                if there is None or there.token != token:
+                    raise Trouble("the upload is gone", transient=True) from None
 
         self._ask("write", key, attempt)
 
@@ -241,22 +257,27 @@ class Bucket:
             trouble = _trouble(error)
         raise trouble
 
-    def _opened(self) -> Any:
+    def _opened(self, *, retries: int = 0) -> _Client:
+        """A client that tries each request again so often by itself."""
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
-        patience = self.patience
-        options = {
+        options: ClientConfig = {
             "connect_timeout": "5s",
-            "read_timeout": dt.timedelta(seconds=patience.idle_s),
-            "timeout": dt.timedelta(seconds=patience.request_s),
+            "read_timeout": dt.timedelta(seconds=self.patience.idle_s),
+            "timeout": dt.timedelta(seconds=self.patience.request_s),
             # Whoever names an endpoint without TLS has chosen so.
             "allow_http": endpoint.startswith("http://"),
         }
-        config = {"endpoint": endpoint} if endpoint and self.scheme == "s3" else {}
+        retry: RetryConfig = {
+            "max_retries": retries, "retry_timeout": dt.timedelta(seconds=self.patience.deadline_s),
+        }  # fmt: skip
+        url = f"{self.scheme}://{self.name}"
         try:
-            return _STORES[self.scheme].from_url(
-                f"{self.scheme}://{self.name}", config=config, client_options=options,
-                retry_config={"max_retries": 0},
-            )  # fmt: skip
+            if self.scheme != "s3":
+                return _OTHERS[self.scheme].from_url(
+                    url, client_options=options, retry_config=retry
+                )
+            named: S3Config = {"endpoint": endpoint} if endpoint else {}
+            return S3Store.from_url(url, config=named, client_options=options, retry_config=retry)
         except (exceptions.BaseError, ValueError) as error:
             kind = type(error).__name__
         raise Usage(
@@ -276,7 +297,7 @@ def parse(url: str) -> tuple[str, str, str]:
             remedy="docs/guides/object-storage.md has the variables",
         )  # fmt: skip
     prefix = parts.path.strip("/")
-    if not parts.netloc or parts.query or parts.fragment or parts.scheme not in _STORES:
+    if not parts.netloc or parts.query or parts.fragment or parts.scheme not in ("s3", *_OTHERS):
         raise Usage(
             "this URL names no place in an object store",
             where=f"{parts.scheme}://{parts.netloc}{parts.path}",

@@ -100,7 +100,11 @@ class Uploads:
         )
         body = memoryview(f"<CompleteMultipartUpload>{listed}</CompleteMultipartUpload>".encode())
 
+        tries = 0
+
         def attempt() -> bool:
+            nonlocal tries
+            tries += 1
             try:
                 # `If-None-Match`: servers that do not know it here ignore it.
                 answer = self._send(
@@ -108,8 +112,8 @@ class Uploads:
                 )
             except (Missing, _Taken):
                 there = self._bucket.head(key)  # ours, where only the answer got lost
-                if there is None:
-                    raise Trouble("the upload is gone", transient=False) from None
+                if there is None:  # an earlier try may still be at work there
+                    raise Trouble("the upload is gone", transient=tries > 1) from None
                 return there.token == token
             if "<Error>" in answer.text:  # sent after the status, which was 200 by then
                 raise Trouble(answer.field("Code"), transient=True)
@@ -151,7 +155,12 @@ class Uploads:
         signed = self._signed(method, path, asked, headers or {})
         signed["content-length"] = str(0 if data is None else data.nbytes)
         connection = self._idle.pop() if self._idle else self._connected()
+        # To complete an upload takes a server long, before it says anything.
+        patience = self._bucket.patience
+        connection.timeout = patience.request_s if method == "POST" else patience.idle_s
         try:
+            if connection.sock is not None:
+                connection.sock.settimeout(connection.timeout)
             connection.request(method, f"{path}?{asked}", body=data, headers=signed)
             reply = connection.getresponse()
             text = reply.read(_ANSWER_BYTES).decode(errors="replace")
@@ -169,10 +178,9 @@ class Uploads:
         raise Trouble(f"the connection failed: {why}", transient=True)
 
     def _connected(self) -> http.client.HTTPConnection:
-        timeout = self._bucket.patience.idle_s
         if self._tls is None:
-            return http.client.HTTPConnection(self._host, timeout=timeout, blocksize=1 << 18)
-        return http.client.HTTPSConnection(self._host, timeout=timeout, context=self._tls)
+            return http.client.HTTPConnection(self._host)
+        return http.client.HTTPSConnection(self._host, context=self._tls)
 
     def _signed(
         self, method: str, path: str, asked: str, extra: Mapping[str, str]
