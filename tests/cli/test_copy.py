@@ -96,6 +96,34 @@ def test_damage_is_told_by_file_block_and_status(maker, laststep, tmp_path: Path
     ]
 
 
+def test_a_place_that_is_none_for_this_run_is_refused(maker, laststep, tmp_path: Path) -> None:
+    folder = maker.save(1)
+    copy(maker.path, tmp_path / "runs" / "gpt")
+    ended = laststep("copy", maker.path, tmp_path / "runs")  # as one would with cp
+    assert ended.status == 2
+    assert f"{tmp_path / 'runs' / 'gpt'} is a run" in ended.err
+    ended = laststep("copy", maker.path, tmp_path / "runs" / "gpt" / folder.name)
+    assert (ended.status, "one checkpoint" in ended.err) == (2, True)
+    assert laststep("copy", tmp_path / "nowhere", tmp_path / "copy").status == 1
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_full_disk_ends_a_copy_that_goes_on_when_there_is_room(
+    maker, laststep, mount, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        maker.save(step)
+    target = tmp_path / "disk"
+    target.mkdir()
+    mount(target, "-t", "tmpfs", "-o", "size=8m", "tmpfs")
+    ended = laststep("copy", maker.path, target / "run")
+    assert (ended.status, "No space left" in ended.err) == (1, True)
+    assert sound_steps(target / "run") == [1, 2]
+    subprocess.run(["mount", "-o", "remount,size=20m", str(target)], check=True)
+    assert laststep("copy", maker.path, target / "run").status == 0
+    assert sound_steps(target / "run") == [1, 2, 3]
+
+
 @pytest.mark.parametrize("limit", ["fast", "0MB/s", "-1 MB/s", "12"])
 def test_what_is_no_rate_is_refused(maker, laststep, tmp_path: Path, limit: str) -> None:
     maker.save(1)

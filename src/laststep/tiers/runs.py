@@ -12,10 +12,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from laststep.catalog import decision
+from laststep.catalog import decision, names
 from laststep.catalog.listing import Listed, nearest_steps
-from laststep.catalog.names import parse_folder
-from laststep.catalog.run import Run
+from laststep.catalog.run import Run, remedy_for_no_run
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.storage.registry import open_parent, open_store
 from laststep.tiers.bringing import CopyRoute, Moved, Progress
@@ -146,7 +145,7 @@ def plan_copy(
         store, folder = open_parent(source)
         if step is not None:
             raise Usage("one checkpoint has but one step", where=str(source), remedy="leave it out")
-        if parse_folder(folder) is None:
+        if names.parse_folder(folder) is None:
             raise Usage(
                 "cannot copy a checkpoint that is in no run", where=f"{store.url}/{folder}",
                 expected="the folder of a run, or of a checkpoint in one", found="a folder alone",
@@ -156,6 +155,7 @@ def plan_copy(
     if place.url == store.url:
         raise Usage("cannot copy a run to itself", where=store.url, remedy="name another place")
     run = Run.open(store)
+    _check_place(place)
     listed = run.checkpoints()
     chosen = _chosen(run, listed, step, folder)
     copier = Copier(CopyRoute(source=store, target=place))
@@ -165,6 +165,22 @@ def plan_copy(
             if copier.is_there(item.folder):
                 there.add(item.folder)
     return CopyPlan(source=store, target=place, checkpoints=chosen, there=frozenset(there))
+
+
+def _check_place(place: Store) -> None:
+    """`Usage` for a place that is no run and is none for one: one checkpoint, or a folder of runs,
+    into which `cp` would put another."""
+    found, remedy = "one checkpoint", "name its run, or another place"
+    if not decision.is_checkpoint(place):
+        if names.RUN_NAME in place.file_names(""):
+            return
+        found, remedy = "a folder of runs", remedy_for_no_run(place) or ""
+        if not remedy:
+            return
+    raise Usage(
+        "cannot copy to that place", where=place.url, found=found, remedy=remedy,
+        expected="a place for one run: a copy of it, or empty",
+    )  # fmt: skip
 
 
 def _chosen(
