@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
@@ -22,7 +23,7 @@ from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
 from laststep.tiers import file_pass
-from laststep.tiers.bringing import CopyRoute
+from laststep.tiers.bringing import CopyRoute, Moved
 from laststep.tiers.copying import Copier
 from laststep.tiers.pacing import Pacing
 from laststep.tiers.runs import plan_copy
@@ -387,6 +388,25 @@ def test_no_two_copy_the_same_checkpoint_at_once(run: Path, tmp_path: Path) -> N
         copier(run, tmp_path / "copy").copy(folder)
     lock.close()
     assert copier(run, tmp_path / "copy").copy(folder) is not None
+
+
+def test_who_comes_late_takes_nothing_of_what_another_has_committed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither when it begins, nor when it finds that the original is gone, or damaged."""
+    target, folder = tmp_path / "copy", folders(source)[1]
+    late = copier(source, target)
+    copier(source, target).copy(folder.name)
+    monkeypatch.setattr(late, "is_there", lambda _: False)
+    before = contents(target)
+    assert late.copy(folder.name) == Moved()
+    with mock.patch.object(late, "bring", side_effect=Corrupt("a test")), pytest.raises(Corrupt):
+        late.copy(folder.name)
+    DirectoryStore(source).delete_folder(folder.name, first=MANIFEST_NAME)
+    with pytest.raises(NotFound):
+        late.copy(folder.name)
+    assert contents(target).items() >= before.items()  # and that it stands
+    check_sound(target)
 
 
 def test_no_writer_at_the_target_cleans_up_a_copy_under_way(run: Path, tmp_path: Path) -> None:

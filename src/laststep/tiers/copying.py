@@ -17,9 +17,9 @@ from laststep.catalog import decision, groups
 from laststep.catalog.names import PIN_NAME, copying_name, is_copying_name
 from laststep.errors import Corrupt, Exists, NotFound, StorageFailed
 from laststep.format.group import GROUPS_FOLDER
-from laststep.format.manifest import Commit
+from laststep.format.manifest import Abort, Commit
 from laststep.terms import MANIFEST_NAME
-from laststep.tiers.bringing import Bringing
+from laststep.tiers.bringing import Bringing, Moved
 from laststep.tiers.links import Links
 from laststep.tiers.records import Records
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from laststep.format.manifest import FileRecord
     from laststep.storage.store import Lock
-    from laststep.tiers.bringing import CopyRoute, Moved
+    from laststep.tiers.bringing import CopyRoute
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,9 @@ class Copier:
             moved = self.bring(folder)
             self.commit(folder)
         except (Corrupt, NotFound) as error:
-            self._target.delete_folder(folder)
+            # Somebody else may have copied it meanwhile: what is committed stays.
+            if isinstance(decision.abort(self._target, folder, error.what), Abort):
+                self._target.delete_folder(folder)
             gone = decision.deleted(self._source, folder)
             if gone is not None:
                 raise gone from error
@@ -87,6 +89,8 @@ class Copier:
         commit, files = self._read(folder, ranks)
         self._records.bring(commit.epoch)
         with closing(self._begin(folder, None if ranks is None else min(ranks))):
+            if isinstance(decision.read_manifest(self._target, folder), Commit):
+                return Moved()  # somebody else was faster
             for inner in _inner_folders(commit, files):
                 with contextlib.suppress(Exists):
                     self._target.make_folder(f"{folder}/{inner}")
@@ -130,7 +134,7 @@ class Copier:
 
     def _begin(self, folder: str, first_rank: int | None) -> Lock:
         """Make the folder, or take up that of an interrupted copy; nobody else copies meanwhile."""
-        if decision.read_manifest(self._target, folder) is not None:  # it was given up there
+        if isinstance(decision.read_manifest(self._target, folder), Abort):
             self._target.delete_folder(folder)
         with contextlib.suppress(Exists):
             self._target.make_folder(folder)
