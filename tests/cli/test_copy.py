@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import select
@@ -16,6 +17,7 @@ import pytest
 
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
+from laststep.errors import Exists
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
 from laststep.tiers.runs import copy
@@ -241,3 +243,28 @@ def test_copying_never_imports_torch(maker, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
     )  # fmt: skip
     assert done.returncode == 0
+
+
+def test_several_that_copy_at_once_leave_one_sound_copy(maker, tmp_path: Path) -> None:
+    for step in range(4):
+        maker.save(step)
+
+    def one() -> None:
+        status = 1
+        try:
+            while status:  # another copies the next one: again, until nothing is left to do
+                with contextlib.suppress(Exists):
+                    copy(maker.path, tmp_path / "copy", threads=2)
+                    status = 0
+        finally:
+            os._exit(status)
+
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            one()
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0, 0]
+    assert contents(tmp_path / "copy") == contents(maker.path)
+    assert sound_steps(tmp_path / "copy") == [0, 1, 2, 3]
