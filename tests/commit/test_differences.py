@@ -9,7 +9,8 @@ import pytest
 
 from laststep.codecs.objects import Tagged, TensorRef, encode
 from laststep.commit import differences as differing
-from laststep.commit.differences import Differing, Values, describe, values_of
+from laststep.commit.differences import Values, describe, values_of
+from laststep.plan.receipts import Differing
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 (one that a user has)
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES
-from laststep.commit.receipts import CurrentRound
+from laststep.commit.current_round import CurrentRound
 from laststep.errors import Aborted, Mismatch
 from laststep.plan.tables import Agreement, Table, agree, decode_table, digest_of, encode_table
 from laststep.process import interrupts

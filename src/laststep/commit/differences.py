@@ -13,8 +13,6 @@ import struct
 from collections import deque
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from laststep.codecs import objects
 from laststep.codecs.digests import digest
 from laststep.state.names import name_of
@@ -22,6 +20,8 @@ from laststep.state.tree import OWNED, PLAIN, owned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from laststep.plan.receipts import Differing
 
 _SHORT = 40
 _MOST = 10_000
@@ -31,13 +31,6 @@ _ORDER, _ORDER_SHOWN = "\0", 200
 """What stands before the name of a dict whose keys are shown in order, and how many bytes are."""
 
 Values = dict[str, bytes]
-
-
-class Differing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Two ranks whose plain values of an item differ."""
-
-    item: str
-    ranks: tuple[int, int]
 
 
 def values_of(encoded: bytes) -> Values:

@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.commit.agreement import margin_s
-from laststep.commit.differences import Differing, Values, describe
-from laststep.commit.receipts import (
-    CurrentRound,
-    EndedRound,
+from laststep.commit.current_round import CurrentRound, EndedRound
+from laststep.commit.differences import Values, describe
+from laststep.commit.replicas import gone_apart, incomparable, unequal
+from laststep.commit.round import COMMITTED, GATHERED, Decision, GivenUp
+from laststep.errors import Aborted, LaststepError
+from laststep.flush.protocol import Decide
+from laststep.plan.receipts import (
+    Differing,
     Receipt,
     Summary,
     classes_of,
@@ -28,10 +32,7 @@ from laststep.commit.receipts import (
     objection_to,
     summarise,
 )
-from laststep.commit.replicas import gone_apart, incomparable, seen_by, unequal
-from laststep.commit.round import COMMITTED, GATHERED, Decision, GivenUp
-from laststep.errors import Aborted, LaststepError
-from laststep.flush.protocol import Decide
+from laststep.plan.replicas import seen_by
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

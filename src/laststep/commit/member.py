@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.commit.agreement import SAME_STEPS, grace_s
-from laststep.commit.receipts import CurrentRound, Receipt, summarise
+from laststep.commit.current_round import CurrentRound
 from laststep.commit.round import BEGUN, DECIDED, SUMMARISED, Decision, GivenUp
 from laststep.flush.protocol import Decide, Located
 from laststep.plan.groups import Groups
+from laststep.plan.receipts import Receipt, summarise
 
 if TYPE_CHECKING:
     from laststep.catalog.names import AttemptName
-    from laststep.commit.differences import Differing
-    from laststep.commit.receipts import Summary
     from laststep.commit.replicas import UnequalRanks
     from laststep.commit.round import Round, RoundContext
+    from laststep.plan.receipts import Differing, Summary
 
 log = logging.getLogger(__name__)
 

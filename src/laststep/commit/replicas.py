@@ -14,39 +14,16 @@ import msgspec
 from laststep.capture.contents import Contents
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.events import ReplicasDiffer
-from laststep.plan.replicas import ReplicatedTensors, held_alike
+from laststep.plan.replicas import NAMED, ReplicatedTensors, held_alike
 from laststep.settings import CompareReplicas
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from laststep.flush.handle import SaveHandle
+    from laststep.plan.replicas import Seen
     from laststep.plan.tables import Agreement
     from laststep.saving.describe import TakenState
-
-_NAMED = 4
-"""So many ranks that have other contents than what is stored are asked in which tensors."""
-
-
-class EqualRanks(msgspec.Struct, frozen=True, kw_only=True):
-    """Ranks that have the same contents: the first few of them, and how many there are."""
-
-    digest: bytes
-    ranks: tuple[int, ...]
-    count: int
-
-    @property
-    def ways(self) -> bytes:
-        """A digest of the ways in which they digested: only ranks with the same can be compared."""
-        return self.digest[:DIGEST_BYTES]
-
-    def plus(self, more: EqualRanks) -> EqualRanks:
-        ranks = tuple(sorted((*self.ranks, *more.ranks))[:_NAMED])
-        return EqualRanks(digest=self.digest, ranks=ranks, count=self.count + more.count)
-
-
-Seen = dict[int, tuple[EqualRanks, ...]]
-"""What was seen on some ranks, by the number of the set of ranks that hold the same."""
 
 
 class UnequalRanks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -130,23 +107,6 @@ class Comparing:
         return ReplicaContents(taken, alike, mine)
 
 
-def seen_on(rank: int, sums: Mapping[int, bytes]) -> Seen:
-    """What one rank tells of itself."""
-    return {n: (EqualRanks(digest=digests, ranks=(rank,), count=1),) for n, digests in sums.items()}
-
-
-def seen_by(many: Iterable[Seen]) -> Seen:
-    """What was seen on several ranks."""
-    merged: dict[int, dict[bytes, EqualRanks]] = {}
-    for seen in many:
-        for number, equals in seen.items():
-            known = merged.setdefault(number, {})
-            for equal in equals:
-                before = known.get(equal.digest)
-                known[equal.digest] = equal if before is None else before.plus(equal)
-    return {number: tuple(known.values()) for number, known in merged.items()}
-
-
 def unequal(seen: Seen, agreement: Agreement) -> list[UnequalRanks]:
     """The sets in which some ranks do not have what is stored; mostly none."""
     if all(len(equals) == 1 for equals in seen.values()):
@@ -159,7 +119,7 @@ def unequal(seen: Seen, agreement: Agreement) -> list[UnequalRanks]:
             continue
         others = [equal for equal in equals if equal is not right and equal.ways == right.ways]
         if others:
-            ranks = sorted(rank for equal in others for rank in equal.ranks)[:_NAMED]
+            ranks = sorted(rank for equal in others for rank in equal.ranks)[:NAMED]
             count = sum(equal.count for equal in others)
             result.append(
                 UnequalRanks(number=number, stored=stored, others=tuple(ranks), count=count)

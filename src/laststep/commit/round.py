@@ -17,12 +17,12 @@ import msgspec
 from laststep.catalog import decision
 from laststep.codecs.digests import digest
 from laststep.commit.agreement import ABSENT, margin_s
-from laststep.commit.differences import Differing, values_of
-from laststep.commit.receipts import ItemTally, Receipt
+from laststep.commit.differences import values_of
 from laststep.commit.replicas import ReplicaContents, UnequalRanks
 from laststep.errors import Aborted, LaststepError, Mismatch, StorageFailed
 from laststep.flush.protocol import Decided, Gathered
 from laststep.format.manifest import Commit
+from laststep.plan.receipts import Differing, ItemTally, Receipt
 from laststep.terms import listed
 
 if TYPE_CHECKING:

@@ -8,10 +8,40 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
+from laststep.codecs.digests import DIGEST_BYTES
 from laststep.plan.tables import Replicas
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from laststep.plan.tables import Agreement, Key
+
+
+NAMED = 4
+"""So many ranks that have other contents than what is stored are asked in which tensors."""
+
+
+class EqualRanks(msgspec.Struct, frozen=True, kw_only=True):
+    """Ranks that have the same contents: the first few of them, and how many there are."""
+
+    digest: bytes
+    ranks: tuple[int, ...]
+    count: int
+
+    @property
+    def ways(self) -> bytes:
+        """A digest of the ways in which they digested: only ranks with the same can be compared."""
+        return self.digest[:DIGEST_BYTES]
+
+    def plus(self, more: EqualRanks) -> EqualRanks:
+        ranks = tuple(sorted((*self.ranks, *more.ranks))[:NAMED])
+        return EqualRanks(digest=self.digest, ranks=ranks, count=self.count + more.count)
+
+
+Seen = dict[int, tuple[EqualRanks, ...]]
+"""What was seen on some ranks, by the number of the set of ranks that hold the same."""
 
 
 class ReplicatedTensors(NamedTuple):
@@ -41,3 +71,20 @@ def held_alike(agreement: Agreement) -> tuple[ReplicatedTensors, ...]:
         )
         for numbers, keys in held.items()
     )
+
+
+def seen_on(rank: int, sums: Mapping[int, bytes]) -> Seen:
+    """What one rank tells of itself."""
+    return {n: (EqualRanks(digest=digests, ranks=(rank,), count=1),) for n, digests in sums.items()}
+
+
+def seen_by(many: Iterable[Seen]) -> Seen:
+    """What was seen on several ranks."""
+    merged: dict[int, dict[bytes, EqualRanks]] = {}
+    for seen in many:
+        for number, equals in seen.items():
+            known = merged.setdefault(number, {})
+            for equal in equals:
+                before = known.get(equal.digest)
+                known[equal.digest] = equal if before is None else before.plus(equal)
+    return {number: tuple(known.values()) for number, known in merged.items()}

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog.names import AttemptName
-from laststep.commit.differences import Differing
-from laststep.commit.replicas import Seen, seen_by, seen_on
 from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
 from laststep.format.spans import spans_of
+from laststep.plan.replicas import Seen, seen_by, seen_on
 from laststep.plan.tables import digest_of, encode_table
 
 if TYPE_CHECKING:
@@ -24,24 +22,11 @@ if TYPE_CHECKING:
     from laststep.plan.tables import Agreement
 
 
-class EndedRound(msgspec.Struct, frozen=True, kw_only=True):
-    """A save that is over; without a reason, it is committed."""
+class Differing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Two ranks whose plain values of an item differ."""
 
-    number: int
-    step: int
-    reason: str
-
-
-class CurrentRound(msgspec.Struct, frozen=True, kw_only=True):
-    """The save that the first rank leads: where, or why it does not; and the latest before it."""
-
-    number: int
-    step: int
-    place: AttemptName | None
-    problem: str
-    past: tuple[EndedRound, ...]
-    group_size: int
-    """How the ranks are cut. The first rank says it: nodes, and what ranks know of them, differ."""
+    item: str
+    ranks: tuple[int, int]
 
 
 class ItemTally(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laststep.commit.differences import Differing
-from laststep.commit.receipts import (
+from laststep.format.manifest import FileRecord
+from laststep.plan.groups import Groups
+from laststep.plan.receipts import (
+    Differing,
     ItemTally,
     Receipt,
     Summary,
@@ -15,8 +17,6 @@ from laststep.commit.receipts import (
     objection_to,
     summarise,
 )
-from laststep.format.manifest import FileRecord
-from laststep.plan.groups import Groups
 from laststep.plan.tables import Agreement, TableItem, TableTensor, agree, digest_of, encode_table
 
 
