@@ -42,7 +42,7 @@ from laststep.state.items import providers_for
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES
 from laststep.tiers.fetching import fetch_back
-from laststep.tiers.nearest import nearest_of
+from laststep.tiers.nearest import nearest
 from laststep.tiers.tier import Tier, arranged
 from laststep.watching import watch
 
@@ -399,7 +399,8 @@ class Checkpointer(single.OnlyOne):
         mixed, only = self._mixed, wanted.only
         self._work.wait()
         neighbours.wait_for_others(self._work, self.path)
-        with without_collection(), self._pool.reading(wanted.threads) as room:
+        near = nearest(self._store, self._tiers.memory, self._work.segment)
+        with without_collection(), self._pool.reading(wanted.threads) as room, near as store:
             known = self._group is not None
             group = self._all_ranks("restore()")
             if known:  # else they arrived where it was made
@@ -410,9 +411,8 @@ class Checkpointer(single.OnlyOne):
             self._schedule.anew()
             if self._ending is not None:
                 self._ending.anew()
-            nearest = nearest_of(self._store, self._tiers.memory, self._work.segment)
             outcome = restore_into(
-                nearest, self._providers, room, self._bus, wanted, ranks=group,
+                store, self._providers, room, self._bus, wanted, ranks=group,
                 touched=functools.partial(setattr, self, "_mixed"),
                 saw=functools.partial(setattr, self, "_seen"),
             )  # fmt: skip

@@ -237,7 +237,8 @@ class Job:
             options = {"deadline_s": deadline_s, **(only or {}).get(number, {})}
             process.tell(f"open {run} {json.dumps(options)}")
         for process in self.ranks:
-            process.flushers.append(int(process.hear("open")))
+            flusher = process.hear("open")
+            process.flushers += [] if flusher == "None" else [int(flusher)]
 
     def restore(self) -> list[str]:
         """The steps that the ranks restore."""

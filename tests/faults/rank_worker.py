@@ -9,6 +9,7 @@ one command per line on its standard input; see `Worker`.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import logging
 import os
@@ -23,9 +24,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import tensor as dist_tensor
 
 import laststep
+from laststep import events
 from laststep.commit import meeting as teaming
 from laststep.commit.agreement import Agreements
 from laststep.commit.leader import Leader
@@ -133,8 +136,13 @@ class Worker:
     """One rank. Commands:
 
     - `answer N`: the store has to answer within so many seconds from the next `open` on;
-    - `open RUN` with options as JSON: a Checkpointer; says `open`, and the pid of its flusher;
+    - `open RUN` with options as JSON: a Checkpointer; says `open`, and the pid of its flusher. With
+      `memory` its saves are kept in shared memory there, with `stuck` nothing is ever durable, with
+      `sharded` the state is one tensor that lies over all ranks;
     - `restore`: says `restored` and the step;
+    - `exact N`: says whether all that it holds is what it was at step N;
+    - `train N`: save from step N on, until it is killed; says `TierHolds` and `Committed`;
+    - `differ`: a plain value is another one on each rank from now on;
     - `try N`: save it and wait; says `committed N`, `skipped N` or `failed ERROR`;
     - `save N`, `wait`, `close`: say `done` or `failed ERROR`; `save` also `skipped`;
     - `over`: wait until all saves are over, and say nothing of how they ended;
@@ -150,6 +158,7 @@ class Worker:
     def __init__(self) -> None:
         self.checkpointer: laststep.Checkpointer | None = None
         self.flaky = Flaky()
+        self.trains = False
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self.read, daemon=True).start()
 
@@ -184,12 +193,24 @@ class Worker:
     def do_open(self, rest: str) -> None:
         run, _, options = rest.partition(" ")
         rank = dist.get_rank()
+        how = {"host_memory_bytes": 64 << 20, **json.loads(options or "{}")}
         self.state: dict[str, Any] = {"t": torch.zeros(1 << 18), "n": -1}
         self.mine: dict[str, Any] = {"t": torch.zeros(1000), "rank": rank}
+        if how.pop("sharded", False):
+            self.state["t"] = dist_tensor.distribute_tensor(
+                self.state["t"], device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)),
+                [dist_tensor.Shard(0)],
+            )  # fmt: skip
+        if how.pop("stuck", False):
+            laststep.register_store("stuck", "stuck_store:Stuck")
+            run = f"stuck://{run}"
+        place: tuple[str, ...] = (run,)
+        if (base := how.pop("memory", None)) is not None:
+            place, how["tiers"] = (), [f"shm://{base}", run]
         self.checkpointer = laststep.Checkpointer(
-            run, state=self.state, mine=laststep.PerRank(self.mine), flaky=self.flaky,
-            progress=False, host_memory_bytes=64 << 20, new_lineage=True,
-            **json.loads(options or "{}"),
+            *place, state=self.state, flaky=self.flaky, progress=False,
+            mine=laststep.PerRank(self.mine, when_ranks_change="keep"), new_lineage=True,
+            subscribers=[self.hear], **how,
         )  # fmt: skip
         self.checkpointer._client.start()
         say("open", self.checkpointer._client.helper_pid)
@@ -197,6 +218,26 @@ class Worker:
     def do_restore(self, rest: str) -> None:
         restored = self.checkpointer.restore()
         say("restored", restored.step)
+
+    def hear(self, event: events.Event) -> None:
+        if self.trains and isinstance(event, events.TierHolds | events.Committed):
+            say(type(event).__name__, event.step)
+
+    def do_train(self, rest: str) -> None:
+        self.trains = True
+        for step in itertools.count(int(rest)):
+            self._save(step)
+
+    def do_exact(self, rest: str) -> None:
+        step, held = float(rest), self.state["t"]
+        local = held.to_local() if isinstance(held, dist_tensor.DTensor) else held
+        exact = [tensor.unique().tolist() == [step] for tensor in (local, self.mine["t"])]
+        own = self.mine["rank"] == dist.get_rank()
+        say("exact", all(exact) and self.state["n"] == step and own)
+
+    def do_differ(self, rest: str) -> None:
+        self.state["odd"] = dist.get_rank()
+        say("done", "differ")
 
     def _save(self, step: int) -> laststep.SaveHandle:
         self.state["t"].fill_(step)

@@ -71,6 +71,8 @@ class Round:
     agreement: Agreement | None
     trees: dict[str, bytes] = field(default_factory=dict)
     """The plain values of each item, as they are stored; filled in when they are serialised."""
+    receipt: Receipt = field(default_factory=Receipt)
+    """What this rank reports, but for what is known only at the end; filled in with these."""
     contained: ReplicaContents | None = None
     """What this rank holds of replicas, if they are compared in this save."""
     problem: str = ""
@@ -83,6 +85,28 @@ class Round:
     """When this rank began to take part in it (monotonic)."""
     own_s: float = 0.0
     """How long this rank has been busy with its own work since: that is no waiting for others."""
+
+    def seal(self, trees: dict[str, bytes], rank: int) -> bytes:
+        """Note the plain values of each item; the receipt of this rank, as far as it is known."""
+        assert self.save is not None  # noqa: S101 (who takes no part seals nothing)
+        assert self.agreement is not None  # noqa: S101 (as above)
+        plan = self.save.plan
+        names = {file.name for file in plan.files}
+        items = {
+            item.name: ItemTally(
+                kind=item.kind, per_rank=item.per_rank, tensors=len(item.pieces),
+                size_bytes=item.size_bytes,
+                file=file if (file := plan.file_of[item.name]) in names else "",
+            )
+            for item in plan.items
+        }  # fmt: skip
+        shared = [item.name for item in plan.items if not item.per_rank]
+        self.trees.update(trees)
+        self.receipt = Receipt(
+            agreement=self.agreement.digest, rank_class=self.agreement.class_of[rank],
+            items=items, trees={name: digest(trees[name]) for name in shared},
+        )  # fmt: skip
+        return msgspec.msgpack.encode(self.receipt)
 
     def key(self, name: str) -> str:
         """The name of a note about it."""
@@ -172,22 +196,13 @@ class RoundContext:
         error = round_.save.handle.error or round_.save.lost
         if error is not None:
             return Receipt(problem=error.without_remedy())
-        names = {file.name for file in round_.save.files}
-        items = {
-            item.name: ItemTally(
-                kind=item.kind, per_rank=item.per_rank, tensors=len(item.pieces),
-                size_bytes=item.size_bytes,
-                file=file if (file := round_.save.plan.file_of[item.name]) in names else "",
-            )
-            for item in round_.save.plan.items
-        }  # fmt: skip
-        shared = [item.name for item in round_.save.plan.items if not item.per_rank]
-        trees = {name: digest(round_.trees[name]) for name in shared}
-        files = tuple(msgspec.structs.replace(f, rank=self.rank.number) for f in round_.save.files)
-        return Receipt(
-            agreement=round_.agreement.digest, files=files, items=items, trees=trees,
+        return msgspec.structs.replace(
+            round_.receipt,
+            files=tuple(
+                msgspec.structs.replace(file, rank=self.rank.number) for file in round_.save.files
+            ),
             replicas={} if round_.contained is None else round_.contained.sums(),
-        )  # fmt: skip
+        )
 
     def gather(
         self,

@@ -8,6 +8,7 @@ hears in time, and why, and the handle of every save comes to an end here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -138,7 +139,8 @@ class CommitThread:
         agreement = prepared.portion.agreement
         round_ = Round(save.handle.step, save, agreement)
         round_.contained = self._comparing.begin(save.handle, taken, agreement, self.rank.number)
-        self._desk.client.begin(save, prepared.plan, taken.sealing(prepared, round_.trees.update))
+        seal = functools.partial(round_.seal, rank=self.rank.number)
+        self._desk.client.begin(save, prepared.plan, taken.sealing(prepared, seal))
         self._enter(round_)
 
     def stay_out(self, step: int, why: str) -> None:

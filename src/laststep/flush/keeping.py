@@ -6,7 +6,12 @@ digested when it comes, ahead of writing; when all of them and the plain values 
 is left in the segment, and whoever finds that after this process and its trainer have died has the
 checkpoint. What did not change since the save before, and was not sent again, is in the slots of
 that one: they are both's. Where there is no room for two, the older one goes as soon as it is
-stored elsewhere. Knows nothing of disks and of commits.
+stored elsewhere.
+
+Of a job of several ranks a save is whole when all of them have it, each in its own segment. Ranks
+are not equally far, so the older one stays beside the newer until it is committed, or until the
+others have the newer one too: as far as they are on this node, their records tell. Knows nothing of
+disks and of commits.
 """
 
 from __future__ import annotations
@@ -53,12 +58,16 @@ class KeptSave(msgspec.Struct):
     """A save as far as it is in memory."""
 
     number: int
+    is_sealing: bool = False
+    """Whether all of it is here, and its record is being made."""
     slots: dict[Place, int] = {}
     digests: dict[Place, bytes] = {}
     records: tuple[str, ...] = ()
     """Under which it lies in the segment; nothing before it is whole."""
     is_stored: bool = False
     """Whether another place has it, or will not get it."""
+    is_committed: bool = False
+    """Whether another place has it."""
 
 
 class KeeperServes(Protocol):
@@ -84,6 +93,8 @@ class NothingKept:
 
     def close(self) -> None: ...
 
+    def nothing_more_comes(self) -> None: ...
+
     def rescue(self, store: Store) -> None: ...
 
     def begin(self, save: Save) -> None: ...
@@ -103,7 +114,7 @@ class NothingKept:
 
     def try_to_seal(self, save: Save) -> None: ...
 
-    def stored(self, save: Save) -> None: ...
+    def stored(self, save: Save, *, committed: bool) -> None: ...
 
     def forget_predecessors(self) -> None: ...
 
@@ -120,34 +131,52 @@ class Keeper:
         self._holders: Counter[int] = Counter()
         """How many want a slot to stay as it is: the disk, and each save that is kept."""
         self._coming: dict[int, KeptSave] = {}
-        self._last = self._left_behind()
-        self._must_go = False
-        """Whether the last has to make room for what is coming."""
+        self._kept = self._left_behind()
+        """What is whole, oldest first."""
+        self._needs: dict[int, int] = {}
+        """How many slots each save wants that is under way and not whole here."""
+        self._more_comes = True
         self._told_small = False
         self._chunks: queue.SimpleQueue[tuple[Save, Filled] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def _left_behind(self) -> KeptSave | None:
+    def _left_behind(self) -> list[KeptSave]:
         """What a flusher that died has left in this memory: it stays until there is better."""
         saves = sealed.saves_in(self._segment)
         slots = {slot for save in saves for slot in save.slots}
         self._holders.update(slots)
         records = tuple(save.name for save in saves)
         unnamed = {(-1, slot): slot for slot in slots}
-        return KeptSave(number=0, slots=unnamed, records=records, is_stored=True) if saves else None
+        kept = KeptSave(number=0, slots=unnamed, records=records, is_stored=True)
+        return [kept] if saves else []
 
     def rescue(self, store: Store) -> None:
-        """Store what earlier starts have left in shared memory alone, before anybody goes on."""
+        """Store what earlier starts have left in shared memory alone, before anybody goes on; the
+        first rank does it for all. But for the newest, which is being restored, nobody needs it
+        there any more: starts that die early would fill the memory."""
+        if self._segment.owner.rank > 0:
+            return
+        needed: set[str] = set()
         for checkpoint in sealed_of(store, self._segment.base):
             step = checkpoint.save.at.step
             with closing(checkpoint), threads.outlasting(log, f"step {step} is in memory alone"):
                 rescue(store, checkpoint)
+                needed.clear()
+            needed.update(checkpoint.segments)
+        there = segments.found(self._segment.base, self._segment.owner.run)
+        if self._kept or any(segment.is_ending() for segment in there):
+            return  # what is of this start, or of one that has not ended, is not to be judged yet
+        for segment in there:
+            if segment.folder not in needed and not segment.is_alive():
+                segment.remove()
 
     def forget_predecessors(self) -> None:
-        """A newer save is stored: nobody needs what earlier starts of this rank have left."""
+        """A newer save is stored: nobody needs what earlier starts have left. Each rank sees to the
+        segments of its number, and of some that this job does not have; none of this start goes,
+        whoever has died."""
         mine = self._segment.owner
         for segment in segments.found(self._segment.base, mine.run):
-            if segment.owner.rank == mine.rank and not segment.is_alive():
+            if segment.owner.rank % mine.ranks == mine.rank and not segment.is_alive():
                 segment.remove()
 
     def start(self, count: int) -> None:
@@ -171,14 +200,11 @@ class Keeper:
         """A save is coming: see whether there is room for it, and for the one before beside it."""
         needed = sum(-(-file.tensor_bytes // CHUNK_BYTES) for file in save.begin.files)
         there = len(self._pool) // CHUNK_BYTES
-        freed: list[int] = []
         with self._lock:
             if needed <= there - _SPARE_SLOTS:
                 self._coming[save.begin.save] = KeptSave(number=save.begin.save)
-            held = 0 if self._last is None else len(set(self._last.slots.values()))
-            self._must_go = needed + held > there
-            if self._last is not None and self._must_go and self._last.is_stored:
-                freed = self._drop_last()
+            self._needs[save.begin.save] = needed
+            freed = self._drop_older()
         self._flusher.free(freed)
         if needed > there - _SPARE_SLOTS and not self._told_small:
             self._told_small = True
@@ -205,20 +231,22 @@ class Keeper:
         with self._lock:
             if save.begin.save not in self._coming:
                 return said.chunks
-            last = self._last
-            if last is None or last.number != said.of:
-                return ()
-            return tuple(chunk for chunk in said.chunks if chunk[:2] in last.digests)
+            last = self._find(said.of)
+            known: dict[Place, bytes] = {} if last is None else last.digests
+            return tuple(chunk for chunk in said.chunks if chunk[:2] in known)
 
     def inherit(self, save: Save, places: Iterable[Place]) -> None:
-        """These chunks do not come: they are what the last save has."""
+        """These chunks do not come: they are what the save has that lends them."""
         with self._lock:
-            mine, last = self._coming.get(save.begin.save), self._last
+            mine, last = self._coming.get(save.begin.save), self._find(save.lender)
             if mine is not None and last is not None:
                 for place in places:
                     mine.slots[place], mine.digests[place] = last.slots[place], last.digests[place]
                     self._holders[last.slots[place]] += 1
-        self.try_to_seal(save)
+        self.try_to_seal(save)  # which never succeeds where the lender has gone meanwhile
+
+    def _find(self, number: int) -> KeptSave | None:
+        return next((kept for kept in self._kept if kept.number == number), None)
 
     def release(self, slot: int) -> bool:
         """The disk is done with a slot; whether nobody else wants it."""
@@ -265,45 +293,81 @@ class Keeper:
             return
         with self._lock:
             mine = self._coming.get(number)
-            if mine is None or not _is_whole(save, mine):
+            if mine is None or mine.is_sealing or not _is_whole(save, mine):
                 return
-            del self._coming[number]
+            mine.is_sealing = True
         try:
             record = self._record(save, seal, mine)
             sealed.put(self._segment, record)
         except LaststepError as error:
             log.warning("step %d is not kept in shared memory: %s", save.begin.step, error)
-            self._flusher.free(self._unheld(mine))
+            with self._lock:
+                del self._coming[number]
+                freed = self._released(mine)
+            self._flusher.free(freed)
             return
         with self._lock:
-            freed = self._drop_last()
             mine.records = (record.name,)
-            self._last = mine
+            self._kept = sorted([*self._kept, mine], key=lambda kept: kept.number)
+            del self._coming[number]
+            self._needs.pop(number, None)
+            freed = self._drop_older()
         self._flusher.free(freed)
         self._flusher.is_in_memory(save)
 
-    def stored(self, save: Save) -> None:
+    def stored(self, save: Save, *, committed: bool) -> None:
         """It is known what became of a save elsewhere: nothing more will be written of it."""
+        number, freed = save.begin.save, []
         with self._lock:
-            mine = self._coming.pop(save.begin.save, None)
-            freed = [] if mine is None else self._released(mine)
-            if self._last is not None and self._last.number == save.begin.save:
-                self._last.is_stored = True
-                freed += self._drop_last() if self._must_go else []
+            mine = self._coming.get(number) or self._find(number)
+            if mine is not None and not mine.is_sealing:
+                del self._coming[number]
+                freed = self._released(mine)
+            elif mine is not None:
+                mine.is_stored, mine.is_committed = True, committed
+            self._needs.pop(number, None)
+            freed += self._drop_older()
         self._flusher.free(freed)
 
-    def _drop_last(self) -> list[int]:
-        """Forget the last; the slots that nobody wants any more."""
-        last, self._last = self._last, None
-        if last is None:
-            return []
-        for name in last.records:  # before anybody can write into its slots
-            self._segment.drop(name)
-        return self._released(last)
+    def nothing_more_comes(self) -> None:
+        """The trainer has ended: what is whole stays, for nobody else wants its slots."""
+        self._more_comes = False
 
-    def _unheld(self, kept: KeptSave) -> list[int]:
-        with self._lock:
-            return self._released(kept)
+    def _drop_older(self) -> list[int]:
+        """Forget what a newer save stands in for, and what has to make room for one that comes;
+        the slots that nobody wants any more."""
+        freed: list[int] = []
+        while self._more_comes and len(self._kept) > 1:
+            older, newer = self._kept[:2]
+            if older.is_committed or newer.is_committed or self._is_on_all_ranks(newer):
+                freed += self._drop(older)
+            elif newer.is_stored:  # it was given up, and some ranks will never have it
+                freed += self._drop(newer)
+            else:
+                break
+        room = len(self._pool) // CHUNK_BYTES - max(self._needs.values(), default=0)
+        while self._more_comes and self._kept and self._kept[0].is_stored:
+            if len({slot for kept in self._kept for slot in kept.slots.values()}) <= room:
+                break
+            freed += self._drop(self._kept[0])
+        return freed
+
+    def _is_on_all_ranks(self, kept: KeptSave) -> bool:
+        """Whether all ranks of the job have sealed a save, or nobody could put it together anyway:
+        some are on other nodes."""
+        mine = self._segment.owner
+        if mine.ranks == 1:
+            return True
+        there = segments.found(self._segment.base, mine.run)
+        here = {segment.owner.rank for segment in there if segment.owner.ranks == mine.ranks}
+        have = {one.owner.rank for one in there if kept.records[-1] in one.records()}
+        return len(have) == mine.ranks or len(here) < mine.ranks
+
+    def _drop(self, kept: KeptSave) -> list[int]:
+        for name in kept.records:  # before anybody can write into its slots
+            self._segment.drop(name)
+        self._kept.remove(kept)
+        return self._released(kept)
 
     def _released(self, kept: KeptSave) -> list[int]:
         return [slot for slot in kept.slots.values() if self._let_go(slot)]
@@ -328,6 +392,7 @@ class Keeper:
         return SealedSave(
             run=run, at=save.at, created_s=time.time(), files=tuple(files), items=seal.items,
             metrics=seal.metrics, metadata=seal.metadata, continues=continues,
+            receipt=seal.receipt,
         )  # fmt: skip
 
 

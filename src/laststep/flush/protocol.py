@@ -133,6 +133,8 @@ class Seal(_Message, frozen=True, kw_only=True):
     items: tuple[ItemRecord, ...]
     metrics: bytes
     metadata: bytes
+    receipt: bytes = b""
+    """In a job of several ranks: what this one will report of it, but for the files."""
 
 
 class Gathered(_Message, frozen=True, kw_only=True):

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 """How often one who waits for an answer looks whether there will be none."""
 
-SealedParts = tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes]
+SealedParts = tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes, bytes]
 SealParts = Callable[[], SealedParts]
 
 
@@ -177,7 +177,7 @@ class SaveUnderWay:
         if self._dropped:
             return
         try:
-            objects, items, metrics, metadata = self._parts()
+            objects, items, metrics, metadata, receipt = self._parts()
         except LaststepError as error:
             self.failed(error)
             return
@@ -187,8 +187,9 @@ class SaveUnderWay:
             return
         self.begin()
         seal = Seal(
-            save=self.number, objects=objects, items=items, metrics=metrics, metadata=metadata
-        )
+            save=self.number, objects=objects, items=items, metrics=metrics, metadata=metadata,
+            receipt=receipt,
+        )  # fmt: skip
         # Sealed first: once somebody is told "captured", the death of the trainer loses nothing.
         # The lock keeps the flusher's answer from overtaking that.
         with self.telling:

@@ -347,14 +347,16 @@ class Flusher:
                 self._epoch.clean()
                 return
             save.wait_for_all_chunks()
+            committed = False
             try:
                 self._finish(save)
+                committed = True
             except Exception as error:  # noqa: BLE001 (told to the trainer, and logged)
                 self._give_up(save, error)
             finally:
                 if save.flush is not None:
                     save.flush.close()
-                self._keeper.stored(save)
+                self._keeper.stored(save, committed=committed)
                 del self._saves[save.begin.save]
             if self._order.empty():  # nobody waits for this thread
                 self._epoch.clean()
@@ -469,6 +471,7 @@ class Flusher:
 
     def _end(self) -> None:
         """Give up what is not whole, finish what is, and stop the threads."""
+        self._keeper.nothing_more_comes()
         for save in list(self._saves.values()):
             with save.changed:
                 whole = save.seal is not None and (

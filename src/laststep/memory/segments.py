@@ -24,6 +24,7 @@ import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Corrupt, StorageFailed
+from laststep.process.identity import pid_namespace, process_started
 
 BASE = "/dev/shm"  # noqa: S108 (a folder of this user's own is made in it)
 _POOL, _OWNER, _RECORD = "pool", "owner.json", "sealed-"
@@ -42,6 +43,8 @@ class SegmentOwner(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     host: str
     created_s: float
+    started: str = ""
+    """When that process was started, and in which namespace: numbers are given out again."""
 
 
 class Segment:
@@ -74,6 +77,12 @@ class Segment:
         finally:
             os.close(fd)
         return False
+
+    def is_ending(self) -> bool:
+        """Whether its flusher lives and its trainer does not: then nothing more comes into it."""
+        started, _, namespace = self.owner.started.partition("@")
+        told = "" not in (started, namespace) and namespace == pid_namespace()
+        return told and process_started(self.owner.pid) != started and self.is_alive()
 
     @property
     def size_bytes(self) -> int:
@@ -144,6 +153,7 @@ def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tupl
     owner = SegmentOwner(
         run=run, rank=rank, ranks=ranks, pid=os.getpid(), host=socket.gethostname(),
         created_s=time.time(),
+        started=f"{process_started(os.getpid())}@{pid_namespace()}",
     )  # fmt: skip
     name = f"{digest(run.encode()).hex()[:16]}-{rank}-{os.urandom(6).hex()}"
     unfinished, folder = f"{place}/{_BEING_MADE}{name}", f"{place}/{name}"

@@ -53,6 +53,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank has made durable, or why it has not."""
 
     agreement: bytes = b""
+    rank_class: int = 0
+    """Of the classes of that agreement, the one that it is in."""
     files: tuple[FileRecord, ...] = ()
     items: dict[str, ItemTally] = {}
     trees: dict[str, bytes] = {}

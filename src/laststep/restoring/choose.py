@@ -50,12 +50,15 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     only: tuple[str, ...] | None
     strict: bool
     exact: bool = False
+    in_memory: bool = False
+    """Whether it looks at shared memory first."""
 
     def __str__(self) -> str:
         text = "the newest" if self.step is None else f"step {self.step}"
         text += "" if self.only is None else f" with only={list(self.only)}"
         text += "" if self.strict else " with strict=False"
-        return text + (" with exact=True" if self.exact else "")
+        text += " with exact=True" if self.exact else ""
+        return text + (" with a tier in shared memory" if self.in_memory else "")
 
 
 class Chosen(AttemptName, frozen=True, kw_only=True):
@@ -89,6 +92,22 @@ def check_asked(ranks: Ranks, asked: Asked) -> None:
                 found=f"{decode(notes[0])} on rank 0, {decode(note)} on rank {rank}",
                 remedy="call restore() with the same arguments on every rank",
             )  # fmt: skip
+
+
+def look_into_memory(store: Store, ranks: Ranks) -> None:
+    """Have all ranks see the same in shared memory: what the first rank finds there, as far as
+    every other one can open it. One on another node cannot."""
+    if not isinstance(store, NearestStore):
+        return
+    found = together(ranks, lambda: store.look() if ranks.rank.is_first else {})
+    if ranks.size == 1:
+        return
+    places = {folder: checkpoint.segments for folder, checkpoint in found.items()}
+    told = ranks.tell(0, msgspec.msgpack.encode(places))
+    if not ranks.rank.is_first:
+        store.open(msgspec.msgpack.decode(told, type=dict[str, tuple[str, ...]]))
+    notes = ranks.gather(msgspec.msgpack.encode(list(store.look())))
+    store.keep(set.intersection(*(set(msgspec.msgpack.decode(note)) for note in notes)))
 
 
 def open_run(store: Store, ranks: Ranks) -> Run:

@@ -18,12 +18,20 @@ from laststep.events import Bus, PassedOver
 from laststep.events import Restored as RestoredEvent
 from laststep.process import interrupts
 from laststep.ranks.group import together
-from laststep.restoring.choose import Asked, Choosing, StandsOrGone, check_asked, open_run
+from laststep.restoring.choose import (
+    Asked,
+    Choosing,
+    StandsOrGone,
+    check_asked,
+    look_into_memory,
+    open_run,
+)
 from laststep.restoring.exactness import refuse_rounded
 from laststep.restoring.fit import Fit, fit, judge_twins, warn_of_left_out
 from laststep.restoring.transfer import Transfer, state_of_rank
 from laststep.restoring.waiting import wait_for_writers
 from laststep.saving.describe import naming
+from laststep.tiers.nearest import NearestStore, beneath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -119,8 +127,17 @@ def restore_into(
     the folder's name before the first live byte changes, `saw`, on the first rank, with the newest
     epoch before each look at what there is. All ranks are here, and their saves are over."""
     only = None if wanted.only is None else tuple(wanted.only)
-    check_asked(ranks, Asked(step=wanted.step, only=only, strict=wanted.strict, exact=wanted.exact))
-    together(ranks, lambda: _look_at_writers(store, saw) if ranks.rank.is_first else None)
+    near = isinstance(store, NearestStore)
+    check_asked(
+        ranks,
+        Asked(
+            step=wanted.step, only=only, strict=wanted.strict, exact=wanted.exact, in_memory=near
+        ),
+    )  # fmt: skip
+    together(ranks, lambda: wait_for_writers(beneath(store)) if ranks.rank.is_first else None)
+    look_into_memory(store, ranks)
+    # What was committed last, before any look at what there is.
+    together(ranks, lambda: saw(newest_point(store)) if ranks.rank.is_first else None)
     try:
         run = open_run(store, ranks)
     except NotFound:
@@ -129,13 +146,6 @@ def restore_into(
         return None
     choosing = Choosing(run, wanted.step, ranks, saw)
     return _Attempts(choosing, providers, room, bus, wanted, ranks, touched).until_one_succeeds()
-
-
-def _look_at_writers(store: Store, saw: Callable[[Seen], None]) -> None:
-    """See to it that nothing is coming, and what was committed last, before any look at what there
-    is."""
-    wait_for_writers(store)
-    saw(newest_point(store))
 
 
 class _Attempts:

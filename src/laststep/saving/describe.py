@@ -51,10 +51,10 @@ class TakenState:
         return tuple((spec, self.collected[spec.name].layouts) for spec in self.specs)
 
     def sealing(
-        self, prepared: Prepared, note: Callable[[dict[str, bytes]], None] | None = None
+        self, prepared: Prepared, note: Callable[[dict[str, bytes]], bytes] | None = None
     ) -> SealParts:
         """What the capture thread calls to serialise the rest, once all tensors are under way;
-        `note` is told the plain values of each item."""
+        `note` is told the plain values of each item, and gives this rank's receipt."""
         plan, kept = prepared.plan, prepared.trees
         table = b"" if prepared.portion is None else prepared.portion.encoded
 
@@ -67,8 +67,7 @@ class TakenState:
                 name: _encoded(name, part, kept.setdefault(name, objects.EncodedDicts()))
                 for name, part in self.collected.items()
             }
-            if note is not None:
-                note(encoded)
+            receipt = b"" if note is None else note(encoded)
             trees = tuple(
                 (shared, tree_name(name), data)
                 for name, data in encoded.items()
@@ -82,7 +81,7 @@ class TakenState:
                 for item in plan.items
             )  # fmt: skip
             metrics = {name: plain_scalar(value) for name, value in self.metrics.items()}
-            return trees, items, objects.encode(metrics), objects.encode(self.metadata)
+            return trees, items, objects.encode(metrics), objects.encode(self.metadata), receipt
 
         return seal
 

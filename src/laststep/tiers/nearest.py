@@ -2,8 +2,8 @@
 
 A store that passes everything on to the run's own, but for the folders of saves that were sealed in
 segments which nobody writes to any more. Of these it has the manifest and the data files, whether
-or not they were ever stored. One that the run has decided against, or that another start has left
-behind, does not count. Only for reading: what is written goes to the run.
+or not they were ever stored. A job's counts if all of its ranks have sealed it, here. One that
+another start has left behind does not. Only for reading: what is written goes to the run.
 """
 
 from __future__ import annotations
@@ -11,40 +11,93 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from laststep.catalog import decision
 from laststep.catalog.epochs import Epochs
 from laststep.catalog.run import Run
-from laststep.errors import NotFound
+from laststep.errors import LaststepError, NotFound, StorageFailed
 from laststep.format import manifest
 from laststep.format.manifest import Commit
 from laststep.memory import segments
+from laststep.process import interrupts
+from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.storage.store import Store, StoreEntry
 from laststep.terms import MANIFEST_NAME
 from laststep.tiers.sealed import SealedCheckpoint, saves_in
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+
+    from laststep.catalog.names import AttemptName
     from laststep.memory.segments import Segment
     from laststep.storage.store import FileReading, FileWriting, Lock
+    from laststep.tiers.sealed import SealedParts, SealedSave
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 0.02
 
 
 def sealed_of(store: Store, base: str, own: Segment | None = None) -> list[SealedCheckpoint]:
     """What is whole in shared memory of the run in that store, oldest first: of segments whose
-    processes are gone, and of one's own. Close them when done."""
-    found: list[SealedCheckpoint] = []
-    run = _run_id(store)
-    for segment in segments.found(base, store.url):
-        mine = own is not None and segment.folder == own.folder
-        if segment.owner.ranks > 1 or (segment.is_alive() and not mine):
-            continue
-        for save in saves_in(segment):
-            with contextlib.suppress(NotFound):
-                if save.run == run and _counts(store, save.at.folder, save.at.epoch):
-                    found.append(SealedCheckpoint(segment, save))
+    processes are gone, and of this start's, whose `own` is one. Close them when done."""
+    there = segments.found(base, store.url)
+    _let_end(there)
+    gone = {segment.folder for segment in there if not segment.is_alive()}
+    run, found = _run_id(store), []
+    for parts in _whole(there):
+        folders = {segment.folder for segment, _ in parts}
+        mine = own is not None and own.folder in folders
+        save = parts[0][1]
+        if save.run == run and (mine or folders <= gone) and _counts(store, save.at):
+            found += _opened(parts)
     return sorted(found, key=lambda checkpoint: checkpoint.save.at.point)
+
+
+def _let_end(there: Sequence[Segment]) -> None:
+    """Give flushers time whose trainers have died: soon they leave what is whole as it is."""
+    deadline = time.monotonic() + WAIT_FOR_OTHERS_S
+    for segment in there:
+        while segment.is_ending():
+            if time.monotonic() >= deadline:
+                log.warning("the flusher of process %d does not end, and %s is left to it",
+                            segment.owner.pid, segment.folder)  # fmt: skip
+                return
+            interrupts.let_in()
+            time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
+
+
+def _whole(there: Iterable[Segment]) -> list[SealedParts]:
+    """The saves in these segments that all ranks of their job have sealed. An attempt is of one
+    start, so its parts are."""
+    by_attempt: dict[tuple[str, int, AttemptName], dict[int, tuple[Segment, SealedSave]]] = {}
+    for segment in there:
+        for save in saves_in(segment):
+            parts = by_attempt.setdefault((save.run, segment.owner.ranks, save.at), {})
+            parts[segment.owner.rank] = segment, save
+    return [
+        [parts[rank] for rank in range(ranks)]
+        for (_, ranks, _), parts in by_attempt.items()
+        if parts.keys() == set(range(ranks))
+    ]
+
+
+def _opened(parts: SealedParts) -> list[SealedCheckpoint]:
+    """The checkpoint that these parts are; none where they are gone, or fit not together."""
+    checkpoint = None
+    try:
+        checkpoint = SealedCheckpoint(parts)
+        checkpoint.agreed  # noqa: B018 (or why there is none)
+    except (LaststepError, msgspec.MsgspecError) as error:
+        log.warning("%s in shared memory does not count: %s", parts[0][1].at.folder, error)
+        if checkpoint is not None:
+            checkpoint.close()
+        return []
+    return [checkpoint]
 
 
 def _run_id(store: Store) -> str | None:
@@ -53,24 +106,35 @@ def _run_id(store: Store) -> str | None:
     return None
 
 
-def _counts(store: Store, folder: str, epoch: int) -> bool:
+def _counts(store: Store, at: AttemptName) -> bool:
     """Whether a sealed save is part of the run: it was committed, or nobody has taken the run over
-    since it was sealed. That its own writer could not store it does not matter."""
-    if isinstance(decision.read(store, folder), Commit):
+    since it was sealed. That its own writers could not store it does not matter."""
+    if isinstance(decision.read(store, at.folder), Commit):
         return True
-    return max(Epochs(store).numbers(), default=0) <= epoch
+    return max(Epochs(store).numbers(), default=0) <= at.epoch
 
 
-def nearest_of(store: Store, base: str | None, own: Segment | None) -> Store:
-    """The run as it is restored: what is in shared memory, if it has any, comes out of that."""
-    return store if base is None else NearestStore(store, base, own)
+@contextlib.contextmanager
+def nearest(store: Store, base: str | None, own: Segment | None) -> Iterator[Store]:
+    """The run as it is restored: with a base of shared memory, what is there comes out of that."""
+    if base is None:
+        yield store
+        return
+    with contextlib.closing(NearestStore(store, base, own)) as near:
+        yield near
+
+
+def beneath(store: Store) -> Store:
+    """The store of a run itself, whatever is nearer than it."""
+    return store.home if isinstance(store, NearestStore) else store
 
 
 class NearestStore(Store):
     """The store of a run, with what is nearer than it. Close it when done."""
 
     def __init__(self, store: Store, base: str, own: Segment | None = None) -> None:
-        self._store = store
+        self.home = store
+        """The run's own."""
         self.has_marks, self.same_everywhere = store.has_marks, store.same_everywhere
         self._base = base
         self._own = own
@@ -79,7 +143,7 @@ class NearestStore(Store):
 
     @property
     def url(self) -> str:
-        return self._store.url
+        return self.home.url
 
     def close(self) -> None:
         for checkpoint in (self._sealed or {}).values():
@@ -90,9 +154,25 @@ class NearestStore(Store):
         """What is whole in shared memory, by folder; looked for once, when the first one asks."""
         with self._lock:
             if self._sealed is None:
-                found = sealed_of(self._store, self._base, self._own)
+                found = sealed_of(self.home, self._base, self._own)
                 self._sealed = {checkpoint.folder: checkpoint for checkpoint in found}
             return self._sealed
+
+    def open(self, named: Mapping[str, Sequence[str]]) -> None:
+        """Look no further than at these folders, which lie in these segments, as far as they can
+        be opened here: another rank has found them."""
+        with self._lock:
+            self._sealed = {}
+            for folder, places in named.items():
+                with contextlib.suppress(StorageFailed, NotFound):  # it is on another node
+                    for parts in _whole(map(segments.opened, places)):
+                        if parts[0][1].at.folder == folder:
+                            self._sealed[folder] = SealedCheckpoint(parts)
+
+    def keep(self, folders: Container[str]) -> None:
+        """Pass over all others that are in memory."""
+        for folder in [name for name in self.look() if name not in folders]:
+            self.look().pop(folder).close()
 
     def spoil(self, folder: str) -> bool:
         """What is in memory of a checkpoint is not as it was sealed: from now on it is the run's
@@ -112,7 +192,7 @@ class NearestStore(Store):
                 StoreEntry(name=name, is_folder=False, size_bytes=size, modified_s=created)
                 for name, size in sorted(sizes.items())
             ]
-        entries = self._store.list(folder)
+        entries = self.home.list(folder)
         if folder == "":
             there = {entry.name for entry in entries}
             entries += [
@@ -128,7 +208,7 @@ class NearestStore(Store):
         folder, _, file = name.partition("/")
         if folder in self.look() and file == MANIFEST_NAME:
             return self._manifest(folder)
-        return self._store.read(name, limit_bytes=limit_bytes)
+        return self.home.read(name, limit_bytes=limit_bytes)
 
     def _manifest(self, folder: str) -> bytes:
         return manifest.encode(self.look()[folder].commit)
@@ -138,36 +218,36 @@ class NearestStore(Store):
         sealed = self.look().get(folder)
         if sealed is not None and file != MANIFEST_NAME:
             return sealed.reader(file)
-        return self._store.open_reader(name, cached=cached)
+        return self.home.open_reader(name, cached=cached)
 
     # The rest is the run's own.
 
     def create(self, name: str, data: bytes) -> None:
-        self._store.create(name, data)
+        self.home.create(name, data)
 
     def make_folder(self, name: str, *, parents: bool = True) -> None:
-        self._store.make_folder(name, parents=parents)
+        self.home.make_folder(name, parents=parents)
 
     def sync_folder(self, name: str) -> None:
-        self._store.sync_folder(name)
+        self.home.sync_folder(name)
 
     def delete(self, name: str) -> None:
-        self._store.delete(name)
+        self.home.delete(name)
 
     def delete_folder(self, name: str, *, first: str | None = None) -> None:
-        self._store.delete_folder(name, first=first)
+        self.home.delete_folder(name, first=first)
 
     def open_writer(self, name: str, *, expected_bytes: int) -> FileWriting:
-        return self._store.open_writer(name, expected_bytes=expected_bytes)
+        return self.home.open_writer(name, expected_bytes=expected_bytes)
 
     def lock(self, name: str) -> Lock:
-        return self._store.lock(name)
+        return self.home.lock(name)
 
     def is_locked(self, name: str) -> bool:
-        return self._store.is_locked(name)
+        return self.home.is_locked(name)
 
     def marked(self, name: str) -> tuple[tuple[int, int], ...]:
-        return self._store.marked(name)
+        return self.home.marked(name)
 
     def free_bytes(self) -> int | None:
-        return self._store.free_bytes()
+        return self.home.free_bytes()

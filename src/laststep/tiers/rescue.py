@@ -34,10 +34,10 @@ def rescue(store: Store, checkpoint: SealedCheckpoint) -> bool:
     with closing(run.lock_epoch(at.epoch)):
         store.delete_folder(at.folder)  # what its writer has left is not whole
         run.begin(step=at.step, epoch=at.epoch, attempt=at.attempt)
-        folders = {file.name.rpartition("/")[0] for file in checkpoint.save.files} - {""}
+        folders = {name.rpartition("/")[0] for name in checkpoint.files} - {""}
         for inner in sorted(folders):
             store.make_folder(f"{at.folder}/{inner}", parents=False)
-        for file in checkpoint.save.files:
+        for file in checkpoint.files.values():
             _write(store, checkpoint, file)
         for inner in ("", *folders):
             store.sync_folder(f"{at.folder}/{inner}".rstrip("/"))

@@ -3,13 +3,16 @@
 The flusher leaves a record of it in the segment whose memory holds its chunks: what it is, where
 each chunk lies, and the digests of all blocks. From that follow, byte for byte, the data files that
 a whole write of it makes, and its manifest; nobody writes them, whoever asks for bytes gets them
-out of the memory. They are verified like any other. Knows nothing of torch.
+out of the memory. They are verified like any other. Of a job of several ranks each has a segment
+with its own files; the first rank's manifest follows from what all of them have noted
+(`plan.receipts`), as if it had gathered that. Knows nothing of torch.
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -20,7 +23,7 @@ from laststep.codecs import objects as codec
 from laststep.codecs.digests import digest_text
 from laststep.errors import Corrupt, NotFound
 from laststep.format.header import Header, PartEntry, encode_header, object_entries, shortest_region
-from laststep.format.manifest import Commit, FileRecord, ItemRecord
+from laststep.format.manifest import ClassRecord, Commit, FileRecord, ItemRecord
 from laststep.format.safetensors import TensorEntry
 from laststep.terms import CHUNK_BYTES
 from laststep.version import VERSION
@@ -57,6 +60,8 @@ class SealedSave(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     metrics: bytes
     metadata: bytes
     continues: str | None
+    receipt: bytes = b""
+    """Of a rank of several: what it would have reported to the first one, but for its files."""
 
     @property
     def name(self) -> str:
@@ -90,32 +95,57 @@ def saves_in(segment: Segment) -> list[SealedSave]:
     return saves
 
 
+SealedParts = Sequence[tuple["Segment", SealedSave]]
+"""The segments of all ranks that took part in a save, in the order of ranks, and what each has."""
+
+
 class SealedCheckpoint:
     """The files of a save that is whole in shared memory. Close it when done."""
 
-    def __init__(self, segment: Segment, save: SealedSave) -> None:
-        self.save = save
-        self.folder = save.at.folder
-        self._files = {file.name: file for file in save.files}
+    def __init__(self, parts: SealedParts) -> None:
+        self.segments = tuple(segment.folder for segment, _ in parts)
+        self.save = parts[0][1]
+        """The first rank's, which would have committed it."""
+        self.folder = self.save.at.folder
+        self.files: dict[str, SealedFile] = {}
+        self._saves = tuple(save for _, save in parts)
+        self._rank_of: dict[str, int] = {}
         self._heads: dict[str, tuple[bytes, bytes]] = {}
-        try:
-            self._fd = os.open(segment.pool_path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise NotFound("the shared memory of a save is gone", where=segment.folder) from None
+        self._fds: list[int] = []
+        for rank, (segment, save) in enumerate(parts):
+            self.files.update((file.name, file) for file in save.files)
+            self._rank_of.update((file.name, rank) for file in save.files)
+            try:
+                self._fds.append(os.open(segment.pool_path, os.O_RDONLY | os.O_CLOEXEC))
+            except FileNotFoundError:
+                self.close()
+                raise NotFound(
+                    "the shared memory of a save is gone", where=segment.folder
+                ) from None
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        while self._fds:
+            os.close(self._fds.pop())
+
+    @cached_property
+    def agreed(self) -> tuple[tuple[ItemRecord, ...], tuple[ClassRecord, ...]]:
+        """The items of all ranks, and which ranks hold the same; `Corrupt` where ranks differ in
+        what they should have in common, so that it could never have been committed."""
+        if len(self._saves) == 1:
+            return self.save.items, ()
+        # Late: a flusher starts without what this brings, and needs it where a job has died.
+        from laststep.tiers.sealed_job import agreed_on
+
+        return agreed_on(self._saves, self.folder)
 
     @cached_property
     def commit(self) -> Commit:
         """What its manifest says."""
-        save = self.save
+        save, (items, classes) = self.save, self.agreed
         return Commit(
             run=save.run, step=save.at.step, epoch=save.at.epoch, attempt=save.at.attempt,
-            created_s=save.created_s, laststep=VERSION, items=save.items,
-            files=tuple(map(self._record, save.files)),
+            created_s=save.created_s, laststep=VERSION, items=items, classes=classes,
+            files=tuple(map(self._record, self.files.values())), ranks=len(self._saves),
             metrics=codec.decode(save.metrics, where="metrics"),  # type: ignore[arg-type]
             metadata=codec.decode(save.metadata, where="metadata"), continues=save.continues,
         )  # fmt: skip
@@ -127,16 +157,17 @@ class SealedCheckpoint:
     def reader(self, name: str) -> SealedReader:
         """One of its files; `NotFound` for what is none."""
         try:
-            file = self._files[name]
+            file = self.files[name]
         except KeyError:
             raise NotFound("there is no such file", where=f"{self.folder}/{name}") from None
-        return SealedReader(self._fd, file, *self._around(file))
+        return SealedReader(self._fds[self._rank_of[name]], file, *self._around(file))
 
     def _record(self, file: SealedFile) -> FileRecord:
         region, tail = self._around(file)
         return FileRecord(
             name=file.name, size_bytes=len(region) + file.tensor_bytes + len(tail),
             header_bytes=len(region), header_digest=digest_text(region),
+            rank=self._rank_of[file.name],
             lossy=tuple(sorted(set(file.lossy.values()))),
         )  # fmt: skip
 
