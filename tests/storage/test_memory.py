@@ -18,7 +18,7 @@ from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.cli import app
 from laststep.read.verify import verify_checkpoint
-from laststep.storage import memory, registry
+from laststep.storage import memory, registry, shared_memory
 from laststep.storage.memory import MemoryStore
 from laststep.storage.registry import open_store, register_store
 from laststep.storage.store import Store
@@ -54,6 +54,7 @@ def url(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
     monkeypatch.setattr(registry, "_openers", dict(registry._openers))
+    monkeypatch.setattr(shared_memory, "BASE", str(tmp_path))
     register_store("bare", Bare)
     yield f"{request.param}:/{tmp_path}/run"
     memory.clear("memory:/")
@@ -136,6 +137,7 @@ LOCAL = {"demo", "bench"}
 """Commands that are about this machine and no run."""
 
 
+@pytest.mark.parametrize("url", ["memory", "bare", "shm"], indirect=True)
 def test_every_command_takes_the_url_of_a_store(url: str, tmp_path: Path) -> None:
     make_run(url, 1, 2, 3)
     folder = laststep.open(url).latest().folder

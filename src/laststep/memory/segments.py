@@ -17,7 +17,6 @@ import errno
 import fcntl
 import os
 import socket
-import stat
 import time
 
 import msgspec
@@ -25,8 +24,8 @@ import msgspec
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Corrupt, StorageFailed
 from laststep.process.identity import pid_namespace, process_started
+from laststep.storage.shared_memory import BASE, made_own_folder, own_folder
 
-BASE = "/dev/shm"  # noqa: S108 (a folder of this user's own is made in it)
 _POOL, _OWNER, _RECORD = "pool", "owner.json", "sealed-"
 _BEING_MADE = "new-"
 _SMALL_BYTES = 64 << 20
@@ -145,7 +144,7 @@ class Segment:
 def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tuple[Segment, int]:
     """A new segment for saves to that run, and the descriptor of its memory, of that length, whose
     lock is held by all who have it."""
-    place = _made_own_folder(base)
+    place = made_own_folder(base)
     room = os.statvfs(place)
     free = room.f_bavail * room.f_frsize
     if room.f_blocks * room.f_frsize <= _SMALL_BYTES < size_bytes:
@@ -188,7 +187,7 @@ def opened(folder: str) -> Segment:
 def found(base: str = BASE, run: str | None = None) -> list[Segment]:
     """The segments that there are, of that run or of all, in the order in which they were made."""
     try:
-        place = _own_folder(base)
+        place = own_folder(base)
     except FileNotFoundError:
         return []
     names = [name for name in os.listdir(place) if not name.startswith(_BEING_MADE)]  # noqa: PTH208
@@ -207,35 +206,6 @@ def _owner_of(folder: str) -> SegmentOwner | None:
             return msgspec.json.decode(file.read(), type=SegmentOwner)
     except (OSError, msgspec.MsgspecError):
         return None
-
-
-def _made_own_folder(base: str) -> str:
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(f"{base}/laststep-{os.getuid()}", 0o700)  # noqa: PTH102 (as above)
-        return _own_folder(base)
-    except FileNotFoundError:
-        raise StorageFailed(
-            "there is no shared memory that could outlive this process", where=base,
-            remedy="mount a tmpfs there, or name one: Tier('shm:///path/of/it')",
-        ) from None  # fmt: skip
-    except OSError as error:
-        raise _failed("cannot use shared memory", base, error) from error
-
-
-def _own_folder(base: str) -> str:
-    """The folder of this user's segments, into which nobody else may look; `FileNotFoundError`
-    where there is none."""
-    place = f"{base}/laststep-{os.getuid()}"
-    status = os.lstat(place)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise StorageFailed(
-            "refused a folder in shared memory into which others can look", where=place,
-            expected="a folder of this user's, with mode 700",
-            found=f"{stat.filemode(status.st_mode)} of user {status.st_uid}",
-            remedy="have it removed; somebody else may have made it",
-        )  # fmt: skip
-    return place
 
 
 def _in_order(name: str) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
 """The one place where stores are opened: by the path of a folder, or by a URL.
 
-A folder is a path or `file://…`; `s3://`, `gs://` and `az://` are object stores, `memory://…` is
-memory of this process, for tests. Every other scheme belongs to a store of somebody else's: whoever
-has one registers what opens it, or installs it under the entry point `laststep.stores`. What is
-named by an import path can be opened by every process, the flusher's too; a callable opens a store
-that is this process's own. Knows nothing of what is stored.
+A folder is a path or `file://…`; `s3://`, `gs://` and `az://` are object stores, `shm://name` is a
+folder in shared memory, `memory://…` memory of this process, for tests. Every other scheme belongs
+to a store of somebody else's: whoever has one registers what opens it, or installs it under the
+entry point `laststep.stores`. What is named by an import path can be opened by every process, the
+flusher's too; a callable opens a store that is this process's own. Knows nothing of what is stored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 Opener = Callable[[str], Store]
 
 _ENTRY_POINTS = "laststep.stores"
-_BUILT_IN = dict.fromkeys(("az", "gs", "s3"), "laststep.storage.objects:ObjectStore")
+_BUILT_IN = {
+    **dict.fromkeys(("az", "gs", "s3"), "laststep.storage.objects:ObjectStore"),
+    "shm": "laststep.storage.shared_memory:SharedMemoryStore",
+}
 """For who has not registered another, or installed one."""
 _openers: dict[str, Opener | str] = {"memory": MemoryStore}
 
@@ -57,7 +60,7 @@ def open_store(place: str | os.PathLike[str], *, shared: bool = False) -> Store:
     if local_path(place) is not None:
         return DirectoryStore(place)
     url = str(place).rstrip("/")
-    opener = _opener(url)
+    opener = _opener(str(place))
     if not isinstance(opener, str):
         if shared:
             raise Usage(

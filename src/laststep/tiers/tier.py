@@ -15,7 +15,7 @@ from msgspec import Meta
 from laststep.catalog.retention import Keep  # noqa: TC001 (fields are checked by their types)
 from laststep.checks import Checked, shown
 from laststep.errors import Usage
-from laststep.memory.segments import BASE
+from laststep.storage.shared_memory import BASE
 from laststep.terms import MEMORY
 
 if TYPE_CHECKING:
