@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from laststep.state.tensors import Laid, register_tensor_type
     from laststep.state.values import RNG, PerRank
     from laststep.storage.registry import register_store
+    from laststep.tiers.leftovers import RescueReport, rescue
     from laststep.tiers.runs import CopyReport, copy
+    from laststep.tiers.tier import Tier
 
 _WHERE = {
     "laststep.checkpointer": ("Checkpointer",),
@@ -59,7 +61,9 @@ _WHERE = {
     "laststep.state.tensors": ("Laid", "register_tensor_type"),
     "laststep.state.values": ("RNG", "PerRank"),
     "laststep.storage.registry": ("register_store",),
+    "laststep.tiers.leftovers": ("RescueReport", "rescue"),
     "laststep.tiers.runs": ("CopyReport", "copy"),
+    "laststep.tiers.tier": ("Tier",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _WHERE.items() for name in names}
 
@@ -90,6 +94,7 @@ __all__ = [
     "Problems",
     "Reckoning",
     "Replicate",
+    "RescueReport",
     "Restored",
     "SaveHandle",
     "SaveReport",
@@ -100,6 +105,7 @@ __all__ = [
     "StateProvider",
     "StorageFailed",
     "StoredTensor",
+    "Tier",
     "Torn",
     "Usage",
     "__version__",
@@ -108,6 +114,7 @@ __all__ = [
     "open",
     "register_store",
     "register_tensor_type",
+    "rescue",
     "save",
 ]
 

@@ -16,7 +16,7 @@ from laststep.plan.frequency import (
     PRIOR_S,
     Bound,
     Reckoning,
-    Tier,
+    TierCost,
     believed_mtbf_s,
     cost_share,
     intervals,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NO_BOUND = 1 - 1e-9
 TIERS = st.lists(
     st.builds(
-        Tier,
+        TierCost,
         cost_s=st.floats(1e-4, 10.0),
         latency_s=st.floats(0.0, 300.0),
         mtbf_s=st.floats(3600.0, 1e7),
@@ -39,7 +39,7 @@ TIERS = st.lists(
 )
 
 
-def lost_in_a_run(tiers: Sequence[Tier], every_s: Sequence[float], failures: int) -> float:
+def lost_in_a_run(tiers: Sequence[TierCost], every_s: Sequence[float], failures: int) -> float:
     """The share of the time that a run loses which fails at random, and goes on each time from the
     newest save that counted by then, of a tier that survives such a failure."""
     dice = random.Random(1)
@@ -68,13 +68,13 @@ def lost_in_a_run(tiers: Sequence[Tier], every_s: Sequence[float], failures: int
 
 
 @pytest.mark.parametrize("tiers", [
-    [Tier(0.1, 4.0, 6 * 3600.0)],
-    [Tier(0.005, 2.0, 24 * 3600.0)],
-    [Tier(20.0, 60.0, 6 * 3600.0)],
-    [Tier(0.05, 0.5, 3600.0), Tier(2.0, 30.0, 24 * 3600.0)],
-    [Tier(0.05, 0.5, 3600.0), Tier(0.5, 5.0, 8 * 3600.0), Tier(5.0, 60.0, 72 * 3600.0)],
+    [TierCost(0.1, 4.0, 6 * 3600.0)],
+    [TierCost(0.005, 2.0, 24 * 3600.0)],
+    [TierCost(20.0, 60.0, 6 * 3600.0)],
+    [TierCost(0.05, 0.5, 3600.0), TierCost(2.0, 30.0, 24 * 3600.0)],
+    [TierCost(0.05, 0.5, 3600.0), TierCost(0.5, 5.0, 8 * 3600.0), TierCost(5.0, 60.0, 72 * 3600.0)],
 ], ids=str)  # fmt: skip
-def test_no_other_interval_loses_less_in_a_run_that_fails_at_random(tiers: list[Tier]) -> None:
+def test_no_other_interval_loses_less_in_a_run_that_fails_at_random(tiers: list[TierCost]) -> None:
     found = [one.seconds for one in intervals(tiers, NO_BOUND)]
     assert [one.bound for one in intervals(tiers, NO_BOUND)] == [Bound.LEAST] * len(tiers)
     lost = lost_in_a_run(tiers, found, 20_000)
@@ -92,7 +92,7 @@ def test_no_other_interval_loses_less_in_a_run_that_fails_at_random(tiers: list[
 
 @given(TIERS, st.floats(1e-4, 0.5), st.lists(st.floats(-1.5, 1.5), min_size=3, max_size=3))
 def test_no_intervals_within_the_bounds_lose_less(
-    tiers: list[Tier], most_share: float, moves: list[float]
+    tiers: list[TierCost], most_share: float, moves: list[float]
 ) -> None:
     found = [one.seconds for one in intervals(tiers, most_share)]
     other = [one * math.exp(move) for one, move in zip(found, moves, strict=False)]
@@ -104,7 +104,7 @@ def test_no_intervals_within_the_bounds_lose_less(
 
 
 @given(TIERS, st.floats(1e-4, 0.5))
-def test_the_bounds_hold(tiers: list[Tier], most_share: float) -> None:
+def test_the_bounds_hold(tiers: list[TierCost], most_share: float) -> None:
     found = intervals(tiers, most_share)
     seconds = [one.seconds for one in found]
     assert cost_share(tiers, seconds) <= most_share * (1 + 1e-6)
@@ -124,18 +124,18 @@ def test_the_bounds_hold(tiers: list[Tier], most_share: float) -> None:
 
 
 def test_a_far_tier_that_fails_often_takes_the_nearer_one_along() -> None:
-    near, far = Tier(1.0, 1.0, 1e6), Tier(1.0, 1.0, 1e4)
+    near, far = TierCost(1.0, 1.0, 1e6), TierCost(1.0, 1.0, 1e4)
     found = [one.seconds for one in intervals([near, far], NO_BOUND)]
     assert found == pytest.approx([math.sqrt(2 * 2.0 / (1e-6 + 1e-4))] * 2)
 
 
 def test_a_save_that_costs_nothing_is_bound_by_its_latency_alone() -> None:
-    assert intervals([Tier(0.0, 3.0, 3600.0)], 0.01) == ((APART * 3.0, Bound.LATENCY),)
-    assert intervals([Tier(0.0, 0.0, 3600.0)], 0.01) == ((0.0, Bound.LEAST),)
+    assert intervals([TierCost(0.0, 3.0, 3600.0)], 0.01) == ((APART * 3.0, Bound.LATENCY),)
+    assert intervals([TierCost(0.0, 0.0, 3600.0)], 0.01) == ((0.0, Bound.LEAST),)
 
 
 def test_where_nothing_fails_nothing_is_saved() -> None:
-    assert intervals([Tier(1.0, 1.0, math.inf)], 0.01)[0].seconds == math.inf
+    assert intervals([TierCost(1.0, 1.0, math.inf)], 0.01)[0].seconds == math.inf
 
 
 def test_a_prior_belief_counts_as_one_failure() -> None:

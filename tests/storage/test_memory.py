@@ -169,6 +169,7 @@ def test_every_command_takes_the_url_of_a_store(url: str, tmp_path: Path) -> Non
     said("prune", url, "--last", "1", "--yes")
     assert laststep.open(url).steps() == [1, 3]
     said("unpin", url, "1")
+    assert json.loads(said("rescue", url, "--base", str(tmp_path), "--json"))["segments"] == []
     said("export", url, str(tmp_path / "out"), "--format", "hf")
     assert any((tmp_path / "out").iterdir())
     said("import", str(tmp_path / "w.pt"), f"{url}-4", "--step", "7")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +20,7 @@ from laststep.testing.stores import SharedStoreConformance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from laststep.storage.store import Store
 

@@ -131,6 +131,24 @@ def test_a_save_is_whole_in_memory_though_nothing_of_it_is_durable(
     assert laststep.open(run_folder)[0].verify().damage == ()
 
 
+def test_at_the_end_of_a_job_what_is_in_memory_alone_is_rescued(
+    base: str, run_folder: Path, trainers: list[subprocess.Popen[str]]
+) -> None:
+    trainer = Trained(trainers, base, run_folder, 1, "stuck")
+    trainer.until("TierHolds", 0)
+    (alive,) = laststep.rescue(base=base).segments
+    assert (alive.is_alive, alive.is_removed) == (True, False)
+    trainer.process.kill()
+    trainer.process.wait()
+    assert laststep.rescue(run_folder, base=base).ok
+    assert segments.found(base) == []
+    assert laststep.open(run_folder)[0].verify().damage == ()
+    state = state_of()
+    with laststep.Checkpointer(run_folder, items={"state": state}, progress=False) as ckpt:
+        assert ckpt.restore().step == 0
+    assert all(bool((tensor == 0).all()) for tensor in state.values())
+
+
 @pytest.mark.parametrize("with_flusher", [True, False])
 def test_after_a_kill_the_newest_that_was_sealed_comes_back(
     base: str, run_folder: Path, trainers: list[subprocess.Popen[str]], *, with_flusher: bool

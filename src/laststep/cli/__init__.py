@@ -1,4 +1,4 @@
-"""The command line: `laststep ls | show | du | verify | copy | prune | pin | unpin | export | …`.
+"""The command line: `laststep ls | show | du | verify | copy | prune | pin | rescue | export | …`.
 
 Each command is a module of its own, imported here; none of them imports torch before it runs, and
 only `import`, `export` (in this process) and `demo` (in others) run it at all. Errors of the
@@ -22,6 +22,7 @@ from laststep.cli.importing import import_
 from laststep.cli.listing import ls
 from laststep.cli.pinning import pin, unpin
 from laststep.cli.pruning import prune
+from laststep.cli.rescuing import rescue
 from laststep.cli.showing import show
 from laststep.cli.using import du
 from laststep.cli.verifying import verify
@@ -39,7 +40,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, show, du, verify, copy, prune, pin, unpin, export, demo):
+for command in (ls, show, du, verify, copy, prune, pin, unpin, rescue, export, demo):
     app.command()(command)
 app.command("import")(import_)
 # Whatever is typed after `bench` belongs to the benchmarks, options too.

@@ -18,13 +18,17 @@ import fcntl
 import os
 import socket
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Corrupt, StorageFailed
 from laststep.process.identity import pid_namespace, process_started
-from laststep.storage.shared_memory import BASE, made_own_folder, own_folder
+from laststep.storage.shared_memory import BASE, RUNS, made_own_folder, own_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _POOL, _OWNER, _RECORD = "pool", "owner.json", "sealed-"
 _BEING_MADE = "new-"
@@ -135,10 +139,7 @@ class Segment:
         has it mapped."""
         for name in self.records():
             self.drop(name)
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self.folder):  # noqa: PTH208 (as above)
-                os.unlink(f"{self.folder}/{name}")  # noqa: PTH108 (as above)
-            os.rmdir(self.folder)  # noqa: PTH106 (as above)
+        _remove(self.folder)
 
 
 def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tuple[Segment, int]:
@@ -157,18 +158,19 @@ def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tupl
     name = f"{digest(run.encode()).hex()[:16]}-{rank}-{os.urandom(6).hex()}"
     unfinished, folder = f"{place}/{_BEING_MADE}{name}", f"{place}/{name}"
     try:
-        os.mkdir(unfinished, 0o700)  # noqa: PTH102 (as above)
-        with open(f"{unfinished}/{_OWNER}", "wb") as file:  # noqa: PTH123 (as above)
-            file.write(msgspec.json.encode(owner))
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = os.open(f"{unfinished}/{_POOL}", flags, 0o600)
-        try:
-            os.ftruncate(fd, size_bytes)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.rename(unfinished, folder)  # noqa: PTH104 (as above)
-        except BaseException:
-            os.close(fd)
-            raise
+        with _locked(place, fcntl.LOCK_SH):
+            os.mkdir(unfinished, 0o700)  # noqa: PTH102 (as above)
+            with open(f"{unfinished}/{_OWNER}", "wb") as file:  # noqa: PTH123 (as above)
+                file.write(msgspec.json.encode(owner))
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            fd = os.open(f"{unfinished}/{_POOL}", flags, 0o600)
+            try:
+                os.ftruncate(fd, size_bytes)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.rename(unfinished, folder)  # noqa: PTH104 (as above)
+            except BaseException:
+                os.close(fd)
+                raise
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise _too_small(base, free, size_bytes) from error
@@ -198,6 +200,47 @@ def found(base: str = BASE, run: str | None = None) -> list[Segment]:
         if owner is not None and run in (None, owner.run)
     ]
     return sorted(segments, key=lambda segment: segment.owner.created_s)
+
+
+def remove_debris(base: str = BASE) -> list[str]:
+    """Remove folders that nobody needs: half made by a process that died, or half removed. Returns
+    them. Does nothing while somebody makes a segment."""
+    try:
+        place = own_folder(base)
+        with _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            names = sorted(os.listdir(place))  # noqa: PTH208 (as above)
+            debris = [f"{place}/{name}" for name in names if _is_debris(place, name)]
+            for folder in debris:
+                _remove(folder)
+            return debris
+    except (FileNotFoundError, BlockingIOError):
+        return []
+
+
+def _is_debris(place: str, name: str) -> bool:
+    """Whether it is a segment's folder that got its name too early or has lost its owner."""
+    if name == RUNS or not os.path.isdir(f"{place}/{name}"):  # noqa: PTH112 (as above)
+        return False
+    has_owner = os.path.lexists(f"{place}/{name}/{_OWNER}")
+    return name.startswith(_BEING_MADE) or not has_owner
+
+
+def _remove(folder: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # others may do the same
+        for name in os.listdir(folder):  # noqa: PTH208 (as above)
+            os.unlink(f"{folder}/{name}")  # noqa: PTH108 (as above)
+        os.rmdir(folder)  # noqa: PTH106 (as above)
+
+
+@contextlib.contextmanager
+def _locked(place: str, how: int) -> Iterator[None]:
+    """Whoever makes a segment shares this lock: who has it alone knows that nobody does."""
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, how)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _owner_of(folder: str) -> SegmentOwner | None:

@@ -48,7 +48,7 @@ _WHY = {
 }
 
 
-class Tier(NamedTuple):
+class TierCost(NamedTuple):
     """A place that saves go to, as numbers; of several, nearer ones come first."""
 
     cost_s: float
@@ -66,7 +66,7 @@ class Interval(NamedTuple):
     bound: Bound
 
 
-def intervals(tiers: Sequence[Tier], most_share: float) -> tuple[Interval, ...]:
+def intervals(tiers: Sequence[TierCost], most_share: float) -> tuple[Interval, ...]:
     """The intervals that lose least, one for each tier; farther tiers never get more saves than
     nearer ones, since each of their saves is one to the nearer ones too."""
     best = _best(tiers)
@@ -94,7 +94,7 @@ def intervals(tiers: Sequence[Tier], most_share: float) -> tuple[Interval, ...]:
     )
 
 
-def _best(tiers: Sequence[Tier]) -> list[float]:
+def _best(tiers: Sequence[TierCost]) -> list[float]:
     """sqrt(2·C·M) of each tier. A tier that would be saved to more often than a nearer one, whose
     failures it survives too, shares one interval with that: of their costs and rates together."""
     pools: list[tuple[float, float, int]] = []
@@ -111,13 +111,13 @@ def _optimum(cost_s: float, rate: float) -> float:
     return math.sqrt(2 * cost_s / rate) if rate else math.inf
 
 
-def cost_share(tiers: Sequence[Tier], seconds: Sequence[float]) -> float:
+def cost_share(tiers: Sequence[TierCost], seconds: Sequence[float]) -> float:
     """The share of training that saves at such intervals cost."""
     pairs = zip(tiers, seconds, strict=True)
     return sum(tier.cost_s / one if tier.cost_s else 0.0 for tier, one in pairs)
 
 
-def lost_share(tiers: Sequence[Tier], seconds: Sequence[float]) -> float:
+def lost_share(tiers: Sequence[TierCost], seconds: Sequence[float]) -> float:
     """The share of the time that saves at such intervals and failures lose together."""
     pairs = zip(tiers, seconds, strict=True)
     failing = sum((one / 2 + tier.latency_s) / tier.mtbf_s for tier, one in pairs)

@@ -303,7 +303,7 @@ class Schedule:
         if cost_s is None or step_s is None:
             return None
         mtbf_s, mtbf_from = self._mtbf_s()
-        tiers = (frequency.Tier(cost_s, pace.latency_s, mtbf_s),)
+        tiers = (frequency.TierCost(cost_s, pace.latency_s, mtbf_s),)
         (chosen,) = frequency.intervals(tiers, self._most_share)
         return frequency.Reckoning(
             interval_s=chosen.seconds, bound=chosen.bound, cost_s=cost_s,

@@ -50,11 +50,10 @@ def rescue(store: Store, checkpoint: SealedCheckpoint) -> bool:
 def _write(store: Store, checkpoint: SealedCheckpoint, file: SealedFile) -> None:
     """Write a data file; `Corrupt` where the memory is not what was sealed."""
     name = f"{checkpoint.folder}/{file.name}"
+    into = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # not closed: an error's traceback may hold it
     with (
         closing(checkpoint.reader(file.name)) as reader,
         closing(store.open_writer(name, expected_bytes=reader.size_bytes)) as writer,
-        mmap.mmap(-1, CHUNK_BYTES) as buffer,
-        memoryview(buffer) as into,
     ):
         size, region = reader.size_bytes, reader.header_bytes
         for start in (*range(0, region, CHUNK_BYTES), *range(region, size, CHUNK_BYTES)):

@@ -1,0 +1,213 @@
+"""What lies in shared memory, and what is to become of it: for the end of a job, and for those who
+come to a machine later.
+
+Nothing of a living process is touched. What the dead have left, and no other place has, is stored
+in its run. A segment goes when its run has all that is in it, or has gone on without it; one of
+which something could not be stored stays. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from laststep.catalog.epochs import Epochs
+from laststep.catalog.run import Run
+from laststep.errors import LaststepError
+from laststep.format.manifest import Commit
+from laststep.memory import segments
+from laststep.storage.registry import open_store
+from laststep.storage.shared_memory import BASE
+from laststep.tiers import rescue as rescuing
+from laststep.tiers.nearest import sealed_of
+from laststep.tiers.sealed import saves_in
+
+if TYPE_CHECKING:
+    from laststep.memory.segments import Segment
+    from laststep.tiers.sealed import SealedSave
+
+__all__ = ["Leftover", "LeftoverSave", "RescueReport", "SaveFate", "rescue"]
+
+
+class SaveFate(enum.StrEnum):
+    """What became of a save in shared memory."""
+
+    STORED = "stored"
+    """The run has it."""
+    RESCUED = "rescued"
+    """The run has it since just now."""
+    ALONE = "alone"
+    """It is nowhere else."""
+    LEFT_BEHIND = "left behind"
+    """It is nowhere else, and another start of the job has gone on without it."""
+    NOT_STORED = "not stored"
+    """It is nowhere else, and could not be stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftoverSave:
+    """A save that is whole in a segment."""
+
+    step: int
+    folder: str
+    """Of the checkpoint that it is, in its run."""
+    created_s: float
+    size_bytes: int
+    fate: SaveFate
+    error: str | None = None
+    """Why it could not be stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """A segment: one rank's shared memory of one start of a job."""
+
+    folder: str
+    run: str
+    rank: int
+    ranks: int
+    pid: int
+    host: str
+    created_s: float
+    size_bytes: int
+    """The memory that it takes."""
+    is_alive: bool
+    """Whether its trainer or its flusher lives."""
+    saves: tuple[LeftoverSave, ...]
+    unreadable: int
+    """How many records in it make no sense to this version."""
+    is_removed: bool = False
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it has to stay: for its owner, or for what is nowhere else."""
+        lost = (SaveFate.ALONE, SaveFate.NOT_STORED)
+        return self.is_alive or self.unreadable > 0 or any(save.fate in lost for save in self.saves)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RescueReport:
+    """What lies in shared memory, and what became of it."""
+
+    segments: tuple[Leftover, ...]
+    debris: tuple[str, ...] = ()
+    """Folders that were half made or half removed, and are gone now."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is left of the dead that should have been stored."""
+        dead = [one for one in self.segments if not one.is_alive]
+        failed = [save for one in dead for save in one.saves if save.fate is SaveFate.NOT_STORED]
+        return not failed and not any(one.unreadable for one in dead)
+
+
+def rescue(
+    run: str | os.PathLike[str] | None = None,
+    *,
+    base: str | os.PathLike[str] = BASE,
+    keep: bool = False,
+    dry_run: bool = False,
+) -> RescueReport:
+    """Store what dead processes have left in shared memory alone, of one run or of all, and remove
+    what nobody needs any more; with `keep` nothing is removed, with `dry_run` nothing is done."""
+    place = os.fspath(base)
+    found = segments.found(place, None if run is None else open_store(run).url)
+    alive = {one.folder for one in found if one.is_alive()}
+    runs = {one.owner.run: _Rescuer(one.owner.run) for one in found}
+    if not dry_run:
+        for url in {one.owner.run for one in found if one.folder not in alive}:
+            runs[url].store_all(place)
+    left = []
+    for segment in found:
+        leftover = runs[segment.owner.run].judge(segment, is_alive=segment.folder in alive)
+        if not (leftover.is_needed or keep or dry_run):
+            segment.remove()
+            leftover = replace(leftover, is_removed=True)
+        left.append(leftover)
+    debris = [] if keep or dry_run or run is not None else segments.remove_debris(place)
+    return RescueReport(segments=tuple(left), debris=tuple(debris))
+
+
+class _Rescuer:
+    """One run, as far as shared memory has something of it."""
+
+    def __init__(self, url: str) -> None:
+        self._run: Run | None = None
+        self._error: LaststepError | None = None
+        """Why nothing can be stored in it."""
+        self._rescued: set[str] = set()
+        self._failed: dict[str, LaststepError] = {}
+        self._has_tried = False
+        try:
+            self._run = Run.open(open_store(url))
+        except LaststepError as error:
+            self._error = error
+
+    def store_all(self, base: str) -> None:
+        """Store what dead processes have left and nobody else has."""
+        self._has_tried = True
+        if self._run is None:
+            return
+        store = self._run.store
+        with ExitStack() as stack:
+            try:
+                checkpoints = sealed_of(store, base)
+            except LaststepError as error:
+                self._error = error
+                return
+            for checkpoint in checkpoints:
+                stack.callback(checkpoint.close)
+            for checkpoint in checkpoints:
+                try:
+                    if rescuing.rescue(store, checkpoint):
+                        self._rescued.add(checkpoint.folder)
+                except LaststepError as error:
+                    self._failed[checkpoint.folder] = error
+
+    def judge(self, segment: Segment, *, is_alive: bool) -> Leftover:
+        """What there is in a segment of this run, and where else it is."""
+        owner, saves = segment.owner, []
+        sealed = saves_in(segment)
+        for save in sealed:
+            fate, error = self._fate(save, owner.ranks)
+            if is_alive and fate is SaveFate.NOT_STORED:
+                fate, error = SaveFate.ALONE, None  # nobody has tried to
+            saves.append(
+                LeftoverSave(
+                    step=save.at.step, folder=save.at.folder, created_s=save.created_s,
+                    size_bytes=sum(file.tensor_bytes for file in save.files), fate=fate,
+                    error=error,
+                )
+            )  # fmt: skip
+        return Leftover(
+            folder=segment.folder, run=owner.run, rank=owner.rank, ranks=owner.ranks, pid=owner.pid,
+            host=owner.host, created_s=owner.created_s, size_bytes=segment.size_bytes,
+            is_alive=is_alive, saves=tuple(saves),
+            unreadable=max(len(segment.records()) - len(sealed), 0),
+        )  # fmt: skip
+
+    def _fate(self, save: SealedSave, ranks: int) -> tuple[SaveFate, str | None]:
+        folder, run = save.at.folder, self._run
+        if run is None:
+            return SaveFate.NOT_STORED, str(self._error)
+        if save.run != run.id:
+            return (
+                SaveFate.NOT_STORED,
+                f"its run is gone: what lies at {run.store.url} is another one",
+            )
+        try:
+            if isinstance(run.decision(folder), Commit):
+                return (SaveFate.RESCUED if folder in self._rescued else SaveFate.STORED), None
+            if max(Epochs(run.store).numbers(), default=0) > save.at.epoch:
+                return SaveFate.LEFT_BEHIND, None
+        except LaststepError as error:
+            return SaveFate.NOT_STORED, str(error)
+        if not self._has_tried:
+            return SaveFate.ALONE, None
+        why: object = self._failed.get(folder, self._error)
+        if why is None:
+            why = f"it is one of {ranks} ranks', and not all of these have left theirs here"
+        return SaveFate.NOT_STORED, str(why)
