@@ -5,28 +5,48 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import random
 import struct
+import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from laststep import cli
+from laststep.catalog.names import AttemptName
 from laststep.catalog.run import Run
 from laststep.codecs import objects
 from laststep.codecs.digests import block_digests, digest, digest_text
 from laststep.format.header import Header, ObjectEntry, PartEntry, encode_header, reserve_bytes
 from laststep.format.manifest import Commit, FileRecord, ItemRecord
 from laststep.format.safetensors import TensorEntry
+from laststep.memory import segments
 from laststep.plan.files import tree_name
 from laststep.storage.directory import DirectoryStore
+from laststep.terms import CHUNK_BYTES
+from laststep.tiers import sealed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
+    from laststep.memory.segments import Segment
+
+ROOT = Path(__file__).resolve().parents[2]
+OWNER = """
+import os, sys
+from laststep.memory import segments
+
+base, run, rank, ranks = sys.argv[1:]
+segment, fd = segments.make(base, run, rank=int(rank), ranks=int(ranks), size_bytes=16 << 20)
+print(segment.folder, flush=True)
+sys.stdin.read()
+"""
+
+SEALED_BYTES = 3 << 20
 WEIGHT_BYTES = 3_000_000
 WEIGHT_SHAPE = (750, 1000)
 
@@ -84,6 +104,34 @@ class RunMaker:
         if commit:
             self._commit(folder, step, items, (model, shared), metrics or {})
         return self.path / folder
+
+    def seal(self, segment: Segment, step: int) -> str:
+        """Leave a save in shared memory alone, as a flusher does; its folder in the run."""
+        if not self._epoch:
+            self.start()
+        self._attempt += 1
+        data = bytes(range(256)) * (SEALED_BYTES // 256)
+        with Path(segment.pool_path).open("r+b") as pool:
+            pool.truncate(CHUNK_BYTES)
+            pool.write(data)
+        entry = TensorEntry(
+            name="w", dtype="uint8", shape=(SEALED_BYTES,), start=0, stop=SEALED_BYTES
+        )
+        file = sealed.SealedFile(
+            name="state.safetensors", item="state", region_bytes=4096, tensor_bytes=SEALED_BYTES,
+            entries=(entry,), parts={}, chunks=((0, 0),), digests=block_digests(memoryview(data)),
+            objects=((tree_name("state"), _tree({}, "w")),),
+        )  # fmt: skip
+        item = ItemRecord(
+            name="state", kind="value", file=file.name, tensors=1, size_bytes=SEALED_BYTES
+        )
+        at = AttemptName(step=step, epoch=self._epoch, attempt=self._attempt)
+        save = sealed.SealedSave(
+            run=self.run.id, at=at, created_s=1_700_000_000.0 + step, files=(file,), items=(item,),
+            metrics=objects.encode({}), metadata=objects.encode(None), continues=None,
+        )  # fmt: skip
+        sealed.put(segment, save)
+        return at.folder
 
     def save_by_ranks(self, step: int, ranks: int = 2) -> Path:
         """One checkpoint of several ranks, as they would write it; its folder.
@@ -249,3 +297,43 @@ def laststep(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
         return Ended(status=status, out=out.getvalue(), err=err.getvalue())
 
     return run
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    """Where shared memory lies; any folder will do."""
+    place = tmp_path / "shm"
+    place.mkdir()
+    return str(place)
+
+
+class Owner:
+    """A process that has a segment, until it is killed."""
+
+    def __init__(self, base: str, run: Path, rank: int, ranks: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWNER, base, str(run), str(rank), str(ranks)], text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.segment = segments.opened(self.process.stdout.readline().strip())
+
+    def die(self) -> Segment:
+        self.process.kill()
+        self.process.communicate()
+        return self.segment
+
+
+@pytest.fixture
+def own(base: str, maker: RunMaker) -> Iterator[Callable[..., Owner]]:
+    """Start a process that has a segment of the run."""
+    owners: list[Owner] = []
+
+    def start(rank: int = 0, ranks: int = 1) -> Owner:
+        owners.append(Owner(base, maker.path, rank, ranks))
+        return owners[-1]
+
+    yield start
+    for owner in owners:
+        owner.die()

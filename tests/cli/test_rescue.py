@@ -12,16 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import laststep as library
-from laststep.catalog.names import AttemptName
-from laststep.codecs import objects
-from laststep.codecs.digests import block_digests
-from laststep.format.manifest import ItemRecord
-from laststep.format.safetensors import TensorEntry
 from laststep.memory import segments
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
-from laststep.terms import CHUNK_BYTES
-from laststep.tiers import sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,85 +22,13 @@ if TYPE_CHECKING:
     from laststep.memory.segments import Segment
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZE_BYTES = 3 << 20
-OWNER = """
-import os, sys
-from laststep.memory import segments
-
-base, run, ranks = sys.argv[1:]
-segment, fd = segments.make(base, run, rank=0, ranks=int(ranks), size_bytes=16 << 20)
-print(segment.folder, flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> str:
-    place = tmp_path / "shm"
-    place.mkdir()
-    return str(place)
-
-
-class Owner:
-    """A process that has a segment, until it is killed."""
-
-    def __init__(self, base: str, run: Path, ranks: int = 1) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, base, str(run), str(ranks)], text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        self.segment = segments.opened(self.process.stdout.readline().strip())
-
-    def die(self) -> Segment:
-        self.process.kill()
-        self.process.communicate()
-        return self.segment
-
-
-@pytest.fixture
-def own(base: str, maker) -> Callable[..., Owner]:
-    owners = []
-
-    def start(ranks: int = 1) -> Owner:
-        owners.append(Owner(base, maker.path, ranks))
-        return owners[-1]
-
-    yield start
-    for owner in owners:
-        owner.die()
-
-
-def seal(segment: Segment, maker, step: int, *, epoch: int, attempt: int) -> str:
-    """Leave a save of one tensor in a segment, as a flusher does; its folder in the run."""
-    data = bytes(range(256)) * (SIZE_BYTES // 256)
-    with Path(segment.pool_path).open("r+b") as pool:
-        pool.truncate(CHUNK_BYTES)
-        pool.write(data)
-    entry = TensorEntry(name="w", dtype="uint8", shape=(SIZE_BYTES,), start=0, stop=SIZE_BYTES)
-    tree = objects.encode({"tree": {"w": objects.TensorRef("w")}, "ties": {}, "views": {}})
-    file = sealed.SealedFile(
-        name="state.safetensors", item="state", region_bytes=4096, tensor_bytes=SIZE_BYTES,
-        entries=(entry,), parts={}, chunks=((0, 0),), digests=block_digests(memoryview(data)),
-        objects=(("laststep/tree", tree),),
-    )  # fmt: skip
-    item = ItemRecord(name="state", kind="value", file=file.name, tensors=1, size_bytes=SIZE_BYTES)
-    at = AttemptName(step=step, epoch=epoch, attempt=attempt)
-    save = sealed.SealedSave(
-        run=maker.run.id, at=at, created_s=1_700_000_000.0 + step, files=(file,), items=(item,),
-        metrics=objects.encode({}), metadata=objects.encode(None), continues=None,
-    )  # fmt: skip
-    sealed.put(segment, save)
-    return at.folder
 
 
 def test_what_the_dead_have_left_alone_is_stored_and_their_memory_freed(
     maker, own, laststep, base: str
 ) -> None:
-    epoch = maker.start()
     segment = own().die()
-    folder = seal(segment, maker, 7, epoch=epoch, attempt=1)
+    folder = maker.seal(segment, 7)
     told = laststep("rescue", "--base", base)
     assert told.status == 0
     assert "stored now, removed" in told.out
@@ -119,9 +40,8 @@ def test_what_the_dead_have_left_alone_is_stored_and_their_memory_freed(
 
 
 def test_a_dry_run_and_keep_remove_nothing(maker, own, laststep, base: str) -> None:
-    epoch = maker.start()
     segment = own().die()
-    seal(segment, maker, 7, epoch=epoch, attempt=1)
+    maker.seal(segment, 7)
     told = laststep("rescue", "--base", base, "--dry-run")
     assert (told.status, "would be stored" in told.out) == (0, True)
     assert library.open(maker.path).steps() == []
@@ -135,9 +55,8 @@ def test_a_dry_run_and_keep_remove_nothing(maker, own, laststep, base: str) -> N
 
 
 def test_what_lives_is_listed_and_left_alone(maker, own, laststep, base: str) -> None:
-    epoch = maker.start()
     owner = own()
-    seal(owner.segment, maker, 7, epoch=epoch, attempt=1)
+    maker.seal(owner.segment, 7)
     empty = own()
     told = laststep("rescue", "--base", base)
     assert told.status == 0
@@ -151,8 +70,7 @@ def test_what_lives_is_listed_and_left_alone(maker, own, laststep, base: str) ->
 
 
 def test_what_a_later_start_has_left_behind_goes(maker, own, laststep, base: str) -> None:
-    epoch = maker.start()
-    seal(own().die(), maker, 7, epoch=epoch, attempt=1)
+    maker.seal(own().die(), 7)
     maker.start()
     maker.save(8)
     assert "left behind by a later start, removed" in laststep("rescue", "--base", base).out
@@ -191,9 +109,8 @@ def unreadable(maker, segment: Segment) -> None:
 def test_what_cannot_be_stored_stays_and_the_status_says_so(
     maker, own, laststep, base: str, spoil: Callable[..., None], said: str
 ) -> None:
-    epoch = maker.start()
     segment = own().die()
-    seal(segment, maker, 7, epoch=epoch, attempt=1)
+    maker.seal(segment, 7)
     spoil(maker, segment)
     told = laststep("rescue", "--base", base)
     assert told.status == 1
@@ -204,8 +121,7 @@ def test_what_cannot_be_stored_stays_and_the_status_says_so(
 
 
 def test_one_rank_of_several_alone_is_not_stored(maker, own, laststep, base: str) -> None:
-    epoch = maker.start()
-    seal(own(ranks=2).die(), maker, 7, epoch=epoch, attempt=1)
+    maker.seal(own(ranks=2).die(), 7)
     told = laststep("rescue", "--base", base)
     assert (told.status, "one of 2 ranks'" in told.out) == (1, True)
     assert len(segments.found(base)) == 1
@@ -227,8 +143,7 @@ def test_other_runs_and_half_made_folders_are_left_alone_where_a_run_is_named(
 
 
 def test_rescuing_never_imports_torch(maker, own, base: str) -> None:
-    epoch = maker.start()
-    seal(own().die(), maker, 7, epoch=epoch, attempt=1)
+    maker.seal(own().die(), 7)
     script = (
         "import sys, laststep; report = laststep.rescue(base=sys.argv[1]); "
         "assert report.segments[0].is_removed; assert 'torch' not in sys.modules"

@@ -6,14 +6,18 @@ where the manifest cannot be read), `lossy` (how tensors in it were rounded, non
 exact), `metrics`, `lineage` ("current", "abandoned" or "superseded"), `superseded_by`, `pinned`,
 `epoch`, `attempt`, `error` (null, or why its manifest cannot be read) and `incomplete` (null, or
 which data file is missing or has the wrong size). An attempt, a save that is not committed, has
-`step`, `folder`, `size_bytes`, `alive` and `is_copy` (whether `laststep copy` brings it).
+`step`, `folder`, `size_bytes`, `alive` and `is_copy` (whether `laststep copy` brings it). With
+--tiers, `standings` says what is printed.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from laststep.cli import output, places
+from laststep.cli.standings import print_tiers
 from laststep.errors import Usage
 
 if TYPE_CHECKING:
@@ -22,9 +26,23 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed, OpenAttempt
 
 
-def ls(run: places.RunPath, *, as_json: output.AsJson = False) -> None:
-    """List the checkpoints of a run, newest last."""
+def ls(
+    run: places.RunPath,
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[URL]...", help="With --tiers: further places of the run."),
+    ] = None,
+    *,
+    tiers: Annotated[bool, typer.Option("--tiers", help="How far each tier has come.")] = False,
+    as_json: output.AsJson = False,
+) -> None:
+    """List the checkpoints of a run, newest last; or its tiers, nearest first."""
     opened = places.open_run(run)
+    if tiers:
+        print_tiers(opened, urls or (), as_json=as_json)
+        return
+    if urls:
+        raise typer.BadParameter("several places are listed by --tiers", param_hint="URL")
     checkpoints, attempts = opened.look()
     if as_json:
         output.print_json(
