@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -76,7 +76,9 @@ def test_of_several_ranks_in_memory_a_save_counts_that_all_of_them_hold(
     assert tiers()[f"shm://{base}"] == (12, 1, 0, 0.0)
 
 
-def test_the_tiers_that_a_run_knows_need_not_be_named(maker, tiers, tmp_path: Path) -> None:
+def test_the_tiers_that_a_run_knows_need_not_be_named(
+    maker, tiers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     maker.save(10)
     further = tmp_path / "further"
     shutil.copytree(maker.path, further)
@@ -84,6 +86,7 @@ def test_the_tiers_that_a_run_knows_need_not_be_named(maker, tiers, tmp_path: Pa
     assert list(tiers()) == list(tiers(further)) == [str(maker.path), str(further)]
     (maker.path / "tiers.json").write_text("no record")
     assert list(tiers()) == [str(maker.path)]
+    assert "are not known: tiers.json" in caplog.text
 
 
 def test_a_tier_that_cannot_be_looked_at_is_told_beside_the_others(maker, laststep, tiers) -> None:
@@ -97,6 +100,12 @@ def test_a_tier_that_cannot_be_looked_at_is_told_beside_the_others(maker, lastst
         1,
         True,
     )
+
+
+def test_shared_memory_that_others_can_look_into_is_told(maker, own, tiers, base: str) -> None:
+    maker.save(10)
+    Path(own().segment.folder).parent.chmod(0o755)
+    assert list(tiers(status=1)) == [f"shm://{base}", str(maker.path)]
 
 
 def test_further_places_are_for_tiers_alone(maker, laststep, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ a user names. Only looks.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +17,7 @@ import msgspec
 
 from laststep.catalog.names import AttemptName, parse_folder
 from laststep.catalog.run import Run
-from laststep.errors import LaststepError, NotFound
+from laststep.errors import Corrupt, LaststepError, NotFound
 from laststep.storage.registry import open_store
 from laststep.storage.shared_memory import BASE
 from laststep.terms import MEMORY
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from laststep.storage.store import Store
+
+log = logging.getLogger(__name__)
 
 _TIERS_NAME = "tiers.json"
 _LIMIT_BYTES = 1 << 20
@@ -76,7 +78,10 @@ def standings(run: Run, further: Sequence[str] = ()) -> list[Standing]:
 
 def _in_memory(run: Run, tier: str, base: str) -> Standing | None:
     """Of shared memory: what all ranks hold that have some of this run on this machine."""
-    segments = rescue(run.store.url, base=base, dry_run=True).segments
+    try:
+        segments = rescue(run.store.url, base=base, dry_run=True).segments
+    except LaststepError as error:
+        return Standing(tier=tier, error=str(error))
     if not segments:
         return None
     counted = (SaveFate.STORED, SaveFate.ALONE)
@@ -135,7 +140,11 @@ def _behind(one: Standing, first: Newest) -> Standing:
 
 def _recorded(store: Store) -> tuple[str, ...]:
     """The tiers that a run says it is drained to."""
-    with suppress(NotFound, msgspec.MsgspecError):
+    try:
         data = store.read(_TIERS_NAME, limit_bytes=_LIMIT_BYTES)
         return msgspec.json.decode(data, type=TiersRecord).tiers
+    except NotFound:
+        pass
+    except (Corrupt, msgspec.MsgspecError) as error:
+        log.warning("the tiers of %s are not known: %s: %s", store.url, _TIERS_NAME, error)
     return ()
