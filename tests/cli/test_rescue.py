@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import laststep as library
+from laststep.catalog.run import Run
+from laststep.errors import StorageFailed
 from laststep.memory import segments
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from laststep.memory.segments import Segment
+    from laststep.storage.store import Lock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -140,6 +143,46 @@ def test_other_runs_and_half_made_folders_are_left_alone_where_a_run_is_named(
     assert report.debris == (str(half),)
     assert [one.is_removed for one in report.segments] == [True]
     assert report.ok
+
+
+def test_what_a_rescue_could_not_finish_the_next_one_makes_anew(
+    maker, own, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = own().die()
+    folder = maker.seal(segment, 7)
+
+    def full(run: Run, *_: object) -> None:
+        raise StorageFailed("no room is left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "commit", full)
+        (left,) = library.rescue(base=base).segments
+    (save,) = left.saves
+    assert (save.fate, "no room is left" in str(save.error)) == ("not stored", True)
+    assert (maker.path / folder / "state.safetensors").exists()
+    assert library.open(maker.path).steps() == []
+    assert library.rescue(base=base).ok
+    assert not verify_checkpoint(DirectoryStore(maker.path), folder).damage
+    assert segments.found(base) == []
+
+
+def test_of_two_who_rescue_at_once_one_stores_and_the_other_touches_nothing(
+    maker, own, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = own().die()
+    manifest = maker.path / maker.seal(segment, 7) / "manifest.json"
+    lock_epoch, stored = Run.lock_epoch, []
+
+    def late(run: Run, number: int) -> Lock:
+        monkeypatch.setattr(Run, "lock_epoch", lock_epoch)
+        assert library.rescue(base=base).ok
+        stored.append(manifest.stat().st_ino)
+        return lock_epoch(run, number)
+
+    monkeypatch.setattr(Run, "lock_epoch", late)
+    assert library.rescue(base=base).ok
+    assert stored == [manifest.stat().st_ino]
+    assert segments.found(base) == []
 
 
 def test_rescuing_never_imports_torch(maker, own, base: str) -> None:

@@ -9,7 +9,6 @@ which something could not be stored stays. Knows nothing of torch.
 from __future__ import annotations
 
 import enum
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from laststep.catalog.run import Run
 from laststep.errors import LaststepError
 from laststep.format.manifest import Commit
 from laststep.memory import segments
+from laststep.storage.paths import absolute
 from laststep.storage.registry import open_store
 from laststep.storage.shared_memory import BASE
 from laststep.tiers import rescue as rescuing
@@ -26,6 +26,8 @@ from laststep.tiers.nearest import sealed_of
 from laststep.tiers.sealed import saves_in
 
 if TYPE_CHECKING:
+    import os
+
     from laststep.memory.segments import Segment
     from laststep.tiers.sealed import SealedSave
 
@@ -113,7 +115,7 @@ def rescue(
 ) -> RescueReport:
     """Store what dead processes have left in shared memory alone, of one run or of all, and remove
     what nobody needs any more; with `keep` nothing is removed, with `dry_run` nothing is done."""
-    place = os.fspath(base)
+    place = absolute(base)
     found = segments.found(place, None if run is None else open_store(run).url)
     alive = {one.folder for one in found if one.is_alive()}
     runs = {one.owner.run: _Rescuer(one.owner.run) for one in found}

@@ -32,6 +32,8 @@ def rescue(store: Store, checkpoint: SealedCheckpoint) -> bool:
         return False
     run.check_newest(at.epoch)
     with closing(run.lock_epoch(at.epoch)):
+        if isinstance(run.decision(at.folder), Commit):
+            return False  # somebody else has rescued it meanwhile
         store.delete_folder(at.folder)  # what its writer has left is not whole
         run.begin(step=at.step, epoch=at.epoch, attempt=at.attempt)
         folders = {name.rpartition("/")[0] for name in checkpoint.files} - {""}
