@@ -30,7 +30,7 @@ def ls(
     run: places.RunPath,
     urls: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[URL]...", help="With --tiers: further places of the run."),
+        typer.Argument(metavar="URL", help="With --tiers: further places of the run."),
     ] = None,
     *,
     tiers: Annotated[bool, typer.Option("--tiers", help="How far each tier has come.")] = False,

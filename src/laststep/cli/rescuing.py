@@ -34,7 +34,7 @@ def rescue(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN]", help="Only of this run; else of all.", show_default=False
+            metavar="RUN", help="Only of this run; else of all.", show_default=False
         ),
     ] = None,
     *,
