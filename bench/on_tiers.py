@@ -10,6 +10,7 @@ to `bench/out/tiers.json`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -117,10 +118,11 @@ def repetition(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def spread(values: list[float], unit: float = 1e3, digits: int = 3) -> str:
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return " ".join(f"{value * unit:.{digits}g}" for value in (middle,)) + (
-        f" ({low * unit:.{digits}g} to {high * unit:.{digits}g})"
+    low, middle, high = (
+        f"{unit * value:.{digits}g}"
+        for value in (min(values), statistics.median(values), max(values))
     )
+    return f"{middle} ({low} to {high})"
 
 
 def main() -> None:
@@ -142,9 +144,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     runs = [repetition(options) for _ in range(options.reps)]
     result = {
-        "kind": "tiers", "commit": commit(ROOT), "hardware": hardware(options.out).__dict__
-        if hasattr(hardware(options.out), "__dict__") else str(hardware(options.out)),
-        "gb": options.gb, "repetitions": runs,
+        "kind": "tiers", "commit": commit(ROOT), "gb": options.gb, "repetitions": runs,
+        "hardware": dataclasses.asdict(hardware(options.out)),
     }  # fmt: skip
     (options.out / "tiers.json").write_text(json.dumps(result, indent=1, default=str))
     facts = [fact for run in runs for fact in run]
@@ -162,5 +163,6 @@ def main() -> None:
     print("sealed after captured", spread([f["sealed_s"] - f["captured_s"] for f in sealed]), "ms")
     back = {w: [f["seconds"] for f in facts if f["kind"] == "restore" and f["from_memory"] is w]
             for w in (True, False)}  # fmt: skip
-    print("back from memory", spread(back[True]), "ms; from the cold folder", spread(back[False]),
-          f"ms: {statistics.median(back[False]) / statistics.median(back[True]):.1f} times")  # fmt: skip
+    ratio = statistics.median(back[False]) / statistics.median(back[True])
+    print(f"back from memory {spread(back[True])} ms, from the cold folder {spread(back[False])}")
+    print(f"that is {ratio:.1f} times as fast")

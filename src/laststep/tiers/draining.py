@@ -30,6 +30,7 @@ from laststep.process import threads
 from laststep.storage.registry import open_store
 from laststep.tiers.bringing import CopyRoute
 from laststep.tiers.copying import Copier
+from laststep.tiers.noted import note_tiers
 from laststep.tiers.pacing import Pacing
 
 if TYPE_CHECKING:
@@ -97,11 +98,21 @@ class Drains:
     def __init__(
         self, home: Store, orders: Sequence[DrainOrder], tell: Tell, *, rank: int, ranks: int
     ) -> None:
-        self._drains = [Drain(home, order, tell, rank=rank, ranks=ranks) for order in orders]
+        self._home = home
+        self._tell = tell
+        self._urls = [order.url for order in orders]
+        self._is_noted = rank != 0
+        self._drains = [Drain(home, order, self._hear, rank=rank, ranks=ranks) for order in orders]
 
     def start(self) -> None:
         for drain in self._drains:
             drain.start()
+
+    def _hear(self, news: Drained | Draining | DrainFailed) -> None:
+        self._tell(news)
+        if isinstance(news, Drained) and not self._is_noted:
+            self._is_noted = True
+            note_tiers(self._home, self._urls)
 
     def committed(self, at: AttemptName) -> None:
         """A checkpoint is committed at home."""

@@ -13,33 +13,21 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from laststep.catalog.names import AttemptName, parse_folder
 from laststep.catalog.run import Run
-from laststep.errors import Corrupt, LaststepError, NotFound
+from laststep.errors import LaststepError, NotFound
 from laststep.storage.registry import open_store
 from laststep.storage.shared_memory import BASE
 from laststep.terms import MEMORY
 from laststep.tiers.leftovers import SaveFate, rescue
+from laststep.tiers.noted import noted_tiers
 from laststep.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)
-
-_TIERS_NAME = "tiers.json"
-_LIMIT_BYTES = 1 << 20
-
-
-class TiersRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run knows of the tiers that it is drained to."""
-
-    tiers: tuple[str, ...]
-    """Their URLs, nearest first."""
 
 
 class Newest(NamedTuple):
@@ -71,7 +59,7 @@ def standings(run: Run, further: Sequence[str] = ()) -> list[Standing]:
     memory = bases or {MEMORY: BASE}
     found = [one for url, base in memory.items() if (one := _in_memory(run, url, base)) is not None]
     found.append(_of_run(run.store.url, run))
-    behind = [*_recorded(run.store), *(url for url in further if url not in bases)]
+    behind = [*noted_tiers(run.store), *(url for url in further if url not in bases)]
     found += [_of_store(url) for url in dict.fromkeys(behind)]
     return _compared(found)
 
@@ -136,15 +124,3 @@ def _behind(one: Standing, first: Newest) -> Standing:
         one, behind_steps=first.name.step - one.newest.name.step,
         behind_s=0.0 if is_same else max(first.created_s - one.newest.created_s, 0.0),
     )  # fmt: skip
-
-
-def _recorded(store: Store) -> tuple[str, ...]:
-    """The tiers that a run says it is drained to."""
-    try:
-        data = store.read(_TIERS_NAME, limit_bytes=_LIMIT_BYTES)
-        return msgspec.json.decode(data, type=TiersRecord).tiers
-    except NotFound:
-        pass
-    except (Corrupt, msgspec.MsgspecError) as error:
-        log.warning("the tiers of %s are not known: %s: %s", store.url, _TIERS_NAME, error)
-    return ()
