@@ -196,7 +196,7 @@ class RunningParts:
         self.pool, self.capturer, self.client, self.team = pool, capturer, client, team
         self.segment = segment
         self.preflight: threading.Thread | None = None
-        self._is_over: Callable[[], bool] = bool
+        self._is_over: Callable[[], bool] = bool  # never
         ends = [capturer.close, client.close, self._end_preflight, pool.close]
         if segment is not None:
             ends.append(lambda: segment.remove() if self.ends_well else None)
@@ -239,7 +239,7 @@ class RunningParts:
             self.client.up.set()  # there is nothing to wait for
 
     def under_way(self) -> tuple[SaveHandle, ...]:
-        return tuple(save.handle for save in self.client.saves.all() if not save.over)
+        return tuple(save.handle for save in self.saves.all() if not save.over)
 
     def wait(self) -> None:
         """Wait until all saves are over, however they end."""
@@ -342,8 +342,8 @@ class RunningParts:
         self.wait()
         self.close()
         lifetimes.let_be(self)  # not before: the end of the program waits for it here
-        self.client.saves.take_over()
-        for error in self.client.saves.tell():
+        self.saves.take_over()
+        for error in self.saves.tell():
             log.error("a save failed and nobody was there to see it: %s", error)
 
     def abandon(self) -> None:

@@ -8,7 +8,8 @@ waits inside goes on letting handlers in. Where something inside is stuck all th
 signal of the same kind, later than the first by a second, is not held back. Handlers that only take
 note and never raise (`Unheld`) are not held at all.
 
-Only the main thread runs handlers: on any other, nothing here does anything.
+Only the main thread runs handlers: on any other, nothing here does anything, but for `limited`,
+which ends what a thread waits for where a handler could have.
 """
 
 from __future__ import annotations
@@ -139,12 +140,12 @@ def limited(is_over: Callable[[], bool]) -> Iterator[None]:
     could have raised as well. The innermost counts."""
     me = threading.get_ident()
     before = _limits.get(me)
-    _limits[me] = is_over
     try:
+        _limits[me] = is_over
         yield
     finally:
         if before is None:
-            del _limits[me]
+            _limits.pop(me, None)
         else:
             _limits[me] = before
 
