@@ -7,6 +7,7 @@ there: `training` (with nothing saved yet), `idle` (with nothing under way), a p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -104,7 +105,7 @@ class Training:
             preemption=laststep.Preemption(**request["preemption"]), subscribers=[self.tell], **how,
         )  # fmt: skip
         self.gate(request.get("phase", ""))
-        with self.ckpt as ckpt:
+        with contextlib.nullcontext(self.ckpt) if request.get("bare") else self.ckpt as ckpt:
             start = ckpt.restore().next_step
             if how["flush"] == "process":
                 ckpt._client.start()
@@ -132,6 +133,8 @@ class Training:
             self.ckpt.wait()
             self.stand("idle")
         time.sleep(self.request.get("step_s", 0.005))
+        if self.request.get("together"):
+            dist.barrier()
         self.state["t"].fill_(step)
         self.state["n"] = step
 
