@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from laststep.events import Bus
-    from laststep.flush.handle import SaveHandle
+    from laststep.flush.handle import SaveHandle, Stage
     from laststep.flush.saves import Saves
     from laststep.process.signals import Notice
     from laststep.ranks.board import Board
@@ -131,9 +131,7 @@ class Preempting:
             if not problem:
                 with interrupts.limited(self._grace_is_over):
                     handle = self._save(step, save, work.saves, steps)
-                    # Nobody raises it again, and what follows is not interrupted.
-                    error = None if handle is None else handle.exception()
-                    problem = "" if error is None else brief(error)
+                    problem = "" if handle is None else _failure(enough(handle))
         except interrupts.TimeIsUp:
             problem = _LATE
         except LaststepError as error:
@@ -221,6 +219,18 @@ class Preempting:
 
     def _left_s(self, since: Notice) -> float:
         return max(since.came_s + self._watched.grace_s - time.monotonic(), 0.0)
+
+
+def enough(handle: SaveHandle) -> Stage:
+    """What the last save of a job is waited for."""
+    return handle.committed
+
+
+def _failure(stage: Stage) -> str:
+    """Why that stage is not reached; "" where it is. Waits for it, and nobody raises it again."""
+    stage.over_within(None)
+    stage.seen = True
+    return "" if stage.error is None else brief(stage.error)
 
 
 def _goes_on(handle: SaveHandle) -> bool:
