@@ -230,7 +230,7 @@ def test_what_the_grace_did_not_suffice_for_the_flusher_still_commits(
     told: Callable[..., Told], run_folder: Path
 ) -> None:
     trainer = told(
-        phase="training", preemption={"grace": "1 s"}, settings={"flush": "process", "every": 1000}
+        phase="training", preemption={"grace": "2 s"}, settings={"flush": "process", "every": 1000}
     )
     _, flusher = trainer.hear("ready")
     trainer.process.flushers.append(int(flusher))
@@ -287,6 +287,7 @@ def test_a_loop_may_end_by_itself_after_step_has_saved(
     assert report["committed"]
 
 
+@pytest.mark.long
 def test_training_on_another_thread_ends_by_a_file_and_within_the_grace(
     told: Callable[..., Told], run_folder: Path, tmp_path: Path
 ) -> None:

@@ -29,3 +29,12 @@ def test_steps_beyond_the_one_that_was_restored_are_replaced_once() -> None:
         steps.replaces(3, [], "runs/a", overwrite=False)
     steps.restored(0)
     assert not steps.replaces(3, [], "runs/a", overwrite=False)
+
+
+def test_the_newest_is_the_last_that_is_committed() -> None:
+    steps = SavedSteps()
+    assert steps.newest() is None
+    steps.restored(5, [1, 5, 9])
+    assert steps.newest() == 5
+    steps.add([6])
+    assert steps.newest() == 6
