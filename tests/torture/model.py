@@ -172,6 +172,10 @@ class Model(RuleBasedStateMachine):
     def move(self, copy: bool) -> None:
         self.do("move", copy=copy)
 
+    @rule()
+    def copy(self) -> None:
+        self.do("copy")
+
     @rule(rival=st.builds(
         Rival, victim=st.sampled_from(("trainer", "trainer", "flusher", "both", "nobody")),
         fresh=st.booleans(), form=forms, flush=flushes, rules=rules,

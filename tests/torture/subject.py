@@ -7,6 +7,7 @@ values, so that a list of calls is a script.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -27,7 +28,9 @@ from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
 from laststep.cli import app
 from laststep.errors import LaststepError
+from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
+from laststep.tiers.runs import plan_copy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -455,6 +458,28 @@ class Subject:
             (shutil.copytree if copy else shutil.move)(self.path, place)
             self.path = place
 
+    def copy(self) -> None:
+        """All that is sound is copied elsewhere, and nothing else; on the same lineage."""
+        self.settle()
+        if not (before := self.listed()):
+            return
+        here, there = DirectoryStore(self.path), DirectoryStore(self._place())
+        report = plan_copy(here.url, there.url).execute()
+        stayed = {item.folder for item in before} & {item.folder for item in self.listed()}
+        for folder in stayed:  # retention may take others at any time
+            with contextlib.suppress(laststep.NotFound):
+                if is_sound(here, folder) != (folder in report.copied):
+                    raise Violation("wrong", f"{folder} of {here.url}: {report}")
+        if not all(is_sound(there, folder) for folder in report.copied):
+            raise Violation("wrong", f"{there.url} is damaged")
+        if len(report.copied) == len(before):
+            one, other = (
+                [(item.folder, item.on_lineage, item.superseded_by, item.pinned) for item in listed]
+                for listed in (before, Run.open(there).checkpoints())
+            )
+            if one != other:
+                raise Violation("wrong", f"{one} was copied, and is {other}")
+
     # Looking
 
     def run(self) -> Run:
@@ -514,6 +539,11 @@ class Subject:
 
 class _Odd:
     """Of a class that no checkpoint knows."""
+
+
+def is_sound(store: DirectoryStore, folder: str) -> bool:
+    """Whether all of a checkpoint is as it was written."""
+    return not verify_checkpoint(store, folder).damage
 
 
 def as_keep(rules: Rules | None) -> laststep.Keep | None:
