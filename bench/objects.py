@@ -55,7 +55,8 @@ class Bench:
 
     def save(self) -> float:
         """A save until it is committed, not the first of its Checkpointer."""
-        with laststep.Checkpointer(f"{self.url}/run", s=self.state, progress=False) as c:
+        run, keep = f"{self.url}/run", laststep.Keep(last=1)
+        with laststep.Checkpointer(run, s=self.state, progress=False, keep=keep) as c:
             c.restore()
             c.save(self.step).wait()
             began = time.perf_counter()
@@ -100,10 +101,12 @@ class Bench:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-        writer = FsspecWriter(f"{self.url}/dcp-{time.time_ns()}", thread_count=4)
+        writer = FsspecWriter(f"{self.url}/dcp", thread_count=4)
         began = time.perf_counter()
         dcp.save(self.state, storage_writer=writer, no_dist=True)
-        return time.perf_counter() - began
+        spent = time.perf_counter() - began
+        self.bucket.delete(self.bucket.below(f"{self.bucket.prefix}/dcp"))
+        return spent
 
     def clear(self) -> None:
         """Delete all that is below the prefix."""

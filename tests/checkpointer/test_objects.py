@@ -58,6 +58,8 @@ def test_a_run_is_saved_to_and_restored_from_an_object_store(
     assert all(torch.equal(again[name], state[name]) for name in state)
     assert laststep.open(RUN).steps() == [2], "retention kept more than it was told"
     assert server.uploads == {}
+    witnesses = [asked for asked in server.asked if "/start-" in asked.key and "lock" in asked.key]
+    assert not witnesses, "marks that nobody sees were paid for"
     assert not [kept for kept in server.objects.values() if b"hidden-from-all" in kept.data]
 
 
