@@ -122,6 +122,18 @@ def test_a_folder_that_was_made_again_is_not_the_one_that_a_sleeper_knew(
     assert store.list("a") == []
 
 
+def test_a_new_folder_is_empty_whatever_a_dead_writer_left_under_its_name(
+    store: ObjectStore,
+) -> None:
+    store.make_folder("a")
+    store.delete_folder("a")
+    store._bucket.create(store._key("a/manifest"), b"of one that died before it looked again")
+    assert store.list("a") == []
+    store.make_folder("a")
+    assert store.list("a") == []
+    store.create("a/manifest", b"mine")
+
+
 def test_what_a_dead_deleter_left_is_listed_as_temporary_and_can_be_deleted(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 from typing import TYPE_CHECKING
 
@@ -193,8 +194,11 @@ def test_a_failed_part_fails_the_write_and_close_aborts_the_upload(
 ) -> None:
     server.fail("denied", "PUT", 1, query="partNumber=2")
     writer = store.open_writer("x", expected_bytes=4 * transfers.PART_BYTES)
-    with pytest.raises(StorageFailed, match="403"):
-        writer.write_at(0, memoryview(bytes(3 * transfers.PART_BYTES)))
+    memory = mmap.mmap(-1, 3 * transfers.PART_BYTES)
+    with memoryview(memory) as view, pytest.raises(StorageFailed, match="403") as caught:
+        writer.write_at(0, view)
+    assert caught.value.__traceback__ is not None
+    memory.close()  # while somebody handles the error, whose frames hold no view of it
     assert len(server.uploads) == 1
     writer.close()
     assert server.uploads == {}

@@ -162,9 +162,10 @@ class Bucket:
 
     def delete(self, keys: list[str]) -> None:
         """Delete objects; absent ones are fine."""
-        where = keys[0] if keys else ""
+        if not keys:
+            return
         try:
-            self._ask("delete", where, lambda: obstore.delete(self.client, keys))
+            self._ask("delete", keys[0], lambda: obstore.delete(self.client, keys))
         except Missing:  # said by some servers, and then the others are still there
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])

@@ -119,6 +119,9 @@ class ObjectStore(Store):
         if made is None:
             raise taken(self._bucket, self._key(name))
         self._made[name] = made
+        # Who died before it could look again may have left a file in a folder of that name that was
+        # deleted. Nobody else writes here before this returns.
+        self._bucket.delete(self._bucket.below(self._key(name)))
         if above:
             self._settle(name, of_folder=True)
 

@@ -109,13 +109,16 @@ class PartsWriter(_ObjectWriter):
     def write_at(self, offset: int, data: memoryview) -> None:
         """Send the parts that are whole by this, and keep the rest."""
         self.check_open("write")
-        with data.cast("B") as flat:
-            sends: list[tuple[int, memoryview]] = []
+        sends: list[tuple[int, memoryview]] = []
+        # Views are released, not dropped: see `FileWriter.write_at`.
+        with contextlib.ExitStack() as views:
+            flat = views.enter_context(data.cast("B"))
             done = 0
             while done < flat.nbytes:
                 number, within = divmod(offset + done, self._size)
                 count = min(self._size - within, flat.nbytes - done)
-                whole = self._add(number, within, flat[done : done + count])
+                piece = views.enter_context(flat[done : done + count])
+                whole = self._add(number, within, piece)
                 sends += [] if whole is None else [(number, whole)]
                 done += count
             self._send(sends)
@@ -131,7 +134,9 @@ class PartsWriter(_ObjectWriter):
             if data.nbytes == self._size:
                 self._tags[number] = None
                 return data
-            part = self._gathered.setdefault(number, _OpenPart(self._size))
+            if number not in self._gathered:
+                self._gathered[number] = _OpenPart(self._size)
+            part = self._gathered[number]
             part.add(within, data)
             if part.is_whole:
                 self._tags[number] = None
