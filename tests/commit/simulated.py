@@ -421,7 +421,9 @@ class SimulatedRank:
         self.flusher.save = save
         if self.number == 0:
             save.begin()
-        self._participant.go_through(Round(step, save, agreement, trees={"m": self.value}))
+        round_ = Round(step, save, agreement)
+        round_.seal({"m": self.value}, self.number)
+        self._participant.go_through(round_)
         if save.handle.error is not None:
             raise save.handle.error
 
