@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from rank_jobs import check
@@ -39,9 +39,11 @@ class Starts:
         self.base.mkdir()
         self.run = run
 
-    def __call__(self, ranks: int = RANKS, **options: object) -> Job:
+    def __call__(self, ranks: int = RANKS, *, many: bool = False, **options: object) -> Job:
+        """`many`: cut into groups and folders, as jobs of very many ranks are."""
         self._count += 1
-        job = self._start_job(ranks, store=self._store, start=f"start{self._count}")
+        how = {"group": 2, "folders": True} if many else {}
+        job = self._start_job(ranks, store=self._store, start=f"start{self._count}", **how)
         self._store = job.store
         how = {"memory": str(self.base), "host_memory_bytes": 160 * MB, **options}
         job.open(self.run, only=dict.fromkeys(range(ranks), how))
@@ -167,7 +169,7 @@ def newest_of_all(said: dict[Process, list[list[str]]]) -> int:
     return max(min(sealed_steps), *committed)
 
 
-def stand_sealed(starts: Starts, **options: object) -> Job:
+def stand_sealed(starts: Starts, **options: Any) -> Job:
     """A job whose step 1 is committed, and step 2 is sealed by all ranks and will not be."""
     job = starts(**options)
     job.save(1)
@@ -176,9 +178,12 @@ def stand_sealed(starts: Starts, **options: object) -> Job:
     return job
 
 
-def test_a_job_that_died_before_it_decided_is_committed_by_the_next(starts: Starts) -> None:
-    kill(stand_sealed(starts, sharded=True))
-    again = starts(sharded=True)
+@pytest.mark.parametrize("many", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_job_that_died_before_it_decided_is_committed_by_the_next(
+    starts: Starts, *, many: bool
+) -> None:
+    kill(stand_sealed(starts, sharded=True, many=many))
+    again = starts(sharded=True, many=many)
     assert restored_by(again) == 2
     again.save(3)
     again.close()
@@ -207,16 +212,17 @@ def damage(segment: Segment) -> None:
                 pool.write(b"\x01")
 
 
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_is_committed_comes_out_of_memory_too_in_the_same_start_and_the_next(
-    starts: Starts,
+    starts: Starts, *, many: bool
 ) -> None:
-    job = starts()
+    job = starts(many=many)
     job.save(1)
-    for path in starts.run.glob("step-*/*.safetensors"):
+    for path in starts.run.rglob("*.safetensors"):
         path.write_bytes(bytes(path.stat().st_size))
     assert restored_by(job) == 1
     kill(job)
-    again = starts()
+    again = starts(many=many)
     assert restored_by(again) == 1
     again.close()
 

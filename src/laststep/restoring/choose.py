@@ -104,8 +104,8 @@ def look_into_memory(store: Store, ranks: Ranks) -> None:
         return
     places = {folder: checkpoint.segments for folder, checkpoint in found.items()}
     told = ranks.tell(0, msgspec.msgpack.encode(places))
-    if not ranks.rank.is_first:
-        store.open(msgspec.msgpack.decode(told, type=dict[str, tuple[str, ...]]))
+    named = msgspec.msgpack.decode(told, type=dict[str, tuple[str, ...]])
+    together(ranks, lambda: None if ranks.rank.is_first else store.open(named))
     notes = ranks.gather(msgspec.msgpack.encode(list(store.look())))
     store.keep(set.intersection(*(set(msgspec.msgpack.decode(note)) for note in notes)))
 

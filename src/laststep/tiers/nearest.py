@@ -19,7 +19,7 @@ import msgspec
 from laststep.catalog import decision
 from laststep.catalog.epochs import Epochs
 from laststep.catalog.run import Run
-from laststep.errors import LaststepError, NotFound, StorageFailed
+from laststep.errors import Corrupt, LaststepError, NotFound, StorageFailed
 from laststep.format import manifest
 from laststep.format.manifest import Commit
 from laststep.memory import segments
@@ -109,8 +109,9 @@ def _run_id(store: Store) -> str | None:
 def _counts(store: Store, at: AttemptName) -> bool:
     """Whether a sealed save is part of the run: it was committed, or nobody has taken the run over
     since it was sealed. That its own writers could not store it does not matter."""
-    if isinstance(decision.read(store, at.folder), Commit):
-        return True
+    with contextlib.suppress(Corrupt):  # whatever it said: this is sound
+        if isinstance(decision.read(store, at.folder), Commit):
+            return True
     return max(Epochs(store).numbers(), default=0) <= at.epoch
 
 
