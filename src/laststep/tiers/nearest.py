@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from laststep.catalog.names import AttemptName
     from laststep.memory.segments import Segment
     from laststep.storage.store import FileReading, FileWriting, Lock
-    from laststep.tiers.sealed import SealedParts, SealedSave
+    from laststep.tiers.sealed import SealedByRanks, SealedSave
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _let_end(there: Sequence[Segment]) -> None:
             time.sleep(_LOOK_S)  # another process works: there is nothing to be woken by
 
 
-def _whole(there: Iterable[Segment]) -> list[SealedParts]:
+def _whole(there: Iterable[Segment]) -> list[SealedByRanks]:
     """The saves in these segments that all ranks of their job have sealed. An attempt is of one
     start, so its parts are."""
     by_attempt: dict[tuple[str, int, AttemptName], dict[int, tuple[Segment, SealedSave]]] = {}
@@ -86,7 +86,7 @@ def _whole(there: Iterable[Segment]) -> list[SealedParts]:
     ]
 
 
-def _opened(parts: SealedParts) -> list[SealedCheckpoint]:
+def _opened(parts: SealedByRanks) -> list[SealedCheckpoint]:
     """The checkpoint that these parts are; none where they are gone, or fit not together."""
     checkpoint = None
     try:

@@ -95,14 +95,14 @@ def saves_in(segment: Segment) -> list[SealedSave]:
     return saves
 
 
-SealedParts = Sequence[tuple["Segment", SealedSave]]
+SealedByRanks = Sequence[tuple["Segment", SealedSave]]
 """The segments of all ranks that took part in a save, in the order of ranks, and what each has."""
 
 
 class SealedCheckpoint:
     """The files of a save that is whole in shared memory. Close it when done."""
 
-    def __init__(self, parts: SealedParts) -> None:
+    def __init__(self, parts: SealedByRanks) -> None:
         self.segments = tuple(segment.folder for segment, _ in parts)
         self.save = parts[0][1]
         """The first rank's, which would have committed it."""

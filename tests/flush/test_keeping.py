@@ -1,0 +1,212 @@
+"""What a rank keeps in shared memory, and when it goes: the newest that all ranks have stays."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from laststep.catalog.names import AttemptName
+from laststep.flush.keeping import Keeper
+from laststep.flush.protocol import Begin, FileBegin, Seal, Unchanged
+from laststep.flush.under_way import Save
+from laststep.memory import segments
+from laststep.memory.filled import Filled
+from laststep.terms import CHUNK_BYTES
+from laststep.tiers import sealed
+from waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+SLOTS = 8
+
+
+class Writes:
+    """In place of the files of a save: digests what comes."""
+
+    def digests(self, _file: int, _start: int, data: memoryview) -> bytes:
+        return bytes(16) if len(data) else b""
+
+    def rounded(self, _file: int) -> dict[str, str]:
+        return {}
+
+
+class Rank:
+    """The keeper of a rank, and the flusher that it serves."""
+
+    def __init__(self, base: str, rank: int, ranks: int) -> None:
+        size = SLOTS * CHUNK_BYTES
+        self.segment, self.fd = segments.make(base, "run", rank=rank, ranks=ranks, size_bytes=size)
+        self._memory = mmap.mmap(self.fd, size)
+        self._pool = memoryview(self._memory)
+        self.freed: list[int] = []
+        self.told: list[int] = []
+        self._next = 0
+        self._saves: dict[int, Save] = {}
+        self.keeper = Keeper(self.segment, self._pool, self)
+        self.keeper.start(1)
+
+    def begin(self, number: int, chunks: int = 1) -> Save:
+        """A save of so many chunks is announced."""
+        file = FileBegin(
+            name="a.safetensors", item=None, region_bytes=4096, entries=(), has_objects=False,
+            tensor_bytes=chunks * CHUNK_BYTES,
+        )  # fmt: skip
+        begin = Begin(save=number, step=number, overwrite=False, files=(file,), role="first")
+        save = Save(begin=begin, began_s=0.0, at=AttemptName(step=number, epoch=1, attempt=number))
+        save.flush = Writes()  # type: ignore[assignment]
+        self._saves[number] = save
+        self.keeper.begin(save)
+        return save
+
+    def seal(self, number: int, chunks: int = 1) -> None:
+        """It comes, and is whole."""
+        save = self.begin(number, chunks)
+        for chunk in range(chunks):
+            self.keeper.take(save, Filled(0, chunk * CHUNK_BYTES, CHUNK_BYTES, self._next % SLOTS))
+            self._next += 1
+        save.seal = Seal(save=number, objects=(), items=(), metrics=b"{}", metadata=b"null")
+        self.keeper.try_to_seal(save)
+        wait_until(lambda: number in self.told)  # which comes last
+
+    def ended(self, number: int, *, committed: bool) -> None:
+        self.keeper.stored(self._saves[number], committed=committed)
+
+    def steps(self) -> list[int]:
+        return [save.at.step for save in sealed.saves_in(self.segment)]
+
+    def close(self) -> None:
+        self.keeper.close()
+        self._pool.release()
+        self._memory.close()
+        os.close(self.fd)
+
+    # What it serves
+
+    def free(self, slots: Iterable[int]) -> None:
+        self.freed += slots
+
+    def pass_on(self, save: Save, chunk: Filled, sums: bytes) -> None:
+        if self.keeper.release(chunk.slot):
+            self.freed.append(chunk.slot)
+
+    def facts_of(self, save: Save) -> tuple[str, str | None]:
+        return "id", None
+
+    def is_in_memory(self, save: Save) -> None:
+        self.told.append(save.begin.save)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[[int], list[Rank]]]:
+    """`make(n)`: n ranks of a job, on one node."""
+    made: list[Rank] = []
+
+    def go(ranks: int) -> list[Rank]:
+        made.extend(Rank(str(tmp_path), rank, ranks) for rank in range(ranks))
+        return made
+
+    yield go
+    for rank in made:
+        rank.close()
+
+
+def test_of_a_rank_by_itself_the_older_goes_with_the_newer(
+    make: Callable[[int], list[Rank]],
+) -> None:
+    (alone,) = make(1)
+    for number in (1, 2, 3):
+        alone.seal(number)
+        assert alone.steps() == [number]
+
+
+def test_the_older_stays_until_the_newer_is_on_all_ranks(
+    make: Callable[[int], list[Rank]],
+) -> None:
+    first, other = make(2)
+    first.seal(1)
+    other.seal(1)
+    first.seal(2)
+    assert first.steps() == [1, 2]
+    assert other.steps() == [1]
+    other.seal(2)
+    assert other.steps() == [2]
+    first.begin(3)
+    assert first.steps() == [2]
+    assert first.freed == [0]
+
+
+def test_the_older_goes_with_the_newer_once_it_is_committed(
+    make: Callable[[int], list[Rank]],
+) -> None:
+    first, _ = make(2)
+    first.seal(1)
+    first.ended(1, committed=True)
+    first.seal(2)
+    assert first.steps() == [2]
+
+
+def test_a_newer_one_that_is_given_up_before_all_ranks_have_it_goes_and_the_older_stays(
+    make: Callable[[int], list[Rank]],
+) -> None:
+    first, other = make(2)
+    first.seal(1)
+    other.seal(1)
+    first.seal(2)
+    first.ended(1, committed=False)
+    assert first.steps() == [1, 2]
+    first.ended(2, committed=False)
+    assert first.steps() == [1]
+    assert first.freed == [1]
+
+
+def test_what_some_ranks_of_other_nodes_may_have_is_not_waited_for(
+    make: Callable[[int], list[Rank]],
+) -> None:
+    first, other = make(2)
+    other.segment.remove()
+    first.seal(1)
+    first.seal(2)
+    assert first.steps() == [2]
+
+
+def test_when_the_trainer_is_gone_nothing_goes_any_more(
+    make: Callable[[int], list[Rank]],
+) -> None:
+    (alone,) = make(1)
+    alone.seal(1, chunks=5)
+    alone.begin(2, chunks=6)  # there is no room for both
+    alone.keeper.nothing_more_comes()
+    alone.ended(1, committed=False)
+    assert alone.steps() == [1]
+
+
+def test_where_there_is_no_room_for_two_the_older_goes_when_its_end_is_known(
+    make: Callable[[int], list[Rank]],
+) -> None:
+    first, _ = make(2)
+    first.seal(1, chunks=5)
+    first.begin(2, chunks=6)
+    assert first.steps() == [1]
+    first.ended(1, committed=False)
+    assert first.steps() == []
+
+
+def test_what_did_not_change_is_had_from_the_save_that_lends_it_and_from_no_other(
+    make: Callable[[int], list[Rank]],
+) -> None:
+    first, _ = make(2)
+    first.seal(1)
+    first.seal(2)
+    save = first.begin(3)
+    said = Unchanged(save=3, of=1, chunks=((0, 0, CHUNK_BYTES),))
+    assert first.keeper.inheritable(save, said) == said.chunks
+    save.lender = 1
+    save.seal = Seal(save=3, objects=(), items=(), metrics=b"{}", metadata=b"null")
+    first.keeper.inherit(save, [(0, 0)])
+    slots = {kept.at.step: kept.slots for kept in sealed.saves_in(first.segment)}
+    assert slots[3] == slots[1] != slots[2]
