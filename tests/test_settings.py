@@ -19,6 +19,13 @@ def test_as_many_threads_read_as_there_are_cores_two_in_each_rank_at_the_least(
     assert Settings().readers(ranks) == threads
 
 
+def test_threads_that_wait_for_a_server_need_no_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert [Settings().readers(ranks, remote=True) for ranks in (1, 2, 8)] == [8, 4, 2]
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert Settings().readers(1, remote=True) == Settings().readers(1)
+
+
 def test_a_mean_time_between_failures_that_nobody_reckons_with_is_refused() -> None:
     with pytest.raises(Usage, match="every='auto'"):
         Settings(mtbf="6 h", every=10)

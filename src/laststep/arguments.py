@@ -275,12 +275,14 @@ def restore_request(
     *,
     strict: object,
     exact: object,
+    remote: bool,
 ) -> RestoreRequest:
     """What restore() was asked for."""
     return RestoreRequest(
         step=None if step is None else plain_step(step), only=patterns(only),
         strict=true_or_false("strict", strict), exact=true_or_false("exact", exact),
-        allow_pickle=settings.allow_pickle, threads=settings.readers(ranks_here),
+        allow_pickle=settings.allow_pickle,
+        threads=settings.readers(ranks_here, remote=remote),
     )  # fmt: skip
 
 

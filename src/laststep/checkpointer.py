@@ -391,7 +391,13 @@ class Checkpointer(single.OnlyOne):
             here = ranks_on_this_node(self._rank)
             return self._restore(
                 arguments.restore_request(
-                    step, only, self._settings, here, strict=strict, exact=exact
+                    step,
+                    only,
+                    self._settings,
+                    here,
+                    strict=strict,
+                    exact=exact,
+                    remote=self._store.same_everywhere,
                 )
             )
 

@@ -114,6 +114,7 @@ class Preemption(Checked, frozen=True, kw_only=True):
             )  # fmt: skip
 
 
+_READERS_OF_SERVERS = 8
 _READERS_OF_ONE = 2
 """However many share a machine: while one verifies, the other reads."""
 MIN_SLOTS = 4
@@ -173,9 +174,11 @@ class Settings(Checked, frozen=True, kw_only=True):
             return Checked.advice(name, value)
         return f"{name} is a setting: an item of that name goes by items={{{name!r}: …}}"
 
-    def readers(self, ranks_here: int = 1) -> int:
-        """Threads that read on restore; ranks of one machine share them."""
-        return max(min(4 * self.writers, os.cpu_count() or 1) // ranks_here, _READERS_OF_ONE)
+    def readers(self, ranks_here: int = 1, *, remote: bool = False) -> int:
+        """Threads that read on restore; ranks of one machine share them. Those that read from a
+        `remote` server mostly wait for it, and need no core each."""
+        cores = max(os.cpu_count() or 1, _READERS_OF_SERVERS if remote else 1)
+        return max(min(4 * self.writers, cores) // ranks_here, _READERS_OF_ONE)
 
 
 def compression_of(item: str | None, asked: str | Mapping[str, str]) -> str:
