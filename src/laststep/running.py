@@ -29,7 +29,7 @@ from laststep.saving import preflight as sizing
 from laststep.settings import WAIT_FOR_OTHERS_S, FlushIn
 from laststep.storage.registry import import_path, local_path
 from laststep.terms import CHUNK_BYTES
-from laststep.tiers.draining import DrainOrder
+from laststep.tiers.drains import DrainOrder
 from laststep.tiers.sealed import saves_in
 
 if TYPE_CHECKING:

@@ -54,6 +54,8 @@ class Job:
     def __init__(self) -> None:
         self.over: Callable[[int], None] = lambda _save: None
 
+    url = "a run"
+
     def close(self) -> None: ...
 
 

@@ -48,7 +48,7 @@ def main(base: str, run: str, saves: int, *, stuck: bool) -> None:
         run = f"stuck://{run}"
     with laststep.Checkpointer(
         tiers=[f"shm://{base}", run], state=state, host_memory_bytes=160 << 20, progress=False,
-        flush="thread" if stuck else "process", subscribers=[tell],
+        flush="thread" if stuck else "process", subscribers=[tell], keep=laststep.Keep(last=3),
     ) as ckpt:  # fmt: skip
         restored = ckpt.restore()
         found = {

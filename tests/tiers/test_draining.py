@@ -14,7 +14,7 @@ from laststep import events
 from laststep.catalog.names import AttemptName
 from laststep.errors import StorageFailed
 from laststep.storage.directory import DirectoryStore
-from laststep.tiers.draining import Drained, DrainFailed, DrainOrder, Drains
+from laststep.tiers.drains import Drained, DrainFailed, DrainOrder, Drains
 from laststep.tiers.tier import Tier
 from waiting import wait_until
 

@@ -174,7 +174,7 @@ def kill_at_random(
 ) -> None:
     promised = -1
     for _ in range(trials):
-        trainer = Trained(trainers, base, run, 10**6)
+        trainer = Trained(trainers, base, run, 100)
         _, step, *found = trainer.until("restored")
         if promised >= 0:
             assert int(step) >= promised

@@ -54,7 +54,7 @@ from laststep.flush.protocol import (
 from laststep.flush.saves import Saves
 from laststep.flush.tier_news import TierNews
 from laststep.process import interrupts, threads
-from laststep.tiers.draining import Drained, DrainFailed, Draining
+from laststep.tiers.drains import Drained, DrainFailed, Draining
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

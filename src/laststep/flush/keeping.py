@@ -86,39 +86,6 @@ class KeeperServes(Protocol):
         """Hear of a save that is whole."""
 
 
-class NothingKept:
-    """What a flusher has without shared memory that outlives it: every slot goes back at once."""
-
-    def start(self, count: int) -> None: ...
-
-    def close(self) -> None: ...
-
-    def nothing_more_comes(self) -> None: ...
-
-    def rescue(self, store: Store) -> None: ...
-
-    def begin(self, save: Save) -> None: ...
-
-    def takes(self, save: Save) -> bool:
-        return False
-
-    def take(self, save: Save, chunk: Filled) -> None: ...
-
-    def inheritable(self, save: Save, said: Unchanged) -> tuple[tuple[int, int, int], ...]:
-        return said.chunks
-
-    def inherit(self, save: Save, places: Iterable[Place]) -> None: ...
-
-    def release(self, slot: int) -> bool:
-        return True
-
-    def try_to_seal(self, save: Save) -> None: ...
-
-    def stored(self, save: Save, *, committed: bool) -> None: ...
-
-    def forget_predecessors(self) -> None: ...
-
-
 class Keeper:
     """Holds slots; several threads digest."""
 
@@ -126,8 +93,8 @@ class Keeper:
         self._segment = segment
         self._pool = pool
         self._flusher = flusher
-        self._lock = threading.Lock()
-        """Guards all that follows."""
+        self._lock = threading.Condition()
+        """Guards all that follows; told when a save is sealed."""
         self._holders: Counter[int] = Counter()
         """How many want a slot to stay as it is: the disk, and each save that is kept."""
         self._coming: dict[int, KeptSave] = {}
@@ -304,16 +271,26 @@ class Keeper:
             with self._lock:
                 del self._coming[number]
                 freed = self._released(mine)
+                self._lock.notify_all()
             self._flusher.free(freed)
             return
+        self._flusher.is_in_memory(save)
         with self._lock:
             mine.records = (record.name,)
             self._kept = sorted([*self._kept, mine], key=lambda kept: kept.number)
             del self._coming[number]
             self._needs.pop(number, None)
             freed = self._drop_older()
+            self._lock.notify_all()
         self._flusher.free(freed)
-        self._flusher.is_in_memory(save)
+
+    def settle(self, save: Save) -> None:
+        """All of a save has come: see to it that it is whole here, if it can be, before anybody is
+        told that it is stored."""
+        self.try_to_seal(save)
+        with self._lock:
+            while save.begin.save in self._coming and self._coming[save.begin.save].is_sealing:
+                self._lock.wait()
 
     def stored(self, save: Save, *, committed: bool) -> None:
         """It is known what became of a save elsewhere: nothing more will be written of it."""
@@ -400,3 +377,8 @@ def _is_whole(save: Save, kept: KeptSave) -> bool:
     """Whether all of it is there and digested; chunks never overlap."""
     wanted = sum(-(-file.tensor_bytes // CHUNK_BYTES) for file in save.begin.files)
     return len(kept.digests) == wanted
+
+
+def keeper_in(folder: str, pool: memoryview, flusher: KeeperServes) -> Keeper:
+    """That of the segment in a folder."""
+    return Keeper(segments.opened(folder), pool, flusher)

@@ -27,7 +27,7 @@ from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemR
 from laststep.format.safetensors import TensorEntry
 from laststep.memory.filled import Filled
 from laststep.settings import Compression
-from laststep.tiers.draining import Drained, DrainFailed, Draining, DrainOrder
+from laststep.tiers.drains import Drained, DrainFailed, Draining, DrainOrder
 
 if TYPE_CHECKING:
     from laststep.plan.files import FilePlan

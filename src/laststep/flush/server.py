@@ -26,7 +26,6 @@ from laststep.flush import lending
 from laststep.flush.coder import Compressor
 from laststep.flush.deriving import Misses
 from laststep.flush.epoch import WriterEpoch
-from laststep.flush.keeping import Keeper, NothingKept
 from laststep.flush.protocol import (
     Begin,
     Begun,
@@ -55,21 +54,22 @@ from laststep.flush.protocol import (
     WrittenBytes,
 )
 from laststep.flush.under_way import Save
+from laststep.flush.unkept import NothingKept
 from laststep.flush.witnessing import WitnessHold
 from laststep.flush.writer import SaveFlush
 from laststep.format.group import GroupManifest
 from laststep.format.manifest import Commit, FileRecord, shared_bytes
-from laststep.memory import segments
 from laststep.process import threads
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES, MEMORY
-from laststep.tiers.draining import Drains
+from laststep.tiers.drains import Drains
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from laststep.catalog.epochs import Trainer
+    from laststep.flush.keeping import Keeper
     from laststep.flush.lending import Lender
     from laststep.memory.filled import Filled
 
@@ -105,7 +105,9 @@ class Flusher:
         self._was_told_bye = False
         self._keeper: Keeper | NothingKept = NothingKept()
         if orders.segment is not None:
-            self._keeper = Keeper(segments.opened(orders.segment), pool, self)
+            from laststep.flush.keeping import keeper_in  # every start waits for what is imported
+
+            self._keeper = keeper_in(orders.segment, pool, self)
         self._witness = WitnessHold(self._store, connection)
         self._given_up = False
         self._lending: tuple[int, dict[str, Lender]] = (0, {})
@@ -349,6 +351,7 @@ class Flusher:
             save.wait_for_all_chunks()
             committed = False
             try:
+                self._keeper.settle(save)
                 self._finish(save)
                 committed = True
             except Exception as error:  # noqa: BLE001 (told to the trainer, and logged)

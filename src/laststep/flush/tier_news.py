@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from laststep.events import Bus, TierHolds, TierLags, WorkAtRisk
-from laststep.tiers.draining import Drained, DrainFailed, Draining
+from laststep.tiers.drains import Drained, DrainFailed, Draining
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,26 +17,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from laststep.catalog.names import AttemptName, copying_name, parse_folder
-from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, Corrupt, LaststepError, NotFound, StorageFailed
 from laststep.process import threads
 from laststep.storage.registry import open_store
 from laststep.tiers.bringing import CopyRoute
 from laststep.tiers.copying import Copier
-from laststep.tiers.noted import note_tiers
+from laststep.tiers.drains import Drained, DrainFailed, Draining
 from laststep.tiers.pacing import Pacing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from laststep.catalog.names import AttemptName
     from laststep.storage.store import Store
+    from laststep.tiers.drains import DrainOrder, Tell
 
 log = logging.getLogger(__name__)
 
@@ -48,87 +44,6 @@ _PATIENCE_S = 900.0
 """So long the first rank waits for the files of the others, without any news."""
 _REMEMBERED = 8
 _PROBE_LIMIT_BYTES = 1 << 16
-
-
-class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a flusher is told of a further tier."""
-
-    url: str
-    opener: str | None = None
-    """What opens it, where that is no store of ours."""
-    every: int = 1
-    keep: Keep | None = None
-    bytes_per_s: float | None = None
-
-    def is_due(self, at: AttemptName) -> bool:
-        """Whether that checkpoint goes there; all ranks come to the same answer."""
-        return (at.attempt - 1) % self.every == 0
-
-
-class _News(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """What is told of a checkpoint on its way to a tier; the flusher passes it on as it is."""
-
-    at: AttemptName
-    tier: str
-
-
-class Drained(_News, frozen=True, kw_only=True):
-    """A further tier holds a checkpoint."""
-
-
-class Draining(_News, frozen=True, kw_only=True):
-    """So much of a checkpoint is at a further tier."""
-
-    done_bytes: int
-    size_bytes: int
-
-
-class DrainFailed(_News, frozen=True, kw_only=True):
-    """A checkpoint is not at a further tier yet; it will be tried again."""
-
-    reason: str
-
-
-Tell = Callable[[Drained | Draining | DrainFailed], None]
-
-
-class Drains:
-    """All further tiers of a run."""
-
-    def __init__(
-        self, home: Store, orders: Sequence[DrainOrder], tell: Tell, *, rank: int, ranks: int
-    ) -> None:
-        self._home = home
-        self._tell = tell
-        self._urls = [order.url for order in orders]
-        self._is_noted = rank != 0
-        self._drains = [Drain(home, order, self._hear, rank=rank, ranks=ranks) for order in orders]
-
-    def start(self) -> None:
-        for drain in self._drains:
-            drain.start()
-
-    def _hear(self, news: Drained | Draining | DrainFailed) -> None:
-        self._tell(news)
-        if isinstance(news, Drained) and not self._is_noted:
-            self._is_noted = True
-            note_tiers(self._home, self._urls)
-
-    def committed(self, at: AttemptName) -> None:
-        """A checkpoint is committed at home."""
-        for drain in self._drains:
-            drain.committed(at)
-
-    def needed(self) -> frozenset[str]:
-        """The folders at home that are to be brought somewhere: retention spares them."""
-        return frozenset(folder for drain in self._drains for folder in drain.needed())
-
-    def close(self, *, at_once: bool) -> None:
-        """End: when what is due has been brought, or has failed once; or at once."""
-        for drain in self._drains:
-            drain.ask_to_end(at_once=at_once)
-        for drain in self._drains:
-            drain.join()
 
 
 class Drain:

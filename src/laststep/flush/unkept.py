@@ -1,0 +1,48 @@
+"""A flusher without shared memory that outlives it; `keeping` is for those that have some."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from laststep.flush.protocol import Unchanged
+    from laststep.flush.under_way import Save
+    from laststep.memory.filled import Filled
+    from laststep.storage.store import Store
+
+
+class NothingKept:
+    """What a flusher has without shared memory that outlives it: every slot goes back at once."""
+
+    def start(self, count: int) -> None: ...
+
+    def close(self) -> None: ...
+
+    def nothing_more_comes(self) -> None: ...
+
+    def rescue(self, store: Store) -> None: ...
+
+    def begin(self, save: Save) -> None: ...
+
+    def takes(self, save: Save) -> bool:
+        return False
+
+    def take(self, save: Save, chunk: Filled) -> None: ...
+
+    def inheritable(self, save: Save, said: Unchanged) -> tuple[tuple[int, int, int], ...]:
+        return said.chunks
+
+    def inherit(self, save: Save, places: Iterable[tuple[int, int]]) -> None: ...
+
+    def release(self, slot: int) -> bool:
+        return True
+
+    def try_to_seal(self, save: Save) -> None: ...
+
+    def settle(self, save: Save) -> None: ...
+
+    def stored(self, save: Save, *, committed: bool) -> None: ...
+
+    def forget_predecessors(self) -> None: ...
