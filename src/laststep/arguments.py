@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_STEP = (1 << 62) - 1
-SETTINGS = ("items", "keep", *Settings.__struct_fields__, "preemption", "subscribers")
+SETTINGS = ("items", "keep", "tiers", *Settings.__struct_fields__, "preemption", "subscribers")
 _RETENTION = Keep.__struct_fields__
 """The rules of Keep, which are asked for as settings: `keep_last=3`."""
 

@@ -33,7 +33,7 @@ from laststep.plan.tables import TableItem, TableTensor
 from laststep.ranks.rank import Rank
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "storage"))
-from memory_store import MemoryStore, files
+from laststep.storage.memory import MemoryStore, clear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -461,5 +461,4 @@ class SimulatedJob:
         return [one.step for one in found if isinstance(one, Commit)]
 
     def close(self) -> None:
-        for url in [url for url in files if url.startswith(f"{self.store.url}/")]:
-            del files[url]
+        clear(self.store.url)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+import laststep
 from laststep.catalog.names import AttemptName
 from laststep.flush.keeping import Keeper
 from laststep.flush.protocol import Begin, FileBegin, Seal, Unchanged
@@ -210,3 +213,22 @@ def test_what_did_not_change_is_had_from_the_save_that_lends_it_and_from_no_othe
     first.keeper.inherit(save, [(0, 0)])
     slots = {kept.at.step: kept.slots for kept in sealed.saves_in(first.segment)}
     assert slots[3] == slots[1] != slots[2]
+
+
+def test_a_save_is_in_memory_before_it_is_committed_however_late_those_come_who_digest(
+    tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try_to_seal = Keeper.try_to_seal
+
+    def late(keeper: Keeper, save: Save) -> None:
+        if threading.current_thread().name == "laststep-finish":
+            try_to_seal(keeper, save)
+
+    monkeypatch.setattr(Keeper, "try_to_seal", late)
+    tiers = [f"shm://{tmp_path}", str(run_folder)]
+    with laststep.Checkpointer(
+        tiers=tiers, state={"w": torch.ones(1000)}, flush="thread", progress=False,
+        host_memory_bytes=128 << 20,
+    ) as ckpt:  # fmt: skip
+        ckpt.restore()
+        assert set(ckpt.save(1).result().tiers) == {"shm://", str(run_folder)}

@@ -69,9 +69,10 @@ def arranged(
     """What a user has named, as the place of a run or as several tiers."""
     if run is not None and not tiers:
         return Arranged(None, run, keep)
-    if run is not None or not isinstance(tiers, list | tuple):
+    if run is not None or not tiers or not isinstance(tiers, list | tuple):
         raise Usage(
-            "a run has one place, or several tiers", found=f"{shown(run)}, tiers={shown(tiers)}",
+            "a run has one place, or several tiers",
+            found="neither" if run is None and not tiers else f"{shown(run)}, tiers={shown(tiers)}",
             expected="the path or URL of a run, or tiers=[…]",
             remedy="pass Checkpointer('runs/gpt', …) or Checkpointer(tiers=['shm://', 'runs/gpt'])",
         )  # fmt: skip
