@@ -1,0 +1,70 @@
+"""State of a device in shared memory: what did not change is there once, and comes back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+from laststep.memory import segments
+from laststep.tiers import sealed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.gpu
+
+MB = 1 << 20
+
+
+def state_of(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "frozen": torch.arange(24 * MB, dtype=torch.float32, device="cuda"),
+        "trained": torch.full((6 * MB,), value, device="cuda"),
+    }
+
+
+def opened(base: Path, run: Path, state: dict[str, torch.Tensor]) -> laststep.Checkpointer:
+    return laststep.Checkpointer(
+        tiers=[f"shm://{base}", str(run)], state=state, host_memory_bytes=512 * MB, progress=False
+    )
+
+
+def fail_after(base: Path, run: Path, steps: int) -> list[laststep.SaveReport]:
+    """Save so many steps, and end by an error; what the saves came to."""
+    state, reports = state_of(0.0), []
+
+    def train() -> None:
+        with opened(base, run, state) as ckpt:
+            ckpt.restore()
+            for step in range(steps):
+                state["trained"].fill_(step)
+                reports.append(ckpt.save(step).result())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    return reports
+
+
+def test_what_did_not_change_is_in_memory_once_and_all_of_it_comes_back(
+    tmp_path: Path, run_folder: Path
+) -> None:
+    reports = fail_after(tmp_path, run_folder, 3)
+    assert all("shm://" in report.tiers for report in reports)
+    assert reports[-1].unchanged_bytes > 80 * MB  # it did not cross to the host again
+    (segment,) = segments.found(str(tmp_path))
+    (save,) = sealed.saves_in(segment)
+    assert save.at.step == 2
+    for file in run_folder.glob("step-*/*.safetensors"):
+        with file.open("r+b") as stored:
+            stored.seek(file.stat().st_size // 2)
+            stored.write(b"damage")  # so that it can come out of memory alone
+    state = state_of(-1.0)
+    state["frozen"].zero_()
+    with opened(tmp_path, run_folder, state) as ckpt:
+        assert ckpt.restore().step == 2
+    assert torch.equal(state["frozen"], state_of(0.0)["frozen"])
+    assert bool((state["trained"] == 2).all())
