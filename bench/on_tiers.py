@@ -43,9 +43,14 @@ def opened(
     training: GPTTraining, folder: Path, *, several: bool, host_bytes: int
 ) -> laststep.Checkpointer:
     home = str(folder / ("home" if several else "alone"))
-    tiers = ["shm://", home, str(folder / "far")] if several else [home]
+    far = laststep.Tier(str(folder / "far"), keep=laststep.Keep(last=1))
+    tiers: list[str | laststep.Tier] = ["shm://", home, far] if several else [home]
     return laststep.Checkpointer(
-        tiers=tiers, items=training.items(), host_memory_bytes=host_bytes, progress=False
+        tiers=tiers,
+        items=training.items(),
+        host_memory_bytes=host_bytes,
+        progress=False,
+        keep=laststep.Keep(last=1),
     )
 
 

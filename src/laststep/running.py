@@ -66,6 +66,8 @@ def pool_in(
     of shared memory there, which outlives both."""
     if base is None:
         return Pool(cap_bytes, pinned=pinned), None
+    if pinned:
+        segments.refuse_disks(base)
     size = max(cap_bytes // CHUNK_BYTES, 1) * CHUNK_BYTES
     segment, fd = segments.make(base, run, rank=rank.number, ranks=rank.ranks, size_bytes=size)
     try:

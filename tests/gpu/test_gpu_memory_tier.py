@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,11 +14,18 @@ from laststep.memory import segments
 from laststep.tiers import sealed
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.gpu
 
 MB = 1 << 20
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """Where segments lie: in memory, since a device writes there."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 def state_of(value: float) -> dict[str, torch.Tensor]:
@@ -50,12 +59,12 @@ def fail_after(base: Path, run: Path, steps: int) -> list[laststep.SaveReport]:
 
 
 def test_what_did_not_change_is_in_memory_once_and_all_of_it_comes_back(
-    tmp_path: Path, run_folder: Path
+    base: Path, run_folder: Path
 ) -> None:
-    reports = fail_after(tmp_path, run_folder, 3)
+    reports = fail_after(base, run_folder, 3)
     assert all("shm://" in report.tiers for report in reports)
     assert reports[-1].unchanged_bytes > 80 * MB  # it did not cross to the host again
-    (segment,) = segments.found(str(tmp_path))
+    (segment,) = segments.found(str(base))
     (save,) = sealed.saves_in(segment)
     assert save.at.step == 2
     for file in run_folder.glob("step-*/*.safetensors"):
@@ -64,7 +73,7 @@ def test_what_did_not_change_is_in_memory_once_and_all_of_it_comes_back(
             stored.write(b"damage")  # so that it can come out of memory alone
     state = state_of(-1.0)
     state["frozen"].zero_()
-    with opened(tmp_path, run_folder, state) as ckpt:
+    with opened(base, run_folder, state) as ckpt:
         assert ckpt.restore().step == 2
     assert torch.equal(state["frozen"], state_of(0.0)["frozen"])
     assert bool((state["trained"] == 2).all())

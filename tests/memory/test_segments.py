@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from laststep.errors import StorageFailed
 from laststep.memory import segments
+from laststep.process import kernel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,3 +56,12 @@ def test_what_somebody_is_making_is_no_debris(base: str, monkeypatch: pytest.Mon
 def test_where_there_is_nothing_nothing_is_made(base: str, tmp_path: Path) -> None:
     assert segments.remove_debris(base) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_lies_on_a_disk_is_no_memory_for_a_device(run_folder: Path) -> None:
+    run_folder.mkdir()
+    segments.refuse_disks("/dev/shm")
+    if kernel.filesystem_of(str(run_folder)) in ("tmpfs", "ramfs"):
+        pytest.skip("this machine has no disk")
+    with pytest.raises(StorageFailed, match="no shared memory"):
+        segments.refuse_disks(str(run_folder))

@@ -24,6 +24,7 @@ import msgspec
 
 from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Corrupt, StorageFailed
+from laststep.process import kernel
 from laststep.process.identity import pid_namespace, process_started
 from laststep.storage.shared_memory import BASE, RUNS, made_own_folder, own_folder
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _POOL, _OWNER, _RECORD = "pool", "owner.json", "sealed-"
 _BEING_MADE = "new-"
+_IN_MEMORY = ("tmpfs", "ramfs")
 _SMALL_BYTES = 64 << 20
 """What containers have in /dev/shm unless somebody asks for more."""
 
@@ -176,6 +178,18 @@ def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tupl
             raise _too_small(base, free, size_bytes) from error
         raise _failed("cannot make a segment of shared memory", place, error) from error
     return Segment(folder, owner), fd
+
+
+def refuse_disks(base: str) -> None:
+    """`StorageFailed` for a place that is not in memory: a device cannot write to pages of a disk's
+    cache."""
+    kind = kernel.filesystem_of(base)
+    if kind not in _IN_MEMORY:
+        raise StorageFailed(
+            "this is no shared memory, which a device could write to", where=base,
+            expected=f"a filesystem in memory ({', '.join(_IN_MEMORY)})", found=kind or "no such",
+            remedy="mount a tmpfs there, or name one: Tier('shm:///path/of/it')",
+        )  # fmt: skip
 
 
 def opened(folder: str) -> Segment:
