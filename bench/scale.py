@@ -25,7 +25,11 @@ sys.path[:1] = [str(ROOT), str(ROOT / "src")]
 
 import msgspec  # noqa: E402
 
-from laststep.commit.receipts import (  # noqa: E402
+from laststep.format import group as grouping  # noqa: E402
+from laststep.format.manifest import Commit, FileRecord, encode  # noqa: E402
+from laststep.plan.files import folder_of  # noqa: E402
+from laststep.plan.groups import Groups, cut  # noqa: E402
+from laststep.plan.receipts import (  # noqa: E402
     ItemTally,
     Receipt,
     Summary,
@@ -34,10 +38,6 @@ from laststep.commit.receipts import (  # noqa: E402
     objection_to,
     summarise,
 )
-from laststep.format import group as grouping  # noqa: E402
-from laststep.format.manifest import Commit, FileRecord, encode  # noqa: E402
-from laststep.plan.files import folder_of  # noqa: E402
-from laststep.plan.groups import Groups, cut  # noqa: E402
 from laststep.plan.tables import (  # noqa: E402
     Agreement,
     Replicas,
