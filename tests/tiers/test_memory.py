@@ -57,6 +57,8 @@ class Trained:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         running.append(self.process)
         self.said: list[tuple[str, ...]] = []
+        self.left_behind = 0
+        """The flusher, once the trainer was killed."""
 
     def until(self, *words: object) -> tuple[str, ...]:
         """Wait until it says a line that begins so."""
@@ -73,9 +75,10 @@ class Trained:
         return next(pid for pid in map(int, children.split()) if is_flusher(pid))
 
     def kill(self, *, with_flusher: bool = True) -> None:
-        flusher = self.flusher() if with_flusher else None
-        if flusher is not None:
+        flusher = self.flusher()
+        if with_flusher:
             os.kill(flusher, signal.SIGKILL)
+        self.left_behind = flusher
         self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None
@@ -87,7 +90,10 @@ class Trained:
 
 
 def is_flusher(pid: int) -> bool:
-    return b"laststep.flush" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    try:
+        return b"laststep.flush" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def state_of(value: float = -1.0) -> dict[str, torch.Tensor]:
@@ -185,6 +191,7 @@ def kill_at_random(
         trainer.kill(with_flusher=chance.random() < 0.5 if only is None else only)
         promised = max(promised, trainer.newest("TierHolds", "Committed"))
         assert len(segments.found(base)) <= 2
+    wait_until(lambda: not is_flusher(trainer.left_behind))  # which may still write to the run
 
 
 def test_a_job_that_ends_leaves_nothing_in_memory(base: str, run_folder: Path) -> None:
