@@ -28,6 +28,7 @@ import laststep
 from bench.files import make_cold
 from bench.hardware import commit, hardware
 from bench.state import GPTTraining
+from laststep.memory import segments
 
 ROOT = Path(__file__).resolve().parents[1]
 SAVES = 3
@@ -118,6 +119,8 @@ def repetition(options: argparse.Namespace) -> list[dict[str, object]]:
             done = subprocess.run(command, stdout=subprocess.PIPE, check=False)  # it kills itself
             facts += [json.loads(line) for line in done.stdout.splitlines()]
     finally:
+        for segment in segments.found(run=str(folder / "home")):
+            segment.remove()
         shutil.rmtree(folder)
     return facts
 
