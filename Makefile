@@ -16,7 +16,7 @@ WORKERS ?= 4
 ONEDNN_MAX_CPU_ISA ?= AVX2
 export ONEDNN_MAX_CPU_ISA
 
-.PHONY: help install demo test test-long format lint types layers tests torture bench clean
+.PHONY: help install demo test test-long format lint types layers tests soak torture bench clean
 
 help:
 	@echo "make install   $(VENV) with all that is needed; the others do it first. It downloads torch:"
@@ -26,6 +26,7 @@ help:
 	@echo "make test      everything that must be green: style, types, layers, tests"
 	@echo "make test-long more pairs of layouts, more ranks with DCP"
 	@echo "make torture   tests/torture: more than 10,000 faults of every kind, in two hours"
+	@echo "make soak      an hour of saves to three tiers, with faults in each"
 	@echo "make bench     measure on this machine"
 	@echo "make clean     remove what the above left behind, except $(VENV)"
 
@@ -79,6 +80,10 @@ tests: $(STAMP)
 test-long: $(STAMP)
 	@echo "== pytest -m long"
 	@$(BIN)/python -m pytest -q --tb=short -m long $(PYTEST_ARGS)
+
+soak: $(STAMP)
+	@echo "== tests/soak/soak.py"
+	@$(BIN)/python tests/soak/soak.py $(SOAK_ARGS)
 
 torture: $(STAMP)
 	@echo "== tests/torture/torture.py"
