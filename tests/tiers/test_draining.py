@@ -233,29 +233,72 @@ class Said:
         return [news.at.step for news in self.news if isinstance(news, Drained)]
 
 
-def test_ranks_bring_their_own_files_and_the_first_commits(
-    places: Places, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laststep.tiers.draining._LOOK_S", 0.01)
+    monkeypatch.setattr("laststep.tiers.draining._LAST_PATIENCE_S", 0.05)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_ranks_bring_their_own_files_and_the_first_commits(places: Places) -> None:
     """Files of three ranks, as far as a drain cares: what is copied is a checkpoint of one, whose
     files are shared out."""
-    monkeypatch.setattr("laststep.tiers.draining._LOOK_S", 0.01)
     with laststep.Checkpointer(places.home, state=places.state) as ckpt:
         ckpt.restore()
         at = attempt_of(places.save(ckpt, 4))
-    home, order = DirectoryStore(str(places.home)), DrainOrder(url=str(places.far))
     heard = [Said() for _ in range(3)]
-    drains = [
-        Drains(home, [order], said.news.append, rank=rank, ranks=3)
-        for rank, said in enumerate(heard)
-    ]
+    drains = drains_of(places, heard)
     for each in reversed(drains):  # the first is the last to hear of it
         each.start()
         each.committed(at)
     wait_until(lambda: heard[0].drained() == [4])
     for each in drains:
-        each.close(at_once=True)
+        each.close(at_once=False)
     assert places.steps(places.far) == [4]
     assert not any(isinstance(news, DrainFailed) for said in heard for news in said.news)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_rank_brings_what_the_first_has_begun_with_and_then_what_is_newer(
+    places: Places,
+) -> None:
+    with laststep.Checkpointer(places.home, state=places.state) as ckpt:
+        ckpt.restore()
+        older, newer = (attempt_of(places.save(ckpt, step)) for step in (1, 2))
+    heard = [Said() for _ in range(2)]
+    first, other = drains_of(places, heard)
+    for at in (older, newer):  # it knows of both before the first begins with the older
+        other.committed(at)
+    other.start()
+    first.committed(older)
+    first.start()
+    wait_until(lambda: 1 in heard[0].drained())
+    first.committed(newer)
+    wait_until(lambda: 2 in heard[0].drained())
+    for each in (first, other):
+        each.close(at_once=False)
+    assert places.steps(places.far) == [1, 2]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_rank_ends_though_the_first_has_never_begun(places: Places) -> None:
+    with laststep.Checkpointer(places.home, state=places.state) as ckpt:
+        ckpt.restore()
+        at = attempt_of(places.save(ckpt, 1))
+    _, other = drains_of(places, [Said(), Said()])
+    other.committed(at)
+    other.start()
+    other.close(at_once=False)
+    assert not places.far.exists()
+
+
+def drains_of(places: Places, heard: list[Said]) -> list[Drains]:
+    """One for each rank."""
+    home, order = DirectoryStore(str(places.home)), DrainOrder(url=str(places.far))
+    return [
+        Drains(home, [order], said.news.append, rank=rank, ranks=len(heard))
+        for rank, said in enumerate(heard)
+    ]
 
 
 def attempt_of(handle: laststep.SaveHandle) -> AttemptName:

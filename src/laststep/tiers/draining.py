@@ -19,6 +19,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from laststep.catalog import decision
 from laststep.catalog.names import AttemptName, copying_name, parse_folder
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, Corrupt, LaststepError, NotFound, StorageFailed
@@ -30,7 +31,6 @@ from laststep.tiers.drains import Drained, DrainFailed, Draining
 from laststep.tiers.pacing import Pacing
 
 if TYPE_CHECKING:
-    from laststep.catalog.names import AttemptName
     from laststep.storage.store import Store
     from laststep.tiers.drains import DrainOrder, Tell
 
@@ -40,8 +40,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 300.0
 """Before a drain that has failed is tried again: twice as long each time."""
 _LOOK_S = 1.0
 """How often ranks look what others have done."""
-_PATIENCE_S = 900.0
-"""So long the first rank waits for the files of the others, without any news."""
+_PATIENCE_S, _LAST_PATIENCE_S = 900.0, 30.0
+"""So long the first rank waits for the files of the others; and so long each rank waits for others
+where the job ends: they may have ended before."""
 _REMEMBERED = 8
 _PROBE_LIMIT_BYTES = 1 << 16
 
@@ -139,8 +140,8 @@ class Drain:
         try:
             if self._rank == 0:
                 self._lead(at)
-            elif not self._follow(at):
-                return True
+            else:
+                at = self._follow(at)
         except Aborted:
             return True  # it was stopped
         except (NotFound, Corrupt) as error:
@@ -167,33 +168,41 @@ class Drain:
         self._retain()
 
     def _commit_when_whole(self, copier: Copier, at: AttemptName) -> None:
-        until_s = time.monotonic() + _PATIENCE_S
+        waited_s = 0.0
         while True:
             try:
                 copier.commit(at.folder)
             except StorageFailed:
-                if time.monotonic() > until_s:
+                if waited_s > (_LAST_PATIENCE_S if self._ends else _PATIENCE_S):
                     self._target().delete_folder(at.folder)
                     raise
             else:
                 return
-            if self._stop.wait(_LOOK_S):
-                raise Aborted("the drain was stopped")
+            self._rest()
+            waited_s += _LOOK_S
 
-    def _follow(self, newest: AttemptName) -> bool:
+    def _follow(self, newest: AttemptName) -> AttemptName:
         """On another rank: bring one's own files of what the first rank has begun with, of what is
-        due; False where it has begun with none."""
-        while not self._stop.is_set():
+        due, or learn that it has gone past it. Which is done with by then, and all before it."""
+        waited_s = 0.0
+        while True:
             with self._changed:
                 due = list(self._due)
             for at in reversed(due):
                 if self._is_begun(at):
                     self._copier(at).bring(at.folder, [self._rank])
-                    return True
-            if self._ends or any(at.point > newest.point for at in due):
-                return False
-            self._stop.wait(_LOOK_S)
-        return False
+                    return at
+                if decision.read_manifest(self._target(), at.folder) is not None:
+                    return at
+            if self._ends and waited_s > _LAST_PATIENCE_S:
+                return newest  # the next start brings it
+            self._rest()
+            waited_s += _LOOK_S if self._ends else 0.0
+
+    def _rest(self) -> None:
+        """Give others time; `Aborted` where there is none left."""
+        if self._stop.wait(_LOOK_S):
+            raise Aborted("the drain was stopped")
 
     def _is_begun(self, at: AttemptName) -> bool:
         try:
