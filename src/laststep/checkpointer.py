@@ -40,7 +40,6 @@ from laststep.saving.saved_steps import SavedSteps
 from laststep.settings import DEFAULTS, FlushIn, OnBusy, Settings
 from laststep.state.items import providers_for
 from laststep.storage.registry import open_store
-from laststep.terms import CHUNK_BYTES
 from laststep.tiers.fetching import fetch_back
 from laststep.tiers.nearest import nearest
 from laststep.tiers.tier import Tier, arranged
@@ -312,12 +311,8 @@ class Checkpointer(single.OnlyOne):
         """Wait until all saves are committed; False when the time is up. Raises what failed."""
         lifetimes.check_process("wait", self._pid)
         self._turn.check("wait")
-        timeout_s = seconds(timeout_s)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for save in self._client.saves.all():
-            left = None if deadline is None else max(deadline - time.monotonic(), 0)
-            if not save.handle.committed.over_within(left):
-                return False
+        if not self._work.over_within(seconds(timeout_s)):
+            return False
         with interrupts.held(), self._turn.of("wait"):
             self._raise_failed()
         return True
@@ -389,17 +384,11 @@ class Checkpointer(single.OnlyOne):
         with interrupts.held(), self._turn.of("restore"), shortage.told("restore"), starting:
             self._check_usable("restore", mixed_is_fine=True)
             here = ranks_on_this_node(self._rank)
-            return self._restore(
-                arguments.restore_request(
-                    step,
-                    only,
-                    self._settings,
-                    here,
-                    strict=strict,
-                    exact=exact,
-                    remote=self._store.same_everywhere,
-                )
-            )
+            wanted = arguments.restore_request(
+                step, only, self._settings, here, strict=strict, exact=exact,
+                remote=self._store.same_everywhere,
+            )  # fmt: skip
+            return self._restore(wanted)
 
     def _restore(self, wanted: RestoreRequest) -> Restored:
         mixed, only = self._mixed, wanted.only
@@ -495,12 +484,8 @@ class Checkpointer(single.OnlyOne):
     def _announce(self, handle: SaveHandle, plan: SavePlan) -> None:
         size_bytes = plan.tensor_bytes
         handle.report.size_bytes, handle.report.tensors = size_bytes, len(plan.pieces)
-        self._pool.want((1 if self._work.segment is None else 2) * size_bytes + CHUNK_BYTES)
         self._bus.emit(SaveStarted(step=handle.step, size_bytes=size_bytes))
-        if self._work.preflight is None:
-            self._work.preflight = sizing.start_preflight(
-                self._store, size_bytes, self._pool.cap_bytes, self._tiers.keep, self._bus
-            )
+        self._work.prepare_for(size_bytes, self._store, self._tiers.keep, self._bus)
 
     def _rehearse(self) -> bool:
         """Prepare what the first save needs, at an early optimizer step."""

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from laststep.catalog.epochs import Trainer
     from laststep.catalog.lineage import Seen
+    from laststep.catalog.retention import Keep
     from laststep.commit.thread import CommitThread
     from laststep.events import Bus
     from laststep.flush.client import Helper, Launch
@@ -242,6 +244,23 @@ class RunningParts:
 
     def under_way(self) -> tuple[SaveHandle, ...]:
         return tuple(save.handle for save in self.saves.all() if not save.over)
+
+    def over_within(self, timeout_s: float | None) -> bool:
+        """Wait until all saves are over, however they end; False when the time is up."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for save in self.saves.all():
+            left_s = None if deadline is None else max(deadline - time.monotonic(), 0)
+            if not save.handle.committed.over_within(left_s):
+                return False
+        return True
+
+    def prepare_for(self, size_bytes: int, store: Store, keep: Keep | None, bus: Bus) -> None:
+        """A save of that size comes: have memory for it, and for the one before beside it where
+        that is kept. Before the first one, look whether there is room for all of it."""
+        self.pool.want((1 if self.segment is None else 2) * size_bytes + CHUNK_BYTES)
+        if self.preflight is None:
+            cap_bytes = self.pool.cap_bytes
+            self.preflight = sizing.start_preflight(store, size_bytes, cap_bytes, keep, bus)
 
     def wait(self) -> None:
         """Wait until all saves are over, however they end."""

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import laststep
-from laststep.storage import objects
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
 import fake_s3
@@ -27,13 +26,7 @@ RUN = "s3://bucket/run"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_s3.Server]:
-    with fake_s3.running() as state:
-        monkeypatch.setattr(objects, "_probed", set())
-        for name, value in {
-            "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "hidden-from-all",
-            "AWS_ENDPOINT_URL": state.endpoint, "AWS_REGION": "x",
-        }.items():  # fmt: skip
-            monkeypatch.setenv(name, value)
+    with fake_s3.named(monkeypatch) as state:
         yield state
 
 

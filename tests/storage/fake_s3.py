@@ -23,6 +23,8 @@ from xml.sax.saxutils import escape
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import pytest
+
 
 @dataclass
 class Kept:
@@ -305,3 +307,16 @@ def _listed(state: Server, query: dict[str, list[str]]) -> bytes:
         f'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated>{contents}'
         f"{prefixes}</ListBucketResult>"
     ).encode()
+
+
+@contextlib.contextmanager
+def named(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server that the usual variables name, and that nobody has probed yet."""
+    with running() as state:
+        monkeypatch.setattr("laststep.storage.objects._probed", set())
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "hidden-from-all",
+            "AWS_ENDPOINT_URL": state.endpoint, "AWS_REGION": "x",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        yield state
