@@ -202,7 +202,9 @@ def test_slices_are_read(run: Path) -> None:
         assert same_bits(tensor[low:high], state.model["w0"][low:high])
 
 
-@pytest.mark.parametrize("compression", ["none", "max", "adaptive"])
+@pytest.mark.parametrize(
+    "compression", ["none", "max", pytest.param("adaptive", marks=pytest.mark.long)]
+)
 def test_every_step_comes_back_whatever_changed_between(run: Path, compression: str) -> None:
     state = Mixed()
     kept: dict[int, dict[str, torch.Tensor]] = {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _BUDGET = int(os.environ.get("LASTSTEP_CRASH_BUDGET", "512"))
-_SEEDS = int(os.environ.get("LASTSTEP_CRASH_SEEDS", "6"))
+_SEEDS = int(os.environ.get("LASTSTEP_CRASH_SEEDS", "4"))
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, list[Spread]]:
     return stages * each, tensors
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(jobs(), st.sampled_from((1, 64, 1024)))
 def test_every_byte_is_written_once_by_a_rank_that_holds_it(
     job: tuple[int, list[Spread]], least: int
