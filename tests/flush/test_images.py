@@ -131,6 +131,8 @@ def test_after_the_first_error_nothing_is_published(kind: Kind, tmp_path: Path) 
 class Room:
     """Slots for reading, from plain memory."""
 
+    lands_all = True
+
     def __init__(self) -> None:
         self._maps = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(3)]
         self._free = threading.Semaphore(3)
@@ -168,9 +170,9 @@ def test_what_is_read_is_verified_and_delivered_whole(tmp_path: Path) -> None:
     got = [bytearray(want.stop - want.start) for want in wants]
     room = Room()
 
-    def deliver(read: Read, slot: int) -> None:
+    def deliver(read: Read, data: memoryview) -> None:
         for part in read.parts:
-            piece = room.view(slot)[part.at : part.at + part.size_bytes]
+            piece = data[part.at : part.at + part.size_bytes]
             got[part.target][part.target_at : part.target_at + part.size_bytes] = piece
 
     reads = plan_reads(0, len(data), wants)
@@ -191,12 +193,12 @@ def test_a_changed_byte_is_found_and_its_block_is_named(tmp_path: Path) -> None:
     seen: list[Read] = []
     reads = plan_reads(0, len(data), [Want(0, len(data), 0)])
     with pytest.raises(Corrupt, match="block 2"):
-        read_all([file], reads, room, lambda read, slot: seen.append(read), threads=2)
+        read_all([file], reads, room, lambda read, data: seen.append(read), threads=2)
     assert seen == []
     assert room.leased == 0
     path.write_bytes(path.read_bytes()[: file.record.header_bytes + BLOCK_BYTES])
     with pytest.raises(Corrupt, match="too short"):
-        read_all([file], reads, room, lambda read, slot: None, threads=2)
+        read_all([file], reads, room, lambda read, data: None, threads=2)
     file.reader.close()
 
 
@@ -220,7 +222,7 @@ def test_a_block_that_is_wrong_only_once_is_read_again(tmp_path: Path) -> None:
     flaky = Flaky()
     wrapped = dataclasses.replace(file, files=(file.files[0]._replace(reader=flaky),))
     reads = plan_reads(0, len(data), [Want(0, len(data), 0)])
-    read_all([wrapped], reads, Room(), lambda read, slot: None, threads=1)
+    read_all([wrapped], reads, Room(), lambda read, data: None, threads=1)
     assert flaky.calls == 2
     file.reader.close()
 

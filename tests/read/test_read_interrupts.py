@@ -31,6 +31,8 @@ CHUNKS = 6
 class Room:
     """A few slots, and how many of them are out."""
 
+    lands_all = True
+
     def __init__(self, slots: int = 3) -> None:
         self._maps = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(slots)]
         self._free = list(range(slots))
@@ -163,7 +165,7 @@ def test_an_interrupt_leaves_only_after_every_read_has_ended(
     delivered: list[Read] = []
     presser = ctrl_c.press_when(slow.reading, slow.go.set)
     with pytest.raises(KeyboardInterrupt), ctrl_c.armed():
-        read_all(files, reads, room, lambda read, slot: delivered.append(read), threads=2)
+        read_all(files, reads, room, lambda read, data: delivered.append(read), threads=2)
     assert slow.go.is_set(), "the interrupt left while reads into the pool were under way"
     ended = slow.ended
     assert room.leased == 0
@@ -190,7 +192,7 @@ def test_an_interrupt_while_readers_wait_for_room_leaves_too(
     room.lease = seen  # type: ignore[method-assign]
     presser = ctrl_c.press_when(waiting, slow.go.set)
     with pytest.raises(KeyboardInterrupt), ctrl_c.armed():
-        read_all(files, reads, room, lambda read, slot: None, threads=2)
+        read_all(files, reads, room, lambda read, data: None, threads=2)
     presser.join()
     assert readers_alive() == []
     assert (room.leased, slow.ended) == (1, 0)
@@ -223,7 +225,7 @@ def test_a_thread_that_cannot_be_started_stops_those_that_were(
     letting_go.start()
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(StorageFailed, match="can't start new thread"):
-        read_all(files, reads, room, lambda read, slot: None, threads=2)
+        read_all(files, reads, room, lambda read, data: None, threads=2)
     assert slow.ended == 1
     assert room.leased == 0
     assert readers_alive() == []

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-import torch
-
 from laststep.errors import StorageFailed
 from laststep.memory.shared import Mapping
 from laststep.memory.slots import Slots
@@ -39,11 +37,11 @@ class Landing:
     """Slots to read into, two for each of so many threads, until it is closed."""
 
     slot_bytes = SLOT_BYTES
+    lands_all = False
 
     def __init__(self, threads: int) -> None:
         self._mapping = _reserved(2 * threads * SLOT_BYTES + _HUGE_PAGE_BYTES)
         self._first = -self._mapping.address % _HUGE_PAGE_BYTES
-        self._bytes = torch.frombuffer(self._mapping.view, dtype=torch.uint8)
         self._slots = Slots()
         self._slots.add(range(2 * threads))
 
@@ -56,7 +54,6 @@ class Landing:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
         self._mapping.close()
 
     def lease(self, timeout_s: float | None = None) -> int | None:
@@ -70,10 +67,6 @@ class Landing:
     def view(self, slot: int) -> memoryview:
         """A slot as bytes."""
         return self._mapping.view[self._at(slot) : self._at(slot + 1)]
-
-    def tensor(self, slot: int) -> torch.Tensor:
-        """A slot as a tensor of bytes."""
-        return self._bytes[self._at(slot) : self._at(slot + 1)]
 
     def _at(self, slot: int) -> int:
         return self._first + slot * SLOT_BYTES

@@ -61,6 +61,7 @@ class Pool:
     """
 
     slot_bytes = CHUNK_BYTES
+    lands_all = True
     guarded: ClassVar[bool] = False
     """For tests: the memory of a slot is read-only from its sealing until its next lease. A process
     that writes past the end of its slot, into one of the flusher's, dies and spoils no other save.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, block_digests, digest, digest_text
 from laststep.errors import Corrupt, LaststepError, StorageFailed
 from laststep.format.manifest import DAMAGE_REMEDY
+from laststep.storage.store import Lending
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
 
 if TYPE_CHECKING:
@@ -95,6 +96,11 @@ class Extent(NamedTuple):
         # Up to whole pages, where there is room: a direct read of these is not copied.
         return min(size, self.reader.read_into(self.start, into[: align_up(size, ALIGN_BYTES)]))
 
+    def lent(self) -> memoryview | None:
+        """All of it where it lies, if that is in memory and together; not looked at yet."""
+        size = self.stop - self.start
+        return self.reader.lend(self.start, size) if isinstance(self.reader, Lending) else None
+
     def part(self, first: int, last: int) -> bytes:
         """These of its bytes, without a look at the digests; zeros where the file has ended."""
         into = bytearray(last - first)
@@ -166,6 +172,8 @@ class Readable(Protocol):
 
     def fill(self, into: memoryview) -> int: ...
 
+    def lent(self) -> memoryview | None: ...
+
     def verify(self, image: memoryview, got: int) -> list[Damage]: ...
 
 
@@ -185,6 +193,9 @@ class Extents:
 
     def fill(self, into: memoryview) -> int:
         return sum(part.fill(view) for part, view in self._views(into))
+
+    def lent(self) -> None:
+        """They do not lie together."""
 
     def verify(self, image: memoryview, got: int) -> list[Damage]:
         """As that of an `Extent`; what is not whole is read again, part by part."""

@@ -21,6 +21,7 @@ from laststep.format.safetensors import region_bytes_of
 from laststep.read.blocks import OBJECT, Damage, Extent, Extents, damage_of, refuse
 from laststep.read.coded import CodedExtent
 from laststep.read.derived import Masters
+from laststep.storage.store import Lending
 from laststep.terms import BLOCK_BYTES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -95,6 +96,11 @@ class DataFile:
     def reader(self) -> FileReading:
         """Of the file itself."""
         return self.files[0].reader
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether nobody waits for a disk who reads it."""
+        return isinstance(self.reader, Lending)
 
     def blocks(self, start: int, stop: int) -> Readable:
         """The whole blocks that hold bytes [start, stop) of its tensors."""

@@ -1,9 +1,10 @@
 """Read planned ranges of stored files through slots, verify every block, deliver the bytes.
 
-Knows nothing of what the bytes mean, nor of torch. Several threads read, each into a slot of its
-own, and as many verify behind them (`read/blocks.py`). The first error stops all of them. Whatever
-ends a read, an interrupt of the calling thread too, no thread of it touches a slot or a target
-after `read_all` has returned or raised.
+Knows nothing of what the bytes mean, nor of torch. Each of several threads takes one range after
+the other through a slot of its own: while some read, as many verify (`read/blocks.py`) and deliver.
+What lies in memory already is verified and delivered from there, where the room allows that. The
+first error stops all of them. Whatever ends a read, an interrupt of the calling thread too, no
+thread of it touches a slot or a target after `read_all` has returned or raised.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ _log = logging.getLogger(__name__)
 class Room(Protocol):
     """Where reads land: the pool, or memory that a restore has for itself."""
 
+    lands_all: bool
+    """Whether bytes that lie in memory have to come here too, because a device reads them here."""
+
     def lease(self, timeout_s: float | None = None) -> int | None: ...
 
     def view(self, slot: int) -> memoryview: ...
@@ -40,21 +44,21 @@ class Room(Protocol):
 _LOOK_S = 0.2
 """How often one who waits looks by itself whether another has failed, or all is done."""
 
-Deliver = Callable[[Read, int], None]
+Deliver = Callable[[Read, memoryview], None]
 
 
 def read_all(
     files: Sequence[DataFile], reads: Sequence[Read], room: Room, deliver: Deliver, *, threads: int
 ) -> int:
-    """Carry out all reads; `deliver(read, slot)` is called on the reading threads with verified
-    bytes, which are gone when it returns. Returns the number of bytes read. Raises the first
-    error."""
-    pipeline = _Pipeline(files, reads, room, deliver)
-    readers = min(threads, len(reads))
-    jobs = [pipeline.read] * readers + [pipeline.deliver] * readers
+    """Carry out all reads, so many at a time; `deliver(read, data)` is called on the reading
+    threads with verified bytes, which are gone when it returns. Returns the number of bytes read.
+    Raises the first error."""
+    pipeline = _Pipeline(files, reads, room, deliver, threads)
+    # Nobody waits for memory: one thread for each core does all there is to do.
+    stored = any(not files[number].in_memory for number in {read.file for read in reads})
     workers = [
-        threading.Thread(target=pipeline.run, args=(job,), name=f"laststep-read-{n}", daemon=True)
-        for n, job in enumerate(jobs)
+        threading.Thread(target=pipeline.run, name=f"laststep-read-{n}", daemon=True)
+        for n in range(min((1 + stored) * threads, len(reads)))
     ]
     try:
         for worker in workers:
@@ -68,10 +72,20 @@ def read_all(
 
 
 class _Pipeline:
-    """Readers keep the disk busy; deliverers verify and copy behind them. Slots bound the queue."""
+    """Some threads keep the disk busy, the others verify and copy. Slots bound the memory.
+
+    A thread keeps a read from its beginning to its end. Handing slots from readers to verifiers
+    woke all who waited for one, each time: 16 of each, out of memory, waited for the GIL for three
+    quarters of their time.
+    """
 
     def __init__(
-        self, files: Sequence[DataFile], reads: Sequence[Read], room: Room, deliver: Deliver
+        self,
+        files: Sequence[DataFile],
+        reads: Sequence[Read],
+        room: Room,
+        deliver: Deliver,
+        threads: int,
     ) -> None:
         self.errors: list[BaseException] = []
         self._files = files
@@ -80,7 +94,7 @@ class _Pipeline:
         self._todo: queue.SimpleQueue[Read] = queue.SimpleQueue()
         for read in reads:
             self._todo.put(read)
-        self._landed: queue.SimpleQueue[tuple[Read, int, int] | None] = queue.SimpleQueue()
+        self._reading = threading.Semaphore(threads)
         self._lock = threading.Lock()  # guards the three below
         self._left = len(reads)
         self._inside = 0
@@ -117,7 +131,6 @@ class _Pipeline:
                 break
             except BaseException as error:  # noqa: BLE001 (raised again below)
                 interrupt = error
-        self._release_rest()
         if interrupt is not None:
             raise interrupt
 
@@ -129,72 +142,53 @@ class _Pipeline:
     def _stop(self) -> None:
         with self._lock:
             self._stopped = True  # from here on nobody comes in
-        self._landed.put(None)
         self._wake.put(None)
-
-    def _release_rest(self) -> None:
-        """After all threads have ended: slots of reads that nobody took, because one failed."""
-        while not self._landed.empty():
-            landed = self._landed.get()
-            if landed is not None:
-                self._room.release(landed[1])
 
     # On the workers
 
-    def run(self, job: Callable[[], None]) -> None:
-        """Do a job, unless it is all over by now."""
+    def run(self) -> None:
+        """Carry out one read after the other, until there are none left or something failed."""
         with self._lock:
             if self._stopped:
                 return
             self._inside += 1
         try:
-            job()
+            while not self._stopped:
+                self._carry_out(self._todo.get_nowait())
+                with self._lock:
+                    self._left -= 1
+        except queue.Empty:
+            pass
+        except BaseException as error:  # noqa: BLE001 (raised again by read_all)
+            self.errors.append(error)
+            self._stop()
         finally:
             with self._lock:
                 self._inside -= 1
             self._wake.put(None)
 
-    def read(self) -> None:
-        """Read one range after the other, each into a slot, until there are none left."""
-        while not self._stopped:
-            try:
-                read = self._todo.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                slot = self._lease()
-                if slot is None:
-                    return
-                try:
-                    got = self._extent(read).fill(self._room.view(slot))
-                except BaseException:
-                    self._room.release(slot)
-                    raise
-                self._landed.put((read, slot, got))
-            except BaseException as error:  # noqa: BLE001 (raised again by read_all)
-                self._fail(error)
+    def _carry_out(self, read: Read) -> None:
+        extent = self._files[read.file].blocks(read.start, read.stop)
+        lies = None if self._room.lands_all else extent.lent()
+        if lies is not None:
+            self._verified(read, extent, lies, len(lies))
+            return
+        slot = self._lease()
+        if slot is None:
+            return
+        try:
+            data = self._room.view(slot)
+            with self._reading:
+                got = 0 if self._stopped else extent.fill(data)
+            if not self._stopped:
+                self._verified(read, extent, data, got)
+        finally:
+            self._room.release(slot)
 
-    def deliver(self) -> None:
-        """Verify what has landed and deliver it, until everything was or something failed."""
-        while (landed := self._landed.get()) is not None:
-            read, slot, got = landed
-            try:
-                if not self._stopped:
-                    refuse(self._extent(read).verify(self._room.view(slot), got))
-                    self._deliver(read, slot)
-            except BaseException as error:  # noqa: BLE001 (raised again by read_all)
-                self._fail(error)
-            finally:
-                self._room.release(slot)
-            with self._lock:
-                self._left -= 1
-                done = self._left == 0
-            if done:
-                break
-        self._landed.put(None)  # wakes the next deliverer, which does the same
-
-    def _extent(self, read: Read) -> Readable:
-        return self._files[read.file].blocks(read.start, read.stop)
+    def _verified(self, read: Read, extent: Readable, data: memoryview, got: int) -> None:
+        refuse(extent.verify(data, got))
+        if not self._stopped:
+            self._deliver(read, data)
 
     def _lease(self) -> int | None:
         while not self._stopped:
@@ -202,7 +196,3 @@ class _Pipeline:
             if slot is not None:
                 return slot
         return None
-
-    def _fail(self, error: BaseException) -> None:
-        self.errors.append(error)
-        self._stop()

@@ -83,7 +83,7 @@ class BoxTransfer:
         return read_bytes
 
     def _prepare(self, room: TensorRoom, threads: int) -> _Plan:
-        placer = BoxPlacer(room, self._ranks.rank, self._targets, self._dtypes, self._wants)
+        placer = BoxPlacer(self._ranks.rank, self._targets, self._dtypes, self._wants)
         read = functools.partial(
             _read, files=self._content.files, room=room, placer=placer, threads=threads
         )

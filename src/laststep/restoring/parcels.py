@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from laststep.plan.load import Read
     from laststep.plan.wishes import Wants
     from laststep.ranks.rank import Rank
-    from laststep.restoring.placer import TensorRoom
 
 _ALIGN_BYTES = 16
 """A box in a parcel begins at a multiple of the largest element."""
@@ -95,13 +94,11 @@ class BoxPlacer:
 
     def __init__(
         self,
-        room: TensorRoom,
         rank: Rank,
         targets: Mapping[int, Sequence[LocalBox]],
         dtypes: Sequence[str],
         wants: Wants,
     ) -> None:
-        self._room = room
         self._rank = rank
         self._targets = targets
         self._dtypes = [TORCH_DTYPES[dtype] for dtype in dtypes]
@@ -156,7 +153,7 @@ class BoxPlacer:
         to_all = parcels.pop(_ALL, None)
         return Parcels(parcels, to_all)
 
-    def deliver(self, read: Read, slot: int) -> None:
+    def deliver(self, read: Read, data: memoryview) -> None:
         """Take what a chunk holds to where it is wanted."""
         copies: list[_Copy] = []
         for move, parcel, at in self._places[read.file, read.start]:
@@ -166,7 +163,8 @@ class BoxPlacer:
             if parcel is not None:
                 place = self._view(parcel, at, tensor, common)
                 copies.append(_Copy(place, tensor, move.at, move.box, common.within(move.box)))
-        self._copy(self._room.tensor(slot)[: read.stop - read.start], copies)
+        chunk = torch.frombuffer(data, dtype=torch.uint8, count=read.stop - read.start)
+        self._copy(chunk, copies)
 
     def unpack(self, parcel: Parcel) -> None:
         """Place what another rank has passed on."""

@@ -1,4 +1,4 @@
-"""Put verified bytes from slots into tensors, wherever they live.
+"""Put verified bytes into tensors, wherever they live.
 
 Called on reading threads, on several at once: parts of different reads never overlap. A slot may be
 reused when `deliver` returns, so copies to a device are waited for, one chunk's at a time, while
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from laststep.capture.device import CopyStreams
 from laststep.capture.exact import copy_each
 from laststep.capture.gather import bytes_of
@@ -16,8 +18,6 @@ from laststep.read.reader import Room
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from laststep.plan.load import Read, ReadPart
 
@@ -30,24 +30,21 @@ class TensorRoom(Room, Protocol):
 
     slot_bytes: int
 
-    def tensor(self, slot: int) -> torch.Tensor: ...
-
 
 class Placer:
     """Delivers reads into targets; targets MUST be contiguous."""
 
-    def __init__(self, room: TensorRoom, targets: Sequence[torch.Tensor]) -> None:
-        self._room = room
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
         self._bytes = [bytes_of(target) for target in targets]
         self._devices = [target.device for target in targets]
         self._streams = CopyStreams(self._devices)
 
-    def deliver(self, read: Read, slot: int) -> None:
-        """Copy a read's parts to where they belong; the slot is free afterwards."""
+    def deliver(self, read: Read, data: memoryview) -> None:
+        """Copy a read's parts to where they belong; nobody needs the data afterwards."""
         by_device: dict[torch.device, list[ReadPart]] = {}
         for part in read.parts:
             by_device.setdefault(self._devices[part.target], []).append(part)
-        chunk = self._room.tensor(slot)
+        chunk = torch.frombuffer(data, dtype=torch.uint8)
         for device, parts in by_device.items():
             with self._streams.copying(device):
                 source = chunk

@@ -82,7 +82,7 @@ def _transfer_whole(
     for number, wanted in wants.items():
         size_bytes = content.files[number].header.tensor_bytes
         reads += plan_reads(number, size_bytes, wanted, room.slot_bytes)
-    placer = Placer(room, targets)
+    placer = Placer(targets)
     done = read_all(content.files, reads, room, placer.deliver, threads=threads)
     placer.finish()
     return done

@@ -11,7 +11,7 @@ ranges do not overlap.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -59,6 +59,15 @@ class FileReading(Protocol):
         """Fill `into` from `offset`; fewer bytes only at the end of the file. Returns how many."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Lending(Protocol):
+    """What a `FileReading` of a file that lies in memory can do besides."""
+
+    def lend(self, offset: int, size_bytes: int) -> memoryview | None:
+        """These bytes where they lie, until `close`; None where they do not lie together. Whoever
+        writes into them changes nothing but what it was lent."""
 
 
 class Store(Protocol):

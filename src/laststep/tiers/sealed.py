@@ -10,7 +10,9 @@ with its own files; the first rank's manifest follows from what all of them have
 
 from __future__ import annotations
 
+import mmap
 import os
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
@@ -30,6 +32,9 @@ from laststep.version import VERSION
 
 if TYPE_CHECKING:
     from laststep.memory.segments import Segment
+
+_MAP_NORESERVE = 0x4000
+"""Nobody writes there, so no memory need be kept for it."""
 
 
 class SealedFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -111,12 +116,12 @@ class SealedCheckpoint:
         self._saves = tuple(save for _, save in parts)
         self._rank_of: dict[str, int] = {}
         self._heads: dict[str, tuple[bytes, bytes]] = {}
-        self._fds: list[int] = []
+        self._memory: list[_Memory] = []
         for rank, (segment, save) in enumerate(parts):
             self.files.update((file.name, file) for file in save.files)
             self._rank_of.update((file.name, rank) for file in save.files)
             try:
-                self._fds.append(os.open(segment.pool_path, os.O_RDONLY | os.O_CLOEXEC))
+                self._memory.append(_Memory(segment.pool_path))
             except FileNotFoundError:
                 self.close()
                 raise NotFound(
@@ -124,8 +129,7 @@ class SealedCheckpoint:
                 ) from None
 
     def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
+        self._memory.clear()  # it is closed with the last of its readers
 
     @cached_property
     def agreed(self) -> tuple[tuple[ItemRecord, ...], tuple[ClassRecord, ...]]:
@@ -160,7 +164,7 @@ class SealedCheckpoint:
             file = self.files[name]
         except KeyError:
             raise NotFound("there is no such file", where=f"{self.folder}/{name}") from None
-        return SealedReader(self._fds[self._rank_of[name]], file, *self._around(file))
+        return SealedReader(self._memory[self._rank_of[name]], file, *self._around(file))
 
     def _record(self, file: SealedFile) -> FileRecord:
         region, tail = self._around(file)
@@ -185,13 +189,31 @@ class SealedCheckpoint:
         return self._heads[file.name]
 
 
+class _Memory:
+    """The memory of a segment, open for reading until the last who has it lets go of it."""
+
+    def __init__(self, path: str) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd)
+
+    @cached_property
+    def mapped(self) -> memoryview:
+        """All of it; nothing where it cannot be mapped. Private: what is written there stays."""
+        flags, allowed = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        try:
+            return memoryview(mmap.mmap(self.fd, 0, flags, allowed))
+        except (OSError, ValueError, MemoryError):  # `ulimit -v`; or somebody has cut it to nothing
+            return memoryview(b"")
+
+
 class SealedReader:
-    """A data file out of shared memory, read at given offsets; see `store.FileReading`."""
+    """A data file out of shared memory, read at given offsets; see `store.FileReading`, and
+    `store.Lending`."""
 
     alignment_bytes = 1
 
-    def __init__(self, fd: int, file: SealedFile, head: bytes, tail: bytes) -> None:
-        self._fd = os.dup(fd)
+    def __init__(self, memory: _Memory, file: SealedFile, head: bytes, tail: bytes) -> None:
+        self._memory: _Memory | None = memory
         self._head, self._tail = head, tail
         self._starts = [start for start, _ in file.chunks]
         self._slots = [slot for _, slot in file.chunks]
@@ -205,6 +227,22 @@ class SealedReader:
             done += self._some(offset + done, into[done:size])
         return done
 
+    def lend(self, offset: int, size_bytes: int) -> memoryview | None:
+        at = offset - len(self._head)
+        if at < 0 or at >= self._tensor_bytes or self._memory is None:
+            return None
+        place, there = self._place(at)
+        mapped = self._memory.mapped
+        is_whole = size_bytes <= there and place + size_bytes <= len(mapped)
+        return mapped[place : place + size_bytes] if is_whole else None
+
+    def _place(self, at: int) -> tuple[int, int]:
+        """Where in the memory a byte of the tensor area lies, and how many lie together there."""
+        number = bisect_right(self._starts, at) - 1
+        inside = at - self._starts[number]
+        place = self._slots[number] * CHUNK_BYTES + inside
+        return place, min(CHUNK_BYTES - inside, self._tensor_bytes - at)
+
     def _some(self, offset: int, into: memoryview) -> int:
         """Fill the beginning of `into`, as far as the bytes lie together."""
         at = offset - len(self._head)
@@ -213,17 +251,12 @@ class SealedReader:
             part = memoryview(data)[first : first + len(into)]
             into[: len(part)] = part
             return len(part)
-        number = bisect_right(self._starts, at) - 1
-        inside = at - self._starts[number]
-        size = min(len(into), CHUNK_BYTES - inside, self._tensor_bytes - at)
-        place = self._slots[number] * CHUNK_BYTES + inside
-        # A copy by the kernel, beside which other threads run; a mapping would cost page faults.
-        got = os.preadv(self._fd, [into[:size]], place)
+        place, there = self._place(at)
+        assert self._memory is not None  # noqa: S101 (it is not closed)
+        got = os.preadv(self._memory.fd, [into[:there]], place)
         if got == 0:
             raise Corrupt("shared memory is shorter than what was sealed in it")
         return got
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._memory = None
