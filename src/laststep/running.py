@@ -150,6 +150,11 @@ def continuing(found: AttemptName | None, seen: Seen, *, resumed: bool = True) -
     )  # fmt: skip
 
 
+def _sets(segment: Segment | None) -> int:
+    """How many saves are in memory at a time: where the last one is kept there, that too."""
+    return 1 if segment is None else 2
+
+
 def start_parts(
     store: Store,
     tiers: Arranged,
@@ -163,7 +168,7 @@ def start_parts(
     pool, segment = pool_in(tiers.memory, cap, pinned=bool(on_device), run=store.url, rank=rank)
     capturer = Capturer(pool, mode=settings.capture, margin_bytes=settings.device_margin_bytes)
     staged = capturer.start(on_device)
-    pool.want(expected, without_pauses=not staged)
+    pool.want(_sets(segment) * expected, without_pauses=not staged)
     client, team = client_of(store, tiers, pool, settings, bus, segment, rank), None
     try:
         interrupts.let_in()
@@ -257,7 +262,7 @@ class RunningParts:
     def prepare_for(self, size_bytes: int, store: Store, keep: Keep | None, bus: Bus) -> None:
         """A save of that size comes: have memory for it, and for the one before beside it where
         that is kept. Before the first one, look whether there is room for all of it."""
-        self.pool.want((1 if self.segment is None else 2) * size_bytes + CHUNK_BYTES)
+        self.pool.want(_sets(self.segment) * size_bytes + CHUNK_BYTES)
         if self.preflight is None:
             cap_bytes = self.pool.cap_bytes
             self.preflight = sizing.start_preflight(store, size_bytes, cap_bytes, keep, bus)

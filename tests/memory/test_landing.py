@@ -11,6 +11,7 @@ import pytest
 
 from laststep.memory.landing import SLOT_BYTES, Landing
 from laststep.memory.shared import Mapping
+from smaps import flags_at
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -37,7 +38,7 @@ def test_slots_lie_in_huge_pages() -> None:
     with Landing(1) as room:
         address = ctypes.addressof(ctypes.c_char.from_buffer(room.view(0)))
         assert address % HUGE_PAGE_BYTES == 0
-        assert "hg" in _flags_at(address)
+        assert "hg" in flags_at(address)
 
 
 def test_a_forked_child_has_none_of_it_and_leaves_alone_what_lies_there_now() -> None:
@@ -57,16 +58,3 @@ def test_a_forked_child_has_none_of_it_and_leaves_alone_what_lies_there_now() ->
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         room.view(0)[0] = 1  # the parent's stays
-
-
-def _flags_at(address: int) -> list[str]:
-    """How the kernel treats the memory there: `hg` where huge pages were asked for."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split(" ", 1)[0]
-        if "-" in head and not head.endswith(":"):
-            first, last = (int(bound, 16) for bound in head.split("-"))
-            inside = first <= address < last
-        elif inside and head == "VmFlags:":
-            return line.split()[1:]
-    return []

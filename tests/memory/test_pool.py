@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import os
 import threading
@@ -18,6 +19,7 @@ from laststep.memory import shared as memory
 from laststep.memory.landing import Landing
 from laststep.memory.pool import Pool
 from laststep.memory.shared import Mapping
+from laststep.process import kernel
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -205,13 +207,29 @@ def test_a_pool_that_could_not_grow_tries_again_for_the_next_save_and_the_next_r
 def test_pages_are_touched_where_the_kernel_cannot_populate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Mapping, "_advise", lambda *_: False)
+    monkeypatch.setattr(kernel, "advise", lambda *_: errno.EINVAL)
     fd = memory.create(CHUNK_BYTES)
     mapping = Mapping(fd, CHUNK_BYTES)
     try:
         assert os.fstat(fd).st_blocks == 0
         mapping.populate(0, CHUNK_BYTES)
         assert os.fstat(fd).st_blocks * 512 == CHUNK_BYTES
+    finally:
+        mapping.close()
+        os.close(fd)
+
+
+def test_pages_for_which_there_is_no_room_are_an_error_and_not_the_end_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What the kernel says where whoever touches such a page gets SIGBUS: a filesystem is full.
+    monkeypatch.setattr(kernel, "advise", lambda *_: errno.EFAULT)
+    fd = memory.create(CHUNK_BYTES)
+    mapping = Mapping(fd, CHUNK_BYTES)
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            mapping.populate(0, CHUNK_BYTES)
+        assert os.fstat(fd).st_blocks == 0
     finally:
         mapping.close()
         os.close(fd)

@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MADV_DONTFORK = 10
-_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_long)
 _libc.pwritev.restype = ctypes.c_ssize_t
@@ -87,8 +85,8 @@ class Mapping:
         self.size_bytes = size_bytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         # A forked loader worker must neither keep the pages nor trip over registered memory.
-        self._advise(0, size_bytes, _MADV_DONTFORK)
-        self._advise(0, size_bytes, _MADV_HUGEPAGE)
+        kernel.advise(self.address, size_bytes, _MADV_DONTFORK)
+        kernel.prefer_huge_pages(self.address, size_bytes)
         _mappings.add(self)
 
     def allocate(self, start: int, size_bytes: int) -> None:
@@ -96,10 +94,17 @@ class Mapping:
         os.posix_fallocate(self._fd, start, size_bytes)
 
     def populate(self, start: int, size_bytes: int) -> None:
-        """Make pages present; where the kernel is too old for the advice, touch them."""
-        if not self._advise(start, size_bytes, _MADV_POPULATE_WRITE):
+        """Make pages present; `OSError` where there are no more. Where the kernel is too old for
+        the advice, touch them, once they are there: who touches what cannot be made dies."""
+        refused = kernel.advise(self.address + start, size_bytes, _MADV_POPULATE_WRITE)
+        if refused == errno.EINVAL:
+            if self._fd >= 0:
+                self.allocate(start, size_bytes)
             for offset in range(start, start + size_bytes, mmap.PAGESIZE):
                 self.view[offset] = 0
+        elif refused:
+            number = errno.ENOSPC if refused == errno.EFAULT else refused
+            raise OSError(number, os.strerror(number))
 
     def close(self) -> None:
         """Let go of the memory, unless somebody still looks at it: then it goes with the last."""
@@ -126,9 +131,6 @@ class Mapping:
     def is_open(self) -> bool:
         """Whether this mapping still keeps the file."""
         return self._map is not None and not self._map.closed
-
-    def _advise(self, start: int, size_bytes: int, advice: int) -> bool:
-        return bool(_libc.madvise(self.address + start, size_bytes, advice) == 0)
 
 
 _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
