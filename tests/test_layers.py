@@ -25,7 +25,6 @@ MAY_IMPORT_TORCH = (
     "state/tensors.py",
     "state/tensors/*.py",
     "capture/*.py",
-    "memory/landing.py",
     "memory/pool.py",
     "restoring/placer.py",
     "restoring/parcels.py",

@@ -82,10 +82,10 @@ def test_memory_that_cannot_be_mapped_is_read(
     base: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Refused:
-        MAP_PRIVATE, PROT_READ, PROT_WRITE = mmap.MAP_PRIVATE, mmap.PROT_READ, mmap.PROT_WRITE
+        PROT_READ = mmap.PROT_READ
 
         @staticmethod
-        def mmap(*_: object) -> None:
+        def mmap(*_: object, **__: object) -> None:
             raise OSError("there is no room for that many addresses")
 
     monkeypatch.setattr(sealed, "mmap", Refused)
@@ -122,13 +122,8 @@ def test_memory_that_was_cut_is_not_lent(base: Path, checkpoint: SealedCheckpoin
         reader.read_into(reader.header_bytes, memoryview(bytearray(1)))
 
 
-def test_who_writes_into_what_was_lent_changes_nothing_in_memory(
-    checkpoint: SealedCheckpoint,
-) -> None:
+def test_nobody_writes_into_what_was_lent(checkpoint: SealedCheckpoint) -> None:
     reader = of_tensors(checkpoint)
     lent = reader.lend(reader.header_bytes, BLOCK_BYTES)
     assert lent is not None
-    lent[0] = 0
-    read = memoryview(bytearray(1))
-    reader.read_into(reader.header_bytes, read)
-    assert bytes(read) == b"\7"
+    assert lent.readonly

@@ -97,9 +97,15 @@ class Extent(NamedTuple):
         return min(size, self.reader.read_into(self.start, into[: align_up(size, ALIGN_BYTES)]))
 
     def lent(self) -> memoryview | None:
-        """All of it where it lies, if that is in memory and together; not looked at yet."""
-        size = self.stop - self.start
-        return self.reader.lend(self.start, size) if isinstance(self.reader, Lending) else None
+        """Its bytes in memory of the reader, where that lends any and the file has all of them;
+        whether they are right, `is_right` says."""
+        if self.stored_bytes < self.size_bytes or not isinstance(self.reader, Lending):
+            return None
+        return self.reader.lend(self.start, self.size_bytes)
+
+    def is_right(self, image: memoryview) -> bool:
+        """Whether these are the bytes that were written."""
+        return not self._wrong(image, image.nbytes)
 
     def part(self, first: int, last: int) -> bytes:
         """These of its bytes, without a look at the digests; zeros where the file has ended."""
@@ -172,8 +178,6 @@ class Readable(Protocol):
 
     def fill(self, into: memoryview) -> int: ...
 
-    def lent(self) -> memoryview | None: ...
-
     def verify(self, image: memoryview, got: int) -> list[Damage]: ...
 
 
@@ -193,9 +197,6 @@ class Extents:
 
     def fill(self, into: memoryview) -> int:
         return sum(part.fill(view) for part, view in self._views(into))
-
-    def lent(self) -> None:
-        """They do not lie together."""
 
     def verify(self, image: memoryview, got: int) -> list[Damage]:
         """As that of an `Extent`; what is not whole is read again, part by part."""

@@ -77,9 +77,6 @@ class CodedExtent:
             at = self._image_first * BLOCK_BYTES
             return [replace(damage, data=(at, at + self.size_bytes))]
 
-    def lent(self) -> None:
-        """It has to be decoded."""
-
     def fill(self, into: memoryview) -> int:
         """Read and decode, without a look at the digests."""
         derived: list[tuple[int, bytes]] = []

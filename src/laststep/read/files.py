@@ -99,8 +99,8 @@ class DataFile:
 
     @property
     def in_memory(self) -> bool:
-        """Whether nobody waits for a disk who reads it."""
-        return isinstance(self.reader, Lending)
+        """Whether nobody waits who reads it."""
+        return isinstance(self.reader, Lending) and self.reader.at_hand
 
     def blocks(self, start: int, stop: int) -> Readable:
         """The whole blocks that hold bytes [start, stop) of its tensors."""

@@ -2,9 +2,9 @@
 
 Knows nothing of what the bytes mean, nor of torch. Each of several threads takes one range after
 the other through a slot of its own: while some read, as many verify (`read/blocks.py`) and deliver.
-What lies in memory already is verified and delivered from there, where the room allows that. The
-first error stops all of them. Whatever ends a read, an interrupt of the calling thread too, no
-thread of it touches a slot or a target after `read_all` has returned or raised.
+What a reader has in memory of its own is verified and delivered from there, where the room allows
+that. The first error stops all of them. Whatever ends a read, an interrupt of the calling thread
+too, no thread of it touches a slot or a target after `read_all` has returned or raised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from laststep.plan.load import Read
 from laststep.process import interrupts
 from laststep.process import threads as threads_of
-from laststep.read.blocks import refuse
+from laststep.read.blocks import Extent, refuse
 
 if TYPE_CHECKING:
     from laststep.read.blocks import Readable
@@ -169,9 +169,9 @@ class _Pipeline:
 
     def _carry_out(self, read: Read) -> None:
         extent = self._files[read.file].blocks(read.start, read.stop)
-        lies = None if self._room.lands_all else extent.lent()
-        if lies is not None:
-            self._verified(read, extent, lies, len(lies))
+        lent = self._lent(extent)
+        if lent is not None:
+            self._hand_over(read, lent)
             return
         slot = self._lease()
         if slot is None:
@@ -181,12 +181,21 @@ class _Pipeline:
             with self._reading:
                 got = 0 if self._stopped else extent.fill(data)
             if not self._stopped:
-                self._verified(read, extent, data, got)
+                refuse(extent.verify(data, got))
+                self._hand_over(read, data)
         finally:
             self._room.release(slot)
 
-    def _verified(self, read: Read, extent: Readable, data: memoryview, got: int) -> None:
-        refuse(extent.verify(data, got))
+    def _lent(self, extent: Readable) -> memoryview | None:
+        """All of it in memory of its reader, where it may stay there and is right; else it is read,
+        and what is wrong is told."""
+        if self._room.lands_all or not isinstance(extent, Extent):
+            return None
+        with self._reading:
+            lent = extent.lent()
+        return lent if lent is not None and extent.is_right(lent) else None
+
+    def _hand_over(self, read: Read, data: memoryview) -> None:
         if not self._stopped:
             self._deliver(read, data)
 

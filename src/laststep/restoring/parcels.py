@@ -1,7 +1,7 @@
 """Put boxes of tensors where they belong: into this rank's memory, or into parcels for others.
 
 `deliver` is called on reading threads, several at once: no two boxes overlap, and every box has its
-place in the parcels before anything is read. The slot is free again when it returns. Parcels lie on
+place in the parcels before anything is read. The chunk is another's when it returns. Parcels lie on
 the host, or on this rank's device where they are carried from device to device.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from laststep.capture.device import CopyStreams
 from laststep.capture.exact import copy_each
-from laststep.restoring.placer import MANY
+from laststep.restoring.placer import MANY, tensor_over
 from laststep.state.boxes import Box
 from laststep.state.tensors import TORCH_DTYPES, LocalBox, box_of
 from laststep.terms import align_up
@@ -163,8 +163,7 @@ class BoxPlacer:
             if parcel is not None:
                 place = self._view(parcel, at, tensor, common)
                 copies.append(_Copy(place, tensor, move.at, move.box, common.within(move.box)))
-        chunk = torch.frombuffer(data, dtype=torch.uint8, count=read.stop - read.start)
-        self._copy(chunk, copies)
+        self._copy(tensor_over(data)[: read.stop - read.start], copies)
 
     def unpack(self, parcel: Parcel) -> None:
         """Place what another rank has passed on."""

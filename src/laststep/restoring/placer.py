@@ -1,14 +1,16 @@
 """Put verified bytes into tensors, wherever they live.
 
-Called on reading threads, on several at once: parts of different reads never overlap. A slot may be
+Called on reading threads, on several at once: parts of different reads never overlap. Memory may be
 reused when `deliver` returns, so copies to a device are waited for, one chunk's at a time, while
 the other threads read on.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from laststep.capture.device import CopyStreams
@@ -31,6 +33,17 @@ class TensorRoom(Room, Protocol):
     slot_bytes: int
 
 
+def tensor_over(chunk: memoryview) -> torch.Tensor:
+    """Bytes as a tensor, not copied. Nobody may write into it where the bytes are read-only: torch
+    has no such tensors, and would warn."""
+    if not chunk.readonly:
+        return torch.frombuffer(chunk, dtype=torch.uint8)
+    there = np.frombuffer(chunk, np.uint8)
+    alias = (ctypes.c_uint8 * chunk.nbytes).from_address(there.ctypes.data)
+    alias.source = there  # type: ignore[attr-defined] # which keeps the bytes
+    return torch.frombuffer(alias, dtype=torch.uint8)
+
+
 class Placer:
     """Delivers reads into targets; targets MUST be contiguous."""
 
@@ -40,11 +53,11 @@ class Placer:
         self._streams = CopyStreams(self._devices)
 
     def deliver(self, read: Read, data: memoryview) -> None:
-        """Copy a read's parts to where they belong; nobody needs the data afterwards."""
+        """Copy a read's parts to where they belong; its memory is free afterwards."""
         by_device: dict[torch.device, list[ReadPart]] = {}
         for part in read.parts:
             by_device.setdefault(self._devices[part.target], []).append(part)
-        chunk = torch.frombuffer(data, dtype=torch.uint8)
+        chunk = tensor_over(data)
         for device, parts in by_device.items():
             with self._streams.copying(device):
                 source = chunk

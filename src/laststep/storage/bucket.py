@@ -138,14 +138,18 @@ class Bucket:
 
     def read_into(self, key: str, start: int, into: memoryview) -> None:
         """Fill `into` with the bytes from `start` on, which MUST be there."""
+        with self.read_range(key, start, into.nbytes) as got:
+            into[:] = got
 
-        def attempt() -> None:
-            got = obstore.get_range(self.client, key, start=start, length=into.nbytes)
-            _check_whole(len(got), into.nbytes)
-            with memoryview(got) as view:
-                into[:] = view
+    def read_range(self, key: str, start: int, size_bytes: int) -> memoryview:
+        """So many bytes from `start` on, which MUST be there, in memory of their own."""
 
-        self._ask("read", key, attempt)
+        def attempt() -> memoryview:
+            got = obstore.get_range(self.client, key, start=start, length=size_bytes)
+            _check_whole(len(got), size_bytes)
+            return memoryview(got)
+
+        return self._ask("read", key, attempt)
 
     def names(self, prefix: str) -> list[ObjectMeta]:
         """The objects whose keys have no further `/` behind `prefix/`."""

@@ -17,7 +17,7 @@ import msgspec
 
 from laststep.errors import Usage
 
-__all__ = ["FileReading", "FileWriting", "Lock", "Store", "StoreEntry", "check_name"]
+__all__ = ["FileReading", "FileWriting", "Lending", "Lock", "Store", "StoreEntry", "check_name"]
 
 
 class StoreEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -63,11 +63,14 @@ class FileReading(Protocol):
 
 @runtime_checkable
 class Lending(Protocol):
-    """What a `FileReading` of a file that lies in memory can do besides."""
+    """A `FileReading` that has what it reads in memory of its own: who only looks saves a copy."""
+
+    at_hand: bool
+    """Whether it lies there before anybody asks, so that nobody waits for it."""
 
     def lend(self, offset: int, size_bytes: int) -> memoryview | None:
-        """These bytes where they lie, until `close`; None where they do not lie together. Whoever
-        writes into them changes nothing but what it was lent."""
+        """These bytes, which the file MUST have; None where they do not lie together. Nobody writes
+        into them."""
 
 
 class Store(Protocol):

@@ -234,6 +234,7 @@ class ObjectReader:
     """A data file; see `store.FileReading`."""
 
     alignment_bytes = 1
+    at_hand = False
 
     def __init__(self, bucket: Bucket, key: str, size_bytes: int, pool: ThreadPoolExecutor) -> None:
         self.size_bytes = size_bytes
@@ -242,9 +243,7 @@ class ObjectReader:
 
     def read_into(self, offset: int, into: memoryview) -> int:
         """Fill `into` from `offset`, by several requests at once where it is large."""
-        if not self._is_open or offset < 0:
-            why = "before the start" if self._is_open else "a file that has been closed"
-            raise Usage(f"cannot read {why}", where=self._bucket.where(self._key))
+        self._check(offset)
         with into.cast("B") as flat:
             want = max(0, min(flat.nbytes, self.size_bytes - offset))
 
@@ -255,9 +254,19 @@ class ObjectReader:
             _at_once(self._pool, fetch, range(0, want, _READ_BYTES))
         return want
 
+    def lend(self, offset: int, size_bytes: int) -> memoryview:
+        """What the client has received, by one request: see `store.Lending`."""
+        self._check(offset)
+        return self._bucket.read_range(self._key, offset, size_bytes)
+
     def close(self) -> None:
         """Close; a second time does nothing."""
         self._is_open = False
+
+    def _check(self, offset: int) -> None:
+        if not self._is_open or offset < 0:
+            why = "before the start" if self._is_open else "a file that has been closed"
+            raise Usage(f"cannot read {why}", where=self._bucket.where(self._key))
 
 
 class _OpenPart:

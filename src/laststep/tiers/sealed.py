@@ -33,9 +33,6 @@ from laststep.version import VERSION
 if TYPE_CHECKING:
     from laststep.memory.segments import Segment
 
-_MAP_NORESERVE = 0x4000
-"""Nobody writes there, so no memory need be kept for it."""
-
 
 class SealedFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A data file whose tensor area lies in slots."""
@@ -198,10 +195,9 @@ class _Memory:
 
     @cached_property
     def mapped(self) -> memoryview:
-        """All of it; nothing where it cannot be mapped. Private: what is written there stays."""
-        flags, allowed = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        """All of it; nothing where it cannot be mapped."""
         try:
-            return memoryview(mmap.mmap(self.fd, 0, flags, allowed))
+            return memoryview(mmap.mmap(self.fd, 0, prot=mmap.PROT_READ))
         except (OSError, ValueError, MemoryError):  # `ulimit -v`; or somebody has cut it to nothing
             return memoryview(b"")
 
@@ -211,6 +207,7 @@ class SealedReader:
     `store.Lending`."""
 
     alignment_bytes = 1
+    at_hand = True
 
     def __init__(self, memory: _Memory, file: SealedFile, head: bytes, tail: bytes) -> None:
         self._memory: _Memory | None = memory

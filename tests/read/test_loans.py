@@ -1,0 +1,109 @@
+"""Bytes that a reader lends: verified and delivered where they lie, and doubted like all others."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from laststep.codecs.digests import block_digests
+from laststep.errors import Corrupt
+from laststep.memory.landing import Landing
+from laststep.plan.load import Read, Want, plan_reads
+from laststep.read.blocks import Extent
+from laststep.read.reader import read_all
+from laststep.restoring.placer import Placer, tensor_over
+from laststep.terms import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from laststep.read.files import DataFile
+
+DATA = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.int32).view(torch.uint8).numpy().tobytes()
+
+
+class Lender:
+    """A reader of bytes in memory; the first answers are wrong, or the file has lost its end."""
+
+    alignment_bytes = 1
+    at_hand = False
+
+    def __init__(self, data: bytes, wrong: int = 0) -> None:
+        self._data, self._wrong = data, wrong
+        self.size_bytes = len(data)
+        self.lent = self.copied = 0
+
+    def _answer(self, offset: int, size: int) -> bytes:
+        part = self._data[offset : offset + size]
+        self._wrong -= 1
+        return part if self._wrong < 0 else bytes([part[0] ^ 1]) + part[1:]
+
+    def lend(self, offset: int, size_bytes: int) -> memoryview:
+        self.lent += 1
+        return memoryview(self._answer(offset, size_bytes))
+
+    def read_into(self, offset: int, into: memoryview) -> int:
+        self.copied += 1
+        part = self._answer(offset, into.nbytes)
+        into[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        pass
+
+
+def restored(reader: Lender, *, lands_all: bool = False) -> bytes:
+    """What comes of all the blocks of a file."""
+    digests = block_digests(memoryview(DATA))
+    file = SimpleNamespace(
+        blocks=lambda start, stop: Extent(reader, "f", "f", start, stop, digests), in_memory=False
+    )
+    files: list[DataFile] = [file]  # type: ignore[list-item]
+    target = torch.zeros(len(DATA), dtype=torch.uint8)
+    with Landing(1) as room:
+        room.lands_all = lands_all
+        reads: list[Read] = plan_reads(0, len(DATA), [Want(0, len(DATA), 0)], room.slot_bytes)
+        read_all(files, reads, room, Placer([target]).deliver, threads=1)
+        assert room.lease(0) is not None
+        assert room.lease(0) is not None, "a slot has not come back"
+    return target.numpy().tobytes()
+
+
+def test_what_a_reader_lends_is_not_copied_into_a_slot() -> None:
+    reader = Lender(DATA)
+    assert restored(reader) == DATA
+    assert (reader.lent, reader.copied) == (1, 0)
+
+
+def test_nothing_is_lent_where_a_device_wants_pinned_memory() -> None:
+    reader = Lender(DATA)
+    assert restored(reader, lands_all=True) == DATA
+    assert (reader.lent, reader.copied) == (0, 1)
+
+
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_what_was_lent_and_is_wrong_is_read_again(wrong: int) -> None:
+    reader = Lender(DATA, wrong)
+    assert restored(reader) == DATA
+    assert (reader.lent, reader.copied) == (1, wrong)
+
+
+def test_what_stays_wrong_is_damage_of_the_block() -> None:
+    with pytest.raises(Corrupt, match="block 0"):
+        restored(Lender(DATA, 99))
+
+
+def test_a_file_that_has_lost_its_end_lends_nothing_and_is_damaged() -> None:
+    reader = Lender(DATA[:-1])
+    with pytest.raises(Corrupt, match="too short"):
+        restored(reader)
+    assert reader.lent == 0
+
+
+def test_a_tensor_over_bytes_that_nobody_may_write_keeps_them_and_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor = tensor_over(memoryview(bytes(range(200))))
+    assert tensor.tolist() == list(range(200))
