@@ -111,6 +111,17 @@ def _manifest_fields() -> Iterator[tuple[str, str, Json]]:
     yield "ranks-huge", "more ranks than any job has", {"ranks": 1 << 62}
     yield "file-rank", "a file of a rank that there is not", files(rank=1)
 
+    def excerpt(*left_out: object, **changed: object) -> Json:
+        return {"format": 4, "left_out": left_out, **changed}
+
+    yield "excerpt-format", "an excerpt that says it is whole", excerpt("z", format=1)
+    yield "excerpt-item", "an item that is here and left out", excerpt("m", "z")
+    yield "excerpt-twice", "an item that is left out twice", excerpt("z", "z")
+    yield "excerpt-order", "items that are left out in another order", excerpt("z", "y")
+    yield "excerpt-nameless", "an item without a name, left out", excerpt("", "z")
+    yield "excerpt-nothing", "an excerpt of no items", excerpt("z", items=[])
+    yield "excerpt-number", "an item that is a number, left out", excerpt(1)
+
 
 def _grouped_fields() -> Iterator[tuple[str, str, Json]]:
     """The same for commits of several groups."""
@@ -153,6 +164,7 @@ def _grouped_fields() -> Iterator[tuple[str, str, Json]]:
     yield "class-stride-one", "a span with a stride that goes without saying", spans([0, 4, 1])
     yield "class-short", "a span of one number", spans([0])
     yield "class-long", "a span of four numbers", spans([0, 2, 2, 2])
+    yield "class-excerpt", "classes of an excerpt", {"format": 4, "left_out": ["z"]}
 
 
 def group_cases() -> Iterator[Case]:

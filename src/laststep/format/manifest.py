@@ -23,7 +23,14 @@ from laststep.format import envelope
 from laststep.format.envelope import corrupt, is_digest, seal, unseal
 from laststep.format.spans import RanksOf, Span, cover_once
 from laststep.format.versions import refuse_later
-from laststep.terms import ALIGN_BYTES, FIRST_FORMAT, FORMAT_VERSION, SHARING_FORMAT, with_article
+from laststep.terms import (
+    ALIGN_BYTES,
+    CODING_FORMAT,
+    EXCERPT_FORMAT,
+    FIRST_FORMAT,
+    SHARING_FORMAT,
+    with_article,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -131,10 +138,14 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupRecord, ...] = ()
     classes: tuple[ClassRecord, ...] = ()
     """Which ranks held the same; nothing where that is not known."""
+    left_out: tuple[str, ...] = ()
+    """Of an excerpt: the items that its original has and this has not, in alphabetical order."""
 
     @property
     def format(self) -> int:
         """The lowest format in which this can be said."""
+        if self.left_out:
+            return EXCERPT_FORMAT
         return lowest_format(self.groups or self.files, shared=bool(self.shared_bytes))
 
     @property
@@ -178,7 +189,7 @@ def lossy_of(records: Iterable[FileRecord | GroupRecord]) -> tuple[str, ...]:
 def lowest_format(records: Iterable[FileRecord | GroupRecord], *, shared: bool) -> int:
     """The lowest format in which records can be said, of which some may be shared."""
     if any(record.lossy for record in records):
-        return FORMAT_VERSION
+        return CODING_FORMAT
     return SHARING_FORMAT if shared else FIRST_FORMAT
 
 
@@ -201,7 +212,7 @@ class _ClassDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class _CommitDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A commit as it is written; metrics and metadata are typed JSON."""
 
-    format: Literal[1, 2, 3]
+    format: Literal[1, 2, 3, 4]
     decision: Literal["commit"] = "commit"
     run: str
     step: Count
@@ -218,6 +229,7 @@ class _CommitDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ranks: Count | msgspec.UnsetType = msgspec.UNSET
     groups: tuple[GroupRecord, ...] | msgspec.UnsetType = msgspec.UNSET
     classes: tuple[_ClassDocument, ...] | msgspec.UnsetType = msgspec.UNSET
+    left_out: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 # Made here, so that the first commit of a job does not wait for it.
@@ -289,6 +301,7 @@ def _document_of(commit: Commit) -> _CommitDocument:
         ranks=commit.ranks if commit.ranks != 1 else msgspec.UNSET,
         groups=commit.groups or msgspec.UNSET,
         classes=classes or msgspec.UNSET,
+        left_out=commit.left_out or msgspec.UNSET,
     )
 
 
@@ -342,6 +355,7 @@ def _commit_of(document: _CommitDocument, plain: dict[str, object], where: str) 
         ranks=1 if document.ranks is msgspec.UNSET else document.ranks,
         groups=() if document.groups is msgspec.UNSET else document.groups,
         classes=_classes_of(document, where),
+        left_out=() if document.left_out is msgspec.UNSET else document.left_out,
     )
 
 
@@ -362,6 +376,7 @@ def _problem(commit: Commit) -> tuple[str, str] | None:
         or _groups_problem(commit)
         or _classes_problem(commit)
         or _item_problem(commit)
+        or _excerpt_problem(commit)
     )
 
 
@@ -446,6 +461,17 @@ def _item_problem(commit: Commit) -> tuple[str, str] | None:
         there = _is_file_name(record.file, _DATA) if commit.groups else record.file in files
         if not there:
             return f"a file of the checkpoint for {record.name!r}", repr(record.file)
+    return None
+
+
+def _excerpt_problem(commit: Commit) -> tuple[str, str] | None:
+    left_out, here = commit.left_out, {record.name for record in commit.items}
+    if not left_out:
+        return None
+    if list(left_out) != sorted(set(left_out)) or "" in left_out or not here.isdisjoint(left_out):
+        return "names of other items that were left out, in order", repr(left_out)
+    if not here or commit.classes:
+        return "items, and no classes, which tell of all of them", repr(sorted(here))
     return None
 
 

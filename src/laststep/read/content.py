@@ -211,6 +211,8 @@ class Content:
             file = self.files[number]
             for entry in file.header.tensors:
                 stored = stored_in(file.header, entry)
+                if stored.item in self.commit.left_out:
+                    continue  # it shares a file with those that were not
                 if stored.item not in names:
                     raise Corrupt(
                         "a tensor of an unknown item", where=file.where, found=repr(entry.name)
