@@ -160,6 +160,8 @@ class Checkpoint(OnlyOne):
         self.size_bytes = commit.size_bytes
         self.lossy = commit.lossy
         """How tensors in it were rounded; nothing: all is exact."""
+        self.left_out = commit.left_out
+        """Of an excerpt: the items of its original that it lacks."""
         self.ranks = commit.ranks
         self._commit = commit
 

@@ -165,13 +165,15 @@ def test_ctrl_c_ends_a_copy_that_the_next_one_goes_on_with(maker, laststep, tmp_
     assert sound_steps(target) == [1]
 
 
-def killed(source: Path, target: Path, after_s: float) -> bool:
+def killed(
+    source: Path, target: Path, after_s: float, items: tuple[str, ...] | None = None
+) -> bool:
     """Copy in a child that is killed after that time; whether it was before the end."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            copy(source, target, threads=2)
+            copy(source, target, items=items, threads=2)
             status = 0
         finally:
             os._exit(status)
@@ -185,8 +187,9 @@ def killed(source: Path, target: Path, after_s: float) -> bool:
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("items", [None, ("model",)])
 def test_after_kills_at_random_instants_all_that_is_shown_is_sound(
-    maker, tmp_path: Path, kills: int
+    maker, tmp_path: Path, kills: int, items: tuple[str, ...] | None
 ) -> None:
     for step in range(6):
         maker.save(step)
@@ -194,16 +197,17 @@ def test_after_kills_at_random_instants_all_that_is_shown_is_sound(
     before: list[int] = []
     target = tmp_path / "0"
     for number in range(kills):
-        if not killed(maker.path, target, drawn.uniform(0.0, 0.15)):
+        if not killed(maker.path, target, drawn.uniform(0.0, 0.15), items):
             before, target = [], tmp_path / str(number)  # from the start again
         steps = sound_steps(target)
         assert steps[: len(before)] == before
         before = steps
-    copy(maker.path, target)
+    copy(maker.path, target, items=items)
     for made in target.rglob("*.tmp-*"):  # of kills, which are cleaned up after an hour
         os.utime(made, (0, 0))
-    copy(maker.path, target)
-    assert contents(target) == contents(maker.path)
+    copy(maker.path, target, items=items)
+    copy(maker.path, tmp_path / "at once", items=items)
+    assert contents(target) == contents(tmp_path / "at once")
     assert sound_steps(target) == list(range(6))
 
 

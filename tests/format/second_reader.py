@@ -68,7 +68,7 @@ def unsealed(path: Path, member: str, space: str) -> Json:
     front = f'{{"digest":{space}"xxh3-128:{digest(content)}",{space}"{member}":{space}'
     assert data == front.encode() + content + b"}", path
     found: Json = json.loads(content)
-    assert found["format"] in (1, 2), path
+    assert found["format"] in (1, 2, 4), path
     return found
 
 

@@ -130,6 +130,7 @@ def test_every_field_has_a_row(block: str, record: type[msgspec.Struct]) -> None
         ("dcp", 0),
         ("borrowed", 0),
         ("coded", 0),
+        ("excerpt", 0),
     ],
 )
 def test_a_second_reader_reads_what_the_first_does(name: str, rank: int) -> None:

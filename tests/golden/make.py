@@ -17,8 +17,8 @@ from crew import Crew  # noqa: E402
 
 JOBS = {"one-rank": ("one_rank", 1), "fsdp2": ("fsdp2", 3), "groups": ("groups", 4),
         "per-rank": ("per_rank", 2), "dcp": ("through_dcp", 2),
-        "borrowed": ("borrowed", 1), "coded": ("coded", 1)}  # fmt: skip
-LATER = {"borrowed": "version-2", "coded": "version-3"}
+        "borrowed": ("borrowed", 1), "coded": ("coded", 1), "excerpt": ("excerpt", 1)}  # fmt: skip
+LATER = {"borrowed": "version-2", "coded": "version-3", "excerpt": "version-4"}
 """Those that the first version of the format cannot say."""
 
 

@@ -162,3 +162,15 @@ def test_checkpoints_that_borrow_restore_and_each_stands_alone(tmp_path: Path) -
         checkpoint = laststep.open(run)[step]
         assert not checkpoint.verify().damage
     assert [len(list(run.glob(f"step-{step:08d}.*/*~*"))) for step in range(3)] == [0, 1, 1]
+
+
+def test_an_excerpt_restores_the_item_that_it_has(tmp_path: Path) -> None:
+    run = shutil.copytree(RUNS.parent / "version-4" / "excerpt", tmp_path / "excerpt")
+    checkpoint = laststep.open(run).latest()
+    assert (checkpoint.items(), checkpoint.left_out) == (["model"], ("optimizer",))
+    assert not checkpoint.verify().damage
+    items = contents.training(None)
+    with laststep.Checkpointer(run, **items) as ckpt:
+        assert ckpt.restore(only=["model"]).step == 5
+    found, wanted = (one["model"].state_dict() for one in (items, contents.training(5)))
+    assert_same(dict(found), dict(wanted))

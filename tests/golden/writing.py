@@ -107,6 +107,11 @@ def borrowed(run: str) -> None:
             ckpt.save(step).wait()
 
 
+def excerpt(run: str) -> None:
+    """The model of what three ranks have saved."""
+    laststep.copy(Path(__file__).parent / "version-1" / "fsdp2", run, items=("model",))
+
+
 def coded(run: str) -> None:
     """Three saves by the first start, one more that encodes nothing by the second."""
     namelessly()

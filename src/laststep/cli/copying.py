@@ -3,8 +3,9 @@
 With --json: `from` and `to`; `copied`, `there` (already), `deleted` (at the source, meanwhile) and
 `damaged`, lists of folders; `copied_bytes`, `linked_bytes` (of files that the target had in another
 checkpoint) and `kept_bytes` (of files that an interrupted copy had left). With --dry-run: `from`,
-`to`, `dry_run`, `copy` and `there`, lists of folders, and `size_bytes`, what is to come. Ends with
-status 3 where a checkpoint is damaged: it is not copied, all others are.
+`to`, `dry_run`, `copy` and `there`, lists of folders, and `size_bytes`, what is to come: of data
+files, or with --items of the tensors of these items. Ends with status 3 where a checkpoint is
+damaged: it is not copied, all others are.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ def copy(
     ],
     *,
     step: places.StepOption = None,
+    items: Annotated[
+        list[str] | None, typer.Option(metavar="ITEM", help="Only this item; may be repeated.")
+    ] = None,
     limit: Annotated[
         str | None, typer.Option(metavar="RATE", help="Go no faster than that, as in 200MB/s.")
     ] = None,
@@ -47,7 +51,7 @@ def copy(
     rate = None if limit is None else terms.bytes_per_s(limit)
     if limit is not None and rate is None:
         raise typer.BadParameter("write a rate as 200MB/s", param_hint="--limit")
-    plan = plan_copy(source, target, step)
+    plan = plan_copy(source, target, step, items)
     where = {"from": plan.source.url, "to": plan.target.url}
     if dry_run:
         _say_plan(plan, where, as_json=as_json)

@@ -3,7 +3,8 @@
 A copy has the name and the bytes of its original: data files, manifests of groups, and last, by
 create-only, `manifest.json`. Until then its folder is an attempt with a file `copying.lock` in it,
 which no reader takes for a checkpoint and no writer cleans up; whoever copies again keeps the files
-there that are right. Knows nothing of torch, lineage or retention. One thread calls a `Copier`.
+there that are right. Of some items alone a copy is an excerpt, with manifests of its own. Knows
+nothing of torch, lineage or retention. One thread calls a `Copier`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from laststep.catalog.names import PIN_NAME, copying_name, is_copying_name
 from laststep.errors import Corrupt, Exists, NotFound, StorageFailed
 from laststep.format.group import GROUPS_FOLDER
 from laststep.format.manifest import Abort, Commit
-from laststep.terms import MANIFEST_NAME
 from laststep.tiers.bringing import Bringing, Moved
 from laststep.tiers.links import Links
+from laststep.tiers.originals import Originals
 from laststep.tiers.records import Records
 
 if TYPE_CHECKING:
@@ -34,12 +35,13 @@ _log = logging.getLogger(__name__)
 
 
 class Copier:
-    """Copies checkpoints of one run, one after the other."""
+    """Copies checkpoints of one run, one after the other: with all their items, or with these."""
 
-    def __init__(self, route: CopyRoute) -> None:
+    def __init__(self, route: CopyRoute, items: Sequence[str] | None = None) -> None:
         self._route = route
         self._source = route.source
         self._target = route.target
+        self._originals = Originals(route.source, items)
         self._records = Records(route.source, route.target)
         self._links = Links(route.target)
 
@@ -68,25 +70,12 @@ class Copier:
 
     def is_there(self, folder: str) -> bool:
         """Whether the target has that very checkpoint; `Exists` where it has another."""
-        if not isinstance(decision.read_manifest(self._target, folder), Commit):
-            return False
-        name = f"{folder}/{MANIFEST_NAME}"
-        one, other = (
-            store.read(name, limit_bytes=decision.MANIFEST_LIMIT_BYTES)
-            for store in (self._source, self._target)
-        )
-        if one != other:
-            raise Exists(
-                "another checkpoint has this name", where=f"{self._target.url}/{folder}",
-                expected=f"a copy of {self._source.url}/{folder}", found="another manifest",
-                remedy="copy to another place",
-            )  # fmt: skip
-        return True
+        return self._originals.is_at(self._target, folder)
 
     def bring(self, folder: str, ranks: Sequence[int] | None = None) -> Moved:
         """Copy the data files, of all ranks or of these, without a commit. Several processes may
         bring those of different ranks at once; one of them commits when all are done."""
-        commit, files = self._read(folder, ranks)
+        commit, files, dropped = self._originals.read(folder, ranks)
         self._records.bring(commit.epoch)
         with closing(self._begin(folder, None if ranks is None else min(ranks))):
             if isinstance(decision.read_manifest(self._target, folder), Commit):
@@ -95,21 +84,21 @@ class Copier:
                 with contextlib.suppress(Exists):
                     self._target.make_folder(f"{folder}/{inner}")
             there = self._sizes(folder, commit, files)
+            for name in dropped & there.keys():  # of a copy with other items, that was interrupted
+                self._target.delete(f"{folder}/{name}")
             return Bringing(self._route, self._links, folder, files, there).all()
 
     def commit(self, folder: str) -> None:
         """Make a checkpoint visible at the target whose data files have all been brought."""
-        commit, files = self._read(folder)
+        cargo = self._originals.read(folder)
+        commit, of_groups, data = self._originals.documents(folder, cargo)
+        files = cargo.files
         for record in commit.groups:
-            name = f"{folder}/{record.name}"
-            data = self._source.read(name, limit_bytes=groups.GROUP_LIMIT_BYTES)
             with contextlib.suppress(Exists):
-                self._target.create(name, data)
+                self._target.create(f"{folder}/{record.name}", of_groups[record.name])
             groups.read(self._target, folder, commit, record)
         self._check_all_there(folder, commit, files)
         self._records.check()
-        name = f"{folder}/{MANIFEST_NAME}"
-        data = self._source.read(name, limit_bytes=decision.MANIFEST_LIMIT_BYTES)
         decision.publish(self._target, folder, data)
         self._links.add(folder, files)
         if PIN_NAME in self._source.file_names(folder):
@@ -123,14 +112,6 @@ class Copier:
         )  # fmt: skip
 
     # Steps of the above
-
-    def _read(
-        self, folder: str, ranks: Sequence[int] | None = None
-    ) -> tuple[Commit, tuple[FileRecord, ...]]:
-        commit = decision.read(self._source, folder)
-        if not isinstance(commit, Commit):
-            raise NotFound("there is no such checkpoint", where=f"{self._source.url}/{folder}")
-        return commit, groups.files_of(self._source, folder, commit, ranks)
 
     def _begin(self, folder: str, first_rank: int | None) -> Lock:
         """Make the folder, or take up that of an interrupted copy; nobody else copies meanwhile."""

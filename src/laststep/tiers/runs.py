@@ -16,6 +16,7 @@ from laststep.catalog import decision, names
 from laststep.catalog.listing import Listed, nearest_steps
 from laststep.catalog.run import Run, remedy_for_no_run
 from laststep.errors import Corrupt, NotFound, Usage
+from laststep.plan.excerpts import left_out_of
 from laststep.storage.registry import open_parent, open_store
 from laststep.tiers.bringing import CopyRoute, Moved, Progress
 from laststep.tiers.copying import Copier
@@ -61,11 +62,18 @@ class CopyPlan:
     target: Store
     checkpoints: tuple[Listed, ...]
     there: frozenset[str]
+    items: tuple[str, ...] | None = None
+    """Which items of them; None: all."""
 
     @property
     def size_bytes(self) -> int:
-        """Of the data files that are to come, shared or not."""
-        return sum(item.size_bytes for item in self.checkpoints if item.folder not in self.there)
+        """Of the data files that are to come, shared or not; where only some items are, of these
+        items."""
+        to_come = [one for one in self.checkpoints if one.folder not in self.there]
+        if self.items is None:
+            return sum(one.size_bytes for one in to_come)
+        records = [record for one in to_come if one.commit for record in one.commit.items]
+        return sum(record.size_bytes for record in records if record.name in self.items)
 
     def execute(
         self,
@@ -97,7 +105,8 @@ class _Doing:
             CopyRoute(
                 source=plan.source, target=plan.target, threads=threads, pacing=pacing,
                 progress=self._tell,
-            )
+            ),
+            plan.items,
         )  # fmt: skip
         self._fates: dict[str, Fate] = {}
         self._moved = Moved()
@@ -137,9 +146,15 @@ class _Doing:
 
 
 def plan_copy(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], step: int | None = None
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    step: int | None = None,
+    items: Sequence[str] | None = None,
 ) -> CopyPlan:
-    """What copying a run, one step of it, or the folder of one checkpoint in it would bring."""
+    """What copying a run, one step of it, or the folder of one checkpoint in it would bring; of
+    these items alone, if any are named, which each checkpoint has to have."""
+    if items is not None and (isinstance(items, str) or not items):
+        raise Usage("items are some names", found=repr(items), remedy="pass items=('model',)")
     store, folder = open_store(source), None
     if decision.is_checkpoint(store):
         store, folder = open_parent(source)
@@ -158,13 +173,19 @@ def plan_copy(
     _check_place(place)
     listed = run.checkpoints()
     chosen = _chosen(run, listed, step, folder)
-    copier = Copier(CopyRoute(source=store, target=place))
+    for item in chosen:
+        if items is not None and item.commit is not None:
+            left_out_of(item.commit, items)
+    copier = Copier(CopyRoute(source=store, target=place), items)
     there = set()
     for item in chosen:
         with suppress(NotFound):  # it is being deleted, which the copy will tell
             if copier.is_there(item.folder):
                 there.add(item.folder)
-    return CopyPlan(source=store, target=place, checkpoints=chosen, there=frozenset(there))
+    return CopyPlan(
+        source=store, target=place, checkpoints=chosen, there=frozenset(there),
+        items=None if items is None else tuple(items),
+    )  # fmt: skip
 
 
 def _check_place(place: Store) -> None:
@@ -205,17 +226,19 @@ def copy(
     target: str | os.PathLike[str],
     step: int | None = None,
     *,
+    items: Sequence[str] | None = None,
     threads: int = 4,
     bytes_per_s: float | None = None,
     stop: threading.Event | None = None,
 ) -> CopyReport:
-    """Copy a run, or one step of it, to another place, verified; what is there stays there.
+    """Copy a run, or one step of it, to another place, verified; what is there stays there. With
+    `items`, only these: what lies there then are excerpts, which say what they lack.
 
     Copying again goes on where an interrupted copy ended, and brings what is new. `stop` may be set
     by another thread: that raises `Aborted`. A damaged checkpoint is `Corrupt`, once all others are
     copied.
     """
-    report = plan_copy(source, target, step).execute(
+    report = plan_copy(source, target, step, items).execute(
         threads=threads, pacing=Pacing(bytes_per_s=bytes_per_s, stop=stop)
     )
     for folder, error in report.damaged:
