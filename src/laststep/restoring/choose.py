@@ -52,13 +52,16 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool = False
     in_memory: bool = False
     """Whether it looks at shared memory first."""
+    tiers: int = 0
+    """In how many further ones it looks."""
 
     def __str__(self) -> str:
         text = "the newest" if self.step is None else f"step {self.step}"
         text += "" if self.only is None else f" with only={list(self.only)}"
         text += "" if self.strict else " with strict=False"
         text += " with exact=True" if self.exact else ""
-        return text + (" with a tier in shared memory" if self.in_memory else "")
+        text += " with a tier in shared memory" if self.in_memory else ""
+        return text + (f" with {self.tiers} further tiers" if self.tiers else "")
 
 
 class Chosen(AttemptName, frozen=True, kw_only=True):

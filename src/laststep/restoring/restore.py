@@ -27,6 +27,7 @@ from laststep.restoring.choose import (
     open_run,
 )
 from laststep.restoring.exactness import refuse_rounded
+from laststep.restoring.excerpts import fetched, refuse_excerpt
 from laststep.restoring.fit import Fit, fit, judge_twins, warn_of_left_out
 from laststep.restoring.transfer import Transfer, state_of_rank
 from laststep.restoring.waiting import wait_for_writers
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from laststep.restoring.placer import TensorRoom
     from laststep.state.provider import StateProvider
     from laststep.storage.store import Store
+    from laststep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +112,8 @@ class RestoreRequest:
     """Whether what was rounded is refused."""
     allow_pickle: bool
     threads: int
+    tiers: Sequence[Tier] = ()
+    """What only these have is fetched, or read there."""
 
 
 def restore_into(
@@ -131,10 +135,12 @@ def restore_into(
     check_asked(
         ranks,
         Asked(
-            step=wanted.step, only=only, strict=wanted.strict, exact=wanted.exact, in_memory=near
+            step=wanted.step, only=only, strict=wanted.strict, exact=wanted.exact, in_memory=near,
+            tiers=len(wanted.tiers),
         ),
     )  # fmt: skip
     together(ranks, lambda: wait_for_writers(beneath(store)) if ranks.rank.is_first else None)
+    store, saw = fetched(store, wanted, ranks, saw)
     look_into_memory(store, ranks)
     # What was committed last, before any look at what there is.
     together(ranks, lambda: saw(newest_point(store)) if ranks.rank.is_first else None)
@@ -203,6 +209,7 @@ class _Attempts:
         wanted, ranks, room = self._wanted, self._ranks, self._room
         with self._choosing.open(chosen) as content:
             where = f"{self._choosing.url}/{chosen.folder}"
+            refuse_excerpt(content.commit, wanted.only, where)
             fitted = fit(
                 content, self._providers, wanted.only, strict=wanted.strict, where=where,
                 remedy=pass_objects(content, self._providers) + _REMEDY, ranks=ranks,
