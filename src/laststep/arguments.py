@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from laststep.events import Subscriber
+    from laststep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -259,11 +260,11 @@ def _check_mode(word: str, *, here: bool) -> None:
         )  # fmt: skip
 
 
-def _unknown(what: str, found: str, known: Sequence[str]) -> Usage:
+def _unknown(what: str, found: str, known: Sequence[str], guide: str = "smaller") -> Usage:
     near = difflib.get_close_matches(found.lower(), known, n=1)
     return Usage(
         what, expected=f"one of {', '.join(known)}", found=repr(found),
-        remedy=f"did you mean '{near[0]}'?" if near else "see docs/guides/smaller.md",
+        remedy=f"did you mean '{near[0]}'?" if near else f"see docs/guides/{guide}.md",
     )  # fmt: skip
 
 
@@ -276,13 +277,14 @@ def restore_request(
     strict: object,
     exact: object,
     remote: bool,
+    tiers: Sequence[Tier],
 ) -> RestoreRequest:
     """What restore() was asked for."""
     return RestoreRequest(
         step=None if step is None else plain_step(step), only=patterns(only),
         strict=true_or_false("strict", strict), exact=true_or_false("exact", exact),
         allow_pickle=settings.allow_pickle,
-        threads=settings.readers(ranks_here, remote=remote),
+        threads=settings.readers(ranks_here, remote=remote), tiers=tiers,
     )  # fmt: skip
 
 
@@ -322,6 +324,37 @@ def _all_of(
     if given is None or len(given) < at_least or not all(map(is_one, given)):
         raise Usage(refusal, expected=expected, found=shown(value), remedy=remedy)
     return given
+
+
+def excerpts(
+    tiers: Sequence[Tier],
+    items: Iterable[str],
+    derived: bool | Mapping[str, str],  # noqa: FBT001
+) -> list[tuple[str, ...]]:
+    """The items of each tier that takes only some, which are items that there are. What is declared
+    to follow from others goes nowhere without them."""
+    names, found = [*items], []
+    for tier in tiers:
+        for item in tier.items or ():
+            if item not in names:
+                what = f"the tier {tier.url} takes {item!r}, which is no item"
+                raise _unknown(what, item, names, "tiers")
+        if tier.items is not None:
+            _refuse_orphans(tier.url, tier.items, derived if isinstance(derived, Mapping) else {})
+            found.append(tier.items)
+    return found
+
+
+def _refuse_orphans(url: str, items: tuple[str, ...], derived: Mapping[str, str]) -> None:
+    for pattern, master in derived.items():
+        low, high = (text.partition("/")[0] for text in (pattern, master))
+        takes = [any(fnmatchcase(item, whose) for item in items) for whose in (low, high)]
+        if takes == [True, False]:
+            raise Usage(
+                "tensors are declared to follow from others that the tier does not take",
+                where=url, expected=f"{master} among the items", found=f"items={items}",
+                remedy=f"take {high!r} too, or pass derived=True: it stores what is to stand alone",
+            )  # fmt: skip
 
 
 def preemption(asked: object) -> Preemption | None:

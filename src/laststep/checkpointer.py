@@ -40,7 +40,6 @@ from laststep.saving.saved_steps import SavedSteps
 from laststep.settings import DEFAULTS, FlushIn, OnBusy, Settings
 from laststep.state.items import providers_for
 from laststep.storage.registry import open_store
-from laststep.tiers.fetching import fetch_back
 from laststep.tiers.nearest import nearest
 from laststep.tiers.tier import Tier, arranged
 from laststep.watching import watch
@@ -112,12 +111,14 @@ class Checkpointer(single.OnlyOne):
             **arguments.coding(compression, lossy, named, here=flush == FlushIn.THREAD),
         )  # fmt: skip
         self._tiers = arranged(run, tiers, arguments.rules(keep))
+        excerpts = arguments.excerpts(self._tiers.further, named, self._settings.derived)
         subscribers = arguments.callables(subscribers)
         self._rank = self._who()
         self._group: Ranks | None = None
         self._preparer = Preparer(
-            self._rank, derived=self._settings.derived, lossy=self._settings.lossy
-        )
+            self._rank, derived=self._settings.derived, lossy=self._settings.lossy,
+            excerpts=excerpts,
+        )  # fmt: skip
         self._caches: dict[str, CollectCache] = {}
         """By which the state of each item is known again at its next save."""
         self._turn = queueing.Turn()
@@ -386,7 +387,7 @@ class Checkpointer(single.OnlyOne):
             here = ranks_on_this_node(self._rank)
             wanted = arguments.restore_request(
                 step, only, self._settings, here, strict=strict, exact=exact,
-                remote=self._store.same_everywhere,
+                remote=self._store.same_everywhere, tiers=self._tiers.further,
             )  # fmt: skip
             return self._restore(wanted)
 
@@ -401,8 +402,6 @@ class Checkpointer(single.OnlyOne):
             if known:  # else they arrived where it was made
                 group.arrive()
             together(group, self._ready)
-            if self._rank.is_first:
-                fetch_back(self._store, self._tiers.further, wanted.step, threads=wanted.threads)
             self._schedule.anew()
             if self._ending is not None:
                 self._ending.anew()

@@ -50,6 +50,8 @@ class TierHolds:
     tier: str
     seconds: float
     """Since the call of save()."""
+    items: tuple[str, ...] | None = None
+    """Where it takes only some: these alone are safe there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,8 @@ class WorkAtRisk:
     """The newest that it has got since the start; None: none yet."""
     seconds: float
     """Since that step was saved, or since the start."""
+    items: tuple[str, ...] | None = None
+    """Where it takes only some: the work in these. All others are lost with everything nearer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

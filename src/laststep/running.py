@@ -102,7 +102,7 @@ def launcher(
             further=tuple(
                 DrainOrder(
                     url=place_of(tier.url), opener=import_path(tier.url), every=tier.every,
-                    keep=tier.keep, bytes_per_s=tier.limit_bytes_per_s,
+                    keep=tier.keep, bytes_per_s=tier.limit_bytes_per_s, items=tier.items,
                 )
                 for tier in tiers.further
             ),
@@ -136,7 +136,7 @@ def client_of(
         saves = [] if segment is None else saves_in(segment)
         return frozenset(slot for save in saves for slot in save.slots)
 
-    further = [place_of(tier.url) for tier in tiers.further]
+    further = {place_of(tier.url): tier.items for tier in tiers.further}
     return Client(launch, pool, bus, start, kept, further)
 
 

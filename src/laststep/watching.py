@@ -80,7 +80,9 @@ def _log_rarer(event: Event) -> None:
     """The same for what comes of several tiers, and of being told to end."""
     match event:
         case events.TierHolds():
-            log.info("step %d: %s has it after %.3f s", event.step, event.tier, event.seconds)
+            what = "it" if event.items is None else f"{', '.join(event.items)} of it"
+            log.info("step %d: %s has %s after %.3f s",
+                     event.step, event.tier, what, event.seconds)  # fmt: skip
         case events.TierLags():
             log.warning("step %d: %s does not have it yet: %s",
                         event.step, event.tier, event.reason)  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +21,6 @@ from waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from laststep.storage.store import FileWriting
 
@@ -281,6 +281,26 @@ def test_a_rank_brings_what_the_first_has_begun_with_and_then_what_is_newer(
 
 
 @pytest.mark.usefixtures("hurried")
+def test_ranks_bring_their_own_files_of_some_items(places: Places) -> None:
+    golden = Path(__file__).resolve().parent.parent / "golden" / "version-1" / "fsdp2"
+    shutil.copytree(golden, places.home)
+    heard = [Said() for _ in range(3)]
+    drains = drains_of(places, heard, ("model",))
+    for each in reversed(drains):
+        each.start()
+        each.committed(AttemptName(step=5, epoch=1, attempt=1))
+    wait_until(lambda: heard[0].drained() == [5])
+    for each in drains:
+        each.close(at_once=False)
+    checkpoint = laststep.open(places.far)[5]
+    assert (checkpoint.items(), checkpoint.left_out) == (["model"], ("optimizer",))
+    assert checkpoint.verify().damage == ()
+    whole = laststep.open(places.home)[5]
+    for name in checkpoint.tensors():
+        assert torch.equal(checkpoint.tensor(name)[:], whole.tensor(name)[:])
+
+
+@pytest.mark.usefixtures("hurried")
 def test_a_rank_ends_though_the_first_has_never_begun(places: Places) -> None:
     with laststep.Checkpointer(places.home, state=places.state) as ckpt:
         ckpt.restore()
@@ -292,9 +312,11 @@ def test_a_rank_ends_though_the_first_has_never_begun(places: Places) -> None:
     assert not places.far.exists()
 
 
-def drains_of(places: Places, heard: list[Said]) -> list[Drains]:
+def drains_of(
+    places: Places, heard: list[Said], items: tuple[str, ...] | None = None
+) -> list[Drains]:
     """One for each rank."""
-    home, order = DirectoryStore(str(places.home)), DrainOrder(url=str(places.far))
+    home, order = DirectoryStore(str(places.home)), DrainOrder(url=str(places.far), items=items)
     return [
         Drains(home, [order], said.news.append, rank=rank, ranks=len(heard))
         for rank, said in enumerate(heard)

@@ -57,12 +57,11 @@ from laststep.process import interrupts, threads
 from laststep.tiers.drains import Drained, DrainFailed, Draining
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from laststep.capture.job import CaptureTiming
     from laststep.catalog.failures import Past
     from laststep.catalog.starts import Start
     from laststep.flush.saves import SaveUnderWay, SealParts
+    from laststep.flush.tier_news import TierItems
     from laststep.memory.pool import Pool
     from laststep.plan.files import SavePlan
 
@@ -103,17 +102,17 @@ class Client:
         bus: Bus,
         start: Start,
         kept: Callable[[], frozenset[int]] = frozenset,
-        further: Sequence[str] = (),
+        further: TierItems | None = None,
     ) -> None:
         """`kept` tells which slots a flusher that died has left as they are to be; checkpoints are
-        drained to the `further` tiers."""
+        drained to the `further` tiers, of some items."""
         self._launch = launch
         self._kept = kept
         self._job = start
         self._pool = pool
         self._bus = bus
         self.saves = Saves()
-        self._drains = TierNews(bus, further)
+        self._drains = TierNews(bus, further or {})
         self._starting = threading.Lock()
         self._announcing = threading.Lock()
         self._has_witness = False

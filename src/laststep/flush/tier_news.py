@@ -9,25 +9,27 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from laststep.events import Bus, TierHolds, TierLags, WorkAtRisk
 from laststep.tiers.drains import Drained, DrainFailed, Draining
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from laststep.catalog.names import AttemptName
     from laststep.flush.handle import SaveHandle
 
+TierItems = Mapping[str, tuple[str, ...] | None]
+"""The further tiers by their URLs, and which items each takes; None: all."""
 _REMEMBERED = 64
 
 
 class TierNews:
     """The further tiers of a run."""
 
-    def __init__(self, bus: Bus, tiers: Sequence[str]) -> None:
+    def __init__(self, bus: Bus, tiers: TierItems) -> None:
         self._bus = bus
+        self._items = tiers
         self._lock = threading.Lock()
         self._began_s = time.monotonic()
         self._newest: dict[str, tuple[int, float] | None] = dict.fromkeys(tiers)
@@ -43,7 +45,10 @@ class TierNews:
             newest = dict(self._newest)
         for tier, has in newest.items():
             step, since_s = (None, self._began_s) if has is None else has
-            self._bus.emit(WorkAtRisk(tier=tier, step=step, seconds=now_s - since_s))
+            risk = WorkAtRisk(
+                tier=tier, step=step, seconds=now_s - since_s, items=self._items[tier]
+            )
+            self._bus.emit(risk)
 
     def hear(self, message: Drained | Draining | DrainFailed) -> None:
         """What the flusher says of a drain."""
@@ -65,4 +70,7 @@ class TierNews:
         seconds = time.monotonic() - began_s
         for handle, _ in known:
             handle.report.tiers[message.tier] = seconds
-        self._bus.emit(TierHolds(step=message.at.step, tier=message.tier, seconds=seconds))
+        items = self._items.get(message.tier)
+        self._bus.emit(
+            TierHolds(step=message.at.step, tier=message.tier, seconds=seconds, items=items)
+        )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from laststep.format.deriving import DERIVED_DTYPES, MASTER_DTYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from laststep.plan.files import FilePlan, SavePlan
 
@@ -47,6 +47,10 @@ class _Tensor(NamedTuple):
     entry: int
 
     @property
+    def item(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
     def path(self) -> str:
         """Its name in its item."""
         return self.name.partition("/")[2]
@@ -62,11 +66,13 @@ def with_derived(
     asked: bool | Mapping[str, str],  # noqa: FBT001
     *,
     is_all: bool = True,
+    excerpts: Sequence[Collection[str]] = (),
 ) -> SavePlan:
     """A plan that says what may follow from what. `asked` maps patterns of tensors to those of
     their masters, or is True: then what may be so is found. Files of which something follows from
     others come last, so that those others are there when it comes. `is_all`: no other rank has a
-    part of the save, so that a pattern without any tensor here has none at all."""
+    part of the save, so that a pattern without any tensor here has none at all. Nothing that goes
+    into one of the `excerpts`, which are items, follows from what does not."""
     tensors = [
         tensor for number, file in enumerate(plan.files) for tensor in _of_file(number, file)
     ]
@@ -76,6 +82,8 @@ def with_derived(
         pairs = _declared(low, masters, asked, is_all=is_all)
     else:
         pairs = _found(low, masters)
+    for items in excerpts:
+        pairs = [(one, of) for one, of in pairs if one.item not in items or of.item in items]
     follows = {tensor.file for tensor, _ in pairs}
     order = sorted(range(len(plan.files)), key=lambda number: number in follows)
     number_of = {file: number for number, file in enumerate(order)}
@@ -134,7 +142,7 @@ def _found(low: list[_Tensor], masters: list[_Tensor]) -> list[tuple[_Tensor, _T
         found = sorted(dict.fromkeys(found), key=_is_unlikely)[:_MOST]
         pairs += [(tensor, master) for master in found]
         if not found:
-            unknown[tensor.name.partition("/")[0], tensor.box].append(tensor)
+            unknown[tensor.item, tensor.box].append(tensor)
     for (_, box), some in unknown.items():
         alike = [others for (_, of), others in series.items() if of == box]
         for others in sorted(alike, key=lambda others: _is_unlikely(others[0]))[:_MOST]:

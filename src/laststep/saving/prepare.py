@@ -22,7 +22,7 @@ from laststep.saving.portion import agree_alone, table_of, work_out
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch
 
@@ -62,12 +62,14 @@ class Preparer:
         *,
         derived: bool | Mapping[str, str] = False,
         lossy: Mapping[str, str] | None = None,
+        excerpts: Sequence[Collection[str]] = (),
     ) -> None:
         """`derived` is what the user says of tensors that follow from others, `lossy` of those that
-        may be rounded."""
+        may be rounded, `excerpts` of items that go somewhere without the rest."""
         self._rank = rank
         self._derived = derived
         self._lossy = lossy or {}
+        self._excerpts = excerpts
         self.last: Prepared | None = None
 
     def prepare(
@@ -111,7 +113,7 @@ class Preparer:
             self._tell_of_useless(plan)
         if not self._derived:
             return plan
-        return with_derived(plan, self._derived, is_all=rank is None)
+        return with_derived(plan, self._derived, is_all=rank is None, excerpts=self._excerpts)
 
     def _tell_of_useless(self, plan: SavePlan) -> None:
         """Warn of patterns that round nothing, once. In a job of ranks each has but a part."""

@@ -237,7 +237,8 @@ class Drain:
 
         pacing = Pacing(bytes_per_s=self._order.bytes_per_s, stop=self._stop)
         return Copier(
-            CopyRoute(source=self._home, target=self._target(), pacing=pacing, progress=tell)
+            CopyRoute(source=self._home, target=self._target(), pacing=pacing, progress=tell),
+            self._order.items,
         )
 
 

@@ -30,6 +30,8 @@ class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
     every: int = 1
     keep: Keep | None = None
     bytes_per_s: float | None = None
+    items: tuple[str, ...] | None = None
+    """Which of them go there; None: all."""
 
     def is_due(self, at: AttemptName) -> bool:
         """Whether that checkpoint goes there; all ranks come to the same answer."""

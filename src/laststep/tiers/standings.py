@@ -48,6 +48,10 @@ class Standing:
     """How much older its newest is than that of all tiers: the work that is lost with everything
     nearer. None: all of it, as far as anybody knows."""
     behind_steps: int | None = None
+    items: tuple[str, ...] = ()
+    """Those of its newest; where that is in shared memory, all are."""
+    left_out: tuple[str, ...] = ()
+    """The items that its newest lacks, being an excerpt: with everything nearer they are lost."""
     error: str | None = None
     """Why nobody knows."""
 
@@ -87,7 +91,12 @@ def _in_memory(run: Run, tier: str, base: str) -> Standing | None:
 
 def _of_run(tier: str, run: Run) -> Standing:
     whole = [item for item in run.lineage() if item.is_whole]
-    return _standing(tier, ((item, item.created_s) for item in whole))
+    standing = _standing(tier, ((item, item.created_s) for item in whole))
+    commit = max(whole, key=lambda item: item.point).commit if whole else None
+    if commit is None:
+        return standing
+    items = tuple(record.name for record in commit.items)
+    return replace(standing, items=items, left_out=commit.left_out)
 
 
 def _of_store(url: str) -> Standing:

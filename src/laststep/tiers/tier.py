@@ -37,6 +37,13 @@ class Tier(Checked, frozen=True, kw_only=False):
         None
     ) = None
     """How fast it is drained to at most."""
+    items: (
+        Annotated[
+            tuple[str, ...], Meta(min_length=1, description="names of items, as in ('model',)")
+        ]
+        | None
+    ) = None
+    """Which items go there; None: all."""
 
     @property
     def limit_bytes_per_s(self) -> float | None:
@@ -87,10 +94,15 @@ def arranged(
             "Checkpointer('shm://name')",
         )  # fmt: skip
     home, *further = stores
-    if home.every != 1 or home.limit is not None:
+    if memory is not None and named[0].items is not None:
         raise Usage(
-            "every save goes to the first store among the tiers", found=str(home),
-            remedy="pass every= and limit= for the tiers behind it",
+            "shared memory takes all items: what lies there is the snapshot itself",
+            found=str(named[0]), remedy="pass items= for the tiers behind the first store",
+        )  # fmt: skip
+    if home.every != 1 or home.limit is not None or home.items is not None:
+        raise Usage(
+            "every save goes to the first store among the tiers, whole", found=str(home),
+            remedy="pass every=, limit= and items= for the tiers behind it",
         )  # fmt: skip
     if keep is not None and home.keep is not None:
         raise Usage("the first store among the tiers has two rules of retention",

@@ -1,0 +1,50 @@
+"""What ranks do in the tests of a tier that takes only some items."""
+
+from __future__ import annotations
+
+import shutil
+
+import torch
+import torch.distributed as dist
+from tasks import PATIENCE_S
+from wraps import Fsdp2
+
+import laststep
+from laststep.errors import LaststepError
+
+
+def drain(home: str, weights: str) -> None:
+    """Save FSDP2 and its optimizer, of which the model is drained; then lose the home."""
+    trainer = Fsdp2()
+    trainer.step(0)
+    with opened(home, weights, trainer) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).wait()
+    whole = trainer.full()
+    if dist.get_rank() == 0:
+        torch.save(whole, f"{home}.pt")
+        shutil.rmtree(home)
+
+
+def restore(home: str, weights: str) -> list[str]:
+    """What comes of restoring all, and then the model alone, and of saving again."""
+    trainer, told = Fsdp2(), []
+    with opened(home, weights, trainer) as ckpt:
+        try:
+            ckpt.restore()
+        except LaststepError as error:
+            told.append(f"{type(error).__name__}: {error.what}")
+        told.append(f"step {ckpt.restore(only=['model']).step}")
+        expected, found = torch.load(f"{home}.pt"), trainer.full()
+        weights_of = [name for name in expected if ":" not in name]  # the rest is the optimizer's
+        same = all(torch.equal(expected[name], found[name]) for name in weights_of)
+        told.append("exact" if same else "other")
+        ckpt.save(2).wait()
+    return told
+
+
+def opened(home: str, weights: str, trainer: Fsdp2) -> laststep.Checkpointer:
+    return laststep.Checkpointer(
+        tiers=[home, laststep.Tier(weights, items=("model",))], items=trainer.items(),
+        host_memory_bytes=128 << 20, progress=False, deadline_s=PATIENCE_S, flush="thread",
+    )  # fmt: skip
