@@ -89,6 +89,7 @@ def test_the_document_of_ls_has_these_fields(maker, laststep: Callable) -> None:
         "folder": "step-00000100.1-1",
         "shared_bytes": 0,
         "lossy": [],
+        "left_out": [],
         "metrics": {"loss": "nan", "accuracy": 0.5},
         "lineage": "current",
         "superseded_by": None,
@@ -227,9 +228,9 @@ def test_the_document_of_show_has_these_fields(maker, laststep: Callable) -> Non
     document = laststep("show", maker.path, "--json").json()
     assert document.keys() == {
         "step", "epoch", "attempt", "folder", "run", "ranks", "created_s", "size_bytes", "format",
-        "lossy", "shared_bytes", "shared_with", "laststep", "metrics", "metadata", "lineage",
-        "pinned", "continues", "references", "self_contained", "items", "files", "tensors",
-        "objects",
+        "lossy", "left_out", "shared_bytes", "shared_with", "laststep", "metrics", "metadata",
+        "lineage", "pinned", "continues", "references", "self_contained", "items", "files",
+        "tensors", "objects",
     }  # fmt: skip
     assert document["metadata"] == {"note": "made for a test"}
     assert document["ranks"] == 1

@@ -131,6 +131,8 @@ def tensors_of(commit: Commit, files: list[Opened]) -> list[ShownTensor]:
             continue
         for entry in file.header.tensors:
             stored = stored_in(file.header, entry)
+            if stored.item in commit.left_out:
+                continue
             rank = file.record.rank if stored.item in per_rank else None
             seen.setdefault((stored.item, stored.tensor), len(seen))
             tensor = found.setdefault(

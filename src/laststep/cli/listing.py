@@ -3,11 +3,11 @@
 With --json: `run`, `checkpoints` and `attempts`. A checkpoint has `step`, `folder`, `created_s`,
 `size_bytes` (of its data files), `shared_bytes` (of those that were written for earlier ones; null
 where the manifest cannot be read), `lossy` (how tensors in it were rounded, none where it is
-exact), `metrics`, `lineage` ("current", "abandoned" or "superseded"), `superseded_by`, `pinned`,
-`epoch`, `attempt`, `error` (null, or why its manifest cannot be read) and `incomplete` (null, or
-which data file is missing or has the wrong size). An attempt, a save that is not committed, has
-`step`, `folder`, `size_bytes`, `alive` and `is_copy` (whether `laststep copy` brings it). With
---tiers, `standings` says what is printed.
+exact), `left_out` (the items that it lacks, if it is an excerpt), `metrics`, `lineage` ("current",
+"abandoned" or "superseded"), `superseded_by`, `pinned`, `epoch`, `attempt`, `error` (null, or why
+its manifest cannot be read) and `incomplete` (null, or which data file is missing or has the wrong
+size). An attempt, a save that is not committed, has `step`, `folder`, `size_bytes`, `alive` and
+`is_copy` (whether `laststep copy` brings it). With --tiers, `standings` says what is printed.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def _document(item: Listed) -> dict[str, object]:
         **output.fields(item, "step", "folder", "created_s", "size_bytes"),
         "shared_bytes": None if item.commit is None else item.commit.shared_bytes,
         "lossy": () if item.commit is None else item.commit.lossy,
+        "left_out": () if item.commit is None else item.commit.left_out,
         "metrics": {} if item.commit is None else item.commit.metrics,
         "lineage": lineage_of(item),
         **output.fields(item, "superseded_by", "pinned", "epoch", "attempt", "incomplete"),
@@ -130,6 +131,8 @@ def _status(item: Listed) -> str:
     if item.commit is None:
         return f"{place} {_unreadable(item)}"
     place += f" rounded to {', '.join(item.commit.lossy)}" if item.commit.lossy else ""
+    if item.commit.left_out:
+        place += f" only {', '.join(record.name for record in item.commit.items)}"
     return place if item.incomplete is None else f"{place} incomplete"
 
 

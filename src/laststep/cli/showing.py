@@ -3,18 +3,19 @@
 With --json: `step`, `epoch`, `attempt`, `folder`, `run`, `ranks` (how many wrote it), `created_s`,
 `size_bytes` (of its data files, as its manifest lists them), `shared_bytes` (of those that were
 written for earlier checkpoints), `shared_with` (the folders of this run that have a file of it),
-`lossy` (how tensors in it were rounded, none where it is exact), `format`, `laststep` (the version
-that wrote it), `metrics`, `metadata`, `lineage` (as in `ls`; null outside a run), `pinned`,
-`continues`, `references`, `self_contained`; `items` (`name`, `kind`, `per_rank`, `tensors`,
-`size_bytes`, `files`, the names of those that hold something of it); `files` (`name`, `rank`,
-`size_bytes`, `header_bytes`, `header_digest`, `origin`, the folder that it was written for, null
-for this one, `lent`, whether it is here only for others, `lent_to`, these, `follows_from`, files
-with masters of its tensors, `sharers`, how many checkpoints had it before, `codecs`, by which its
-blocks are encoded, `lossy`, `error`); `tensors` (`name`, as `Checkpoint.tensor` takes it; `rank`,
-whose it is, null where it is no rank's own; `dtype`, `shape`, `size_bytes`; `missing_bytes`, which
-lie in damaged files; `lossy`, how it was rounded, or null; `parts`, each with `start`, an index,
-`shape`, `size_bytes`, `file`); and `objects` (`name`, `size_bytes`, `file`). Reads manifest and
-headers, never data; `verify` does that.
+`lossy` (how tensors in it were rounded, none where it is exact), `left_out` (the items of its
+original that it lacks, if it is an excerpt), `format`, `laststep` (the version that wrote it),
+`metrics`, `metadata`, `lineage` (as in `ls`; null outside a run), `pinned`, `continues`,
+`references`, `self_contained`; `items` (`name`, `kind`, `per_rank`, `tensors`, `size_bytes`,
+`files`, the names of those that hold something of it); `files` (`name`, `rank`, `size_bytes`,
+`header_bytes`, `header_digest`, `origin`, the folder that it was written for, null for this one,
+`lent`, whether it is here only for others, `lent_to`, these, `follows_from`, files with masters of
+its tensors, `sharers`, how many checkpoints had it before, `codecs`, by which its blocks are
+encoded, `lossy`, `error`); `tensors` (`name`, as `Checkpoint.tensor` takes it; `rank`, whose it is,
+null where it is no rank's own; `dtype`, `shape`, `size_bytes`; `missing_bytes`, which lie in
+damaged files; `lossy`, how it was rounded, or null; `parts`, each with `start`, an index, `shape`,
+`size_bytes`, `file`); and `objects` (`name`, `size_bytes`, `file`). Reads manifest and headers,
+never data; `verify` does that.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _SHOWN = 20
 _SHOWN_SPANS = 3
 _COMMIT_FIELDS = (
     "step", "epoch", "attempt", "run", "ranks", "created_s", "size_bytes", "shared_bytes",
-    "lossy", "format", "laststep", "metrics", "metadata", "continues", "references",
+    "lossy", "left_out", "format", "laststep", "metrics", "metadata", "continues", "references",
 )  # fmt: skip
 _ITEM_FIELDS = ("name", "kind", "per_rank", "tensors", "size_bytes")
 _FILE_FIELDS = (
@@ -201,6 +202,8 @@ def _print_facts(
         if not commit.references
         else f"no: it needs {', '.join(commit.references)}",
     }
+    if commit.left_out:
+        facts["excerpt"] = f"of the run {commit.run}, without {', '.join(commit.left_out)}"
     table = output.table("", "")
     table.show_header = False
     for name, value in facts.items():

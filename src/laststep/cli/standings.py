@@ -3,7 +3,8 @@
 With --json: `run` and `tiers`, nearest first, each with `tier` (its URL), `step`, `folder` and
 `created_s` of its newest checkpoint (null: none), `age_s`, `checkpoints` (how many), `behind_steps`
 and `behind_s` (how much older that is than the newest of all tiers: the work at risk; null: all of
-it) and `error` (null, or why it could not be looked at). Ends with status 1 where one could not.
+it), `left_out` (the items that the newest lacks, being an excerpt: these are at risk too) and
+`error` (null, or why it could not be looked at). Ends with status 1 where one could not.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _document(one: Standing, now_s: float) -> dict[str, object]:
         "folder": None if newest is None else newest.name.folder,
         "created_s": None if newest is None else newest.created_s,
         "age_s": None if newest is None else now_s - newest.created_s,
-        **output.fields(one, "checkpoints", "behind_steps", "behind_s", "error"),
+        **output.fields(one, "checkpoints", "behind_steps", "behind_s", "left_out", "error"),
     }
 
 
@@ -66,6 +67,11 @@ def _row(one: Standing, now_s: float) -> tuple[str, ...]:
 
 def _at_risk(one: Standing) -> str:
     """What is lost with everything nearer, beside what was trained since."""
-    if not one.behind_s and not one.behind_steps:
-        return "nothing"
-    return f"{output.count_text(one.behind_steps or 0, 'step')}, {duration_text(one.behind_s or 0)}"
+    text = ""
+    if one.behind_s or one.behind_steps:
+        steps = output.count_text(one.behind_steps or 0, "step")
+        text = f"{steps}, {duration_text(one.behind_s or 0)}"
+    if one.left_out:  # an excerpt
+        rest = f"; of {', '.join(one.items)} {text}" if text else ""
+        return f"all of {', '.join(one.left_out)}{rest}"
+    return text or "nothing"
