@@ -184,7 +184,10 @@ class PreemptionEnded:
     step: int
     """The step at which it stopped."""
     committed: bool
-    """Whether that is committed, within the grace."""
+    """Whether that is committed at the run's home, within the grace."""
+    tiers: tuple[str, ...]
+    """Which tiers hold it now, nearest first; `shm://` is this machine's memory. Of further tiers
+    the first rank alone knows."""
     cause: str
     came_s: float
     """When this rank saw it, or heard of it, by the wall clock."""
@@ -194,7 +197,7 @@ class PreemptionEnded:
     problem: str
     """Why it is not committed; empty where it is."""
     at_risk: str
-    """What is lost, in words; empty where nothing is."""
+    """What is lost, or will be if this machine is, in words; empty where nothing is."""
 
 
 Event = (

@@ -29,7 +29,7 @@ from laststep.process import interrupts, lifetimes, threads
 from laststep.saving import preflight as sizing
 from laststep.settings import WAIT_FOR_OTHERS_S, FlushIn
 from laststep.storage.registry import import_path, local_path
-from laststep.terms import CHUNK_BYTES
+from laststep.terms import CHUNK_BYTES, MEMORY
 from laststep.tiers.drains import DrainOrder
 from laststep.tiers.sealed import saves_in
 
@@ -84,6 +84,17 @@ def place_of(url: str) -> str:
     return local_path(url) or url
 
 
+def drain_orders(tiers: Arranged) -> tuple[DrainOrder, ...]:
+    """What a flusher is told of the further tiers."""
+    return tuple(
+        DrainOrder(
+            url=place_of(tier.url), opener=import_path(tier.url), every=tier.every,
+            keep=tier.keep, bytes_per_s=tier.limit_bytes_per_s, items=tier.items,
+        )
+        for tier in tiers.further
+    )  # fmt: skip
+
+
 def launcher(
     run: str,
     tiers: Arranged,
@@ -99,13 +110,7 @@ def launcher(
         orders = Orders(
             writers=settings.writers, keep=tiers.keep, compression=settings.compression,
             lossy=settings.lossy or {}, segment=segment, rank=rank.number, ranks=rank.ranks,
-            further=tuple(
-                DrainOrder(
-                    url=place_of(tier.url), opener=import_path(tier.url), every=tier.every,
-                    keep=tier.keep, bytes_per_s=tier.limit_bytes_per_s, items=tier.items,
-                )
-                for tier in tiers.further
-            ),
+            further=drain_orders(tiers),
         )  # fmt: skip
         if settings.flush is FlushIn.THREAD:
             return starting.start_thread(
@@ -136,8 +141,7 @@ def client_of(
         saves = [] if segment is None else saves_in(segment)
         return frozenset(slot for save in saves for slot in save.slots)
 
-    further = {place_of(tier.url): tier.items for tier in tiers.further}
-    return Client(launch, pool, bus, start, kept, further)
+    return Client(launch, pool, bus, start, kept, drain_orders(tiers) if rank.is_first else ())
 
 
 def continuing(found: AttemptName | None, seen: Seen, *, resumed: bool = True) -> Continue:
@@ -208,7 +212,7 @@ class RunningParts:
         self._is_over: Callable[[], bool] = bool  # never
         ends = [capturer.close, client.close, self._end_preflight, pool.close]
         if segment is not None:
-            ends.append(lambda: segment.remove() if self.ends_well else None)
+            ends.append(self._free_segment)
         if team is not None:
             ends.insert(1, team.close)
         self._ends = collections.deque(ends)
@@ -305,6 +309,33 @@ class RunningParts:
         """From now on nobody waits for anything here once that is true: the program must end."""
         self._is_over = is_over
 
+    def committed(self, step: int) -> SaveHandle | None:
+        """The last save that is committed, if it is of that step."""
+        return self.client.drains.last_save(step)
+
+    def await_drains(self) -> None:
+        """Wait until the last checkpoint is at all further tiers that it goes to, as far as this
+        rank is told, or each of these has failed to get it once."""
+        interrupts.wait(self.client.drains.settled)
+
+    def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]:
+        """Which tiers hold that save, the newest, in the order in which they got it. Memory does if
+        all ranks have it in this machine's."""
+        held = tuple(handle.report.tiers)
+        if self.segment is None or MEMORY not in held or self.segment.owner.ranks == 1:
+            return held
+        have = self.segment.ranks_with(self.segment.records()[-1])
+        whole = len(have) == self.segment.owner.ranks
+        return tuple(tier for tier in held if whole or tier != MEMORY)
+
+    def _free_segment(self) -> None:
+        """Give shared memory back, unless something in it is nowhere else."""
+        committed = self.client.newest_committed
+        if self.segment is not None and self.ends_well:
+            alone = [save for save in saves_in(self.segment) if save.at.point > committed]
+            if not alone:
+                self.segment.remove()
+
     @contextlib.contextmanager
     def _in_time(self) -> Iterator[None]:
         """Inside is waited for what runs; where the time is up it is left alone. The flusher, where
@@ -325,6 +356,7 @@ class RunningParts:
                 interrupts.wait(save.job.over, _LEAVE_S)
         if self.team is not None:
             self.team.leave()
+        self.client.leave()
 
     @property
     def closes(self) -> bool:

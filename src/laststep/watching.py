@@ -107,11 +107,13 @@ def _log_preempted(event: events.PreemptionSeen | events.PreemptionEnded) -> Non
         log.warning("the job is to end: %s, %g s from now at most", event.cause, event.grace_s)
         return
     after = f"{event.seconds:.1f} s after {event.cause}, of {event.grace_s:g} s"
+    held = listed(event.tiers)
     if event.committed:
-        log.warning("the job ends: step %d is committed, %s; nothing is lost", event.step, after)
+        log.warning("the job ends: step %d is committed, %s; it is at %s; nothing is lost",
+                    event.step, after, held)  # fmt: skip
     else:
-        log.error("the job ends: step %d is not committed, %s: %s; at risk: %s", event.step, after,
-                  event.problem, event.at_risk)  # fmt: skip
+        log.error("the job ends: step %d is not committed, %s: %s; it is at %s; at risk: %s",
+                  event.step, after, event.problem, held or "no tier", event.at_risk)  # fmt: skip
 
 
 def _log_preflight(event: events.Preflight) -> None:

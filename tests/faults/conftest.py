@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +16,7 @@ from waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from preemptions import Ranks, Told
     from rank_jobs import Job, Jobs, Standing
 
 # Lets the tests of several ranks import what they share by its name.
@@ -182,3 +183,37 @@ def open_job(start_job: Callable[..., Job], run_folder: Path) -> Callable[..., J
         return job
 
     return go
+
+
+@pytest.fixture
+def told(jobs: Jobs, run_folder: Path) -> Iterator[Callable[..., Told]]:
+    """`told(**request)`: a training on the test's run."""
+    from preemptions import Told
+
+    started: list[Told] = []
+
+    def go(**request: Any) -> Told:
+        started.append(Told(jobs, run_folder, **request))
+        return started[-1]
+
+    yield go
+    for one in started:
+        one.process.clean_up()
+
+
+@pytest.fixture
+def told_job(jobs: Jobs, run_folder: Path) -> Iterator[Callable[..., Ranks]]:
+    """`told_job(ranks, **request)`: a job of such trainings on the test's run."""
+    from preemptions import Ranks
+
+    started: list[Ranks] = []
+
+    def go(ranks: int, **request: Any) -> Ranks:
+        started.append(Ranks(jobs, run_folder, ranks, **request))
+        return started[-1]
+
+    yield go
+    for job in started:
+        for one in job.ranks:
+            one.process.clean_up()
+        job.store.clean_up()

@@ -100,8 +100,12 @@ class Training:
     def run(self) -> None:
         request = self.request
         how = {"flush": "thread", "every": 1, "keep": laststep.Keep(last=3), **request["settings"]}
+        place = [request["run"]]
+        if "tiers" in request:
+            laststep.register_store("gated", "stuck_store:Gated")
+            place, how["tiers"] = [], request["tiers"]
         self.ckpt = laststep.Checkpointer(
-            request["run"], state=self.state, progress=False, host_memory_bytes=64 << 20,
+            *place, state=self.state, progress=False, host_memory_bytes=128 << 20,
             preemption=laststep.Preemption(**request["preemption"]), subscribers=[self.tell], **how,
         )  # fmt: skip
         self.gate(request.get("phase", ""))

@@ -2,93 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from preemptions import check, long, steps
 
-import laststep
 from waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-    from rank_jobs import Jobs, Process
-
-EXIT_CODE = 75
-
-
-class Told:
-    """A training, and what it said."""
-
-    def __init__(self, jobs: Jobs, run: Path, **request: Any) -> None:
-        usual = {"what": "preempted", "run": str(run), "steps": 100_000}
-        self.process: Process = jobs.fork({"settings": {}, "preemption": {}, **usual, **request})
-        self.said: list[list[str]] = []
-
-    def hear(self, *expected: str) -> list[str]:
-        """The rest of the next line that begins so; those before it are in `said`."""
-        while (words := self.process.next_words())[: len(expected)] != list(expected):
-            if words == [""]:
-                log = self.process.log.read_text()[-4000:]
-                raise AssertionError(f"it ended: {self.process.end()}; {self.said}; its log: {log}")
-            self.said.append(words)
-        return words[len(expected) :]
-
-    def send(self, name: str = "SIGTERM") -> None:
-        os.kill(self.process.pid, getattr(signal, name))
-
-    def report(self) -> dict[str, Any]:
-        """What it reports of its end."""
-        found: dict[str, Any] = json.loads(" ".join(self.hear("ended")))
-        return found
-
-    def end(self, code: int = EXIT_CODE) -> None:
-        assert self.process.end() == code, self.process.log.read_text()[-4000:]
-
-
-@pytest.fixture
-def told(jobs: Jobs, run_folder: Path) -> Iterator[Callable[..., Told]]:
-    """`told(**request)`: a training on the test's run."""
-    started: list[Told] = []
-
-    def go(**request: Any) -> Told:
-        started.append(Told(jobs, run_folder, **request))
-        return started[-1]
-
-    yield go
-    for one in started:
-        one.process.clean_up()
-
-
-def steps(run: Path) -> list[int]:
-    """What `ls` shows."""
-    try:
-        return laststep.open(run).steps()
-    except laststep.NotFound:
-        return []
-
-
-def check(run: Path, report: dict[str, Any]) -> None:
-    """The run has what the report promises, and it is whole."""
-    found = steps(run)
-    assert (report["step"] in found) == report["committed"]
-    assert (report["problem"] == "") == report["committed"] == (report["at_risk"] == "")
-    if found:
-        state = laststep.load(run)["state"]
-        assert state["n"] == found[-1]
-        assert state["t"].unique().tolist() == [float(found[-1])]
-
-
-def long(*values: object) -> list[Any]:
-    """Those that only `make test-long` runs."""
-    return [
-        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.long)
-        for one in values
-    ]
+    from preemptions import Ranks, Told
 
 
 @pytest.mark.parametrize("grace", [*long("2 s", "5 s", "10 s"), "30 s"])
@@ -302,41 +229,6 @@ def test_training_on_another_thread_ends_by_a_file_and_within_the_grace(
     trainer.end()
     check(run_folder, report)
     assert not report["committed"]
-
-
-class Ranks:
-    """A job of several such trainings."""
-
-    def __init__(self, jobs: Jobs, run: Path, ranks: int, **request: Any) -> None:
-        self.store = jobs.fork({"what": "host", "address": "127.0.0.1"})
-        port = int(self.store.hear("port"))
-        only = request.pop("only", {})
-        self.ranks = [
-            Told(jobs, run, rank=rank, ranks=ranks, port=port, **{**request, **only.get(rank, {})})
-            for rank in range(ranks)
-        ]
-        self.run = run
-
-    def go(self) -> None:
-        """Until all have met, and train."""
-        for rank in self.ranks:
-            rank.hear("steps")
-
-
-@pytest.fixture
-def told_job(jobs: Jobs, run_folder: Path) -> Iterator[Callable[..., Ranks]]:
-    """`told_job(ranks, **request)`: a job of such trainings on the test's run."""
-    started: list[Ranks] = []
-
-    def go(ranks: int, **request: Any) -> Ranks:
-        started.append(Ranks(jobs, run_folder, ranks, **request))
-        return started[-1]
-
-    yield go
-    for job in started:
-        for one in job.ranks:
-            one.process.clean_up()
-        job.store.clean_up()
 
 
 @pytest.mark.parametrize(

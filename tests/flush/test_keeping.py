@@ -50,7 +50,7 @@ class Rank:
         self.told: list[int] = []
         self._next = 0
         self._saves: dict[int, Save] = {}
-        self.keeper = Keeper(self.segment, self._pool, self)
+        self.keeper = Keeper(self.segment, self._pool, self.fd, self)
         self.keeper.start(1)
 
     def begin(self, number: int, chunks: int = 1) -> Save:
@@ -83,7 +83,7 @@ class Rank:
         return [save.at.step for save in sealed.saves_in(self.segment)]
 
     def close(self) -> None:
-        self.keeper.close()
+        self.keeper.close(for_good=True)
         self._pool.release()
         self._memory.close()
         os.close(self.fd)

@@ -52,7 +52,7 @@ def main(text: str) -> None:
     mapping = Mapping(setup.pool_fd, setup.pool_bytes)
     flusher = Flusher(
         connection, mapping.view, run=setup.run, trainer=setup.trainer,
-        orders=setup.orders,
+        orders=setup.orders, pool_fd=setup.pool_fd,
     )  # fmt: skip
     flusher.start()
     flusher.serve()

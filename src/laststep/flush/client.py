@@ -57,13 +57,15 @@ from laststep.process import interrupts, threads
 from laststep.tiers.drains import Drained, DrainFailed, Draining
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from laststep.capture.job import CaptureTiming
     from laststep.catalog.failures import Past
     from laststep.catalog.starts import Start
     from laststep.flush.saves import SaveUnderWay, SealParts
-    from laststep.flush.tier_news import TierItems
     from laststep.memory.pool import Pool
     from laststep.plan.files import SavePlan
+    from laststep.tiers.drains import DrainOrder
 
 log = logging.getLogger(__name__)
 
@@ -102,17 +104,17 @@ class Client:
         bus: Bus,
         start: Start,
         kept: Callable[[], frozenset[int]] = frozenset,
-        further: TierItems | None = None,
+        further: Sequence[DrainOrder] = (),
     ) -> None:
-        """`kept` tells which slots a flusher that died has left as they are to be; checkpoints are
-        drained to the `further` tiers, of some items."""
+        """`kept` tells which slots a flusher that died has left as they are to be; of the drains to
+        `further` tiers it tells this rank."""
         self._launch = launch
         self._kept = kept
         self._job = start
         self._pool = pool
         self._bus = bus
         self.saves = Saves()
-        self._drains = TierNews(bus, further or {})
+        self.drains = TierNews(bus, further)
         self._starting = threading.Lock()
         self._announcing = threading.Lock()
         self._has_witness = False
@@ -129,6 +131,8 @@ class Client:
         self._told_no_metric = False
         self.last_committed = 0
         """The number of the last save that is committed; 0: none by the flusher that runs."""
+        self.newest_committed = (0, 0)
+        """The epoch and the attempt of the last that is, by whichever flusher."""
 
     @property
     def helper_pid(self) -> int | None:
@@ -248,7 +252,7 @@ class Client:
             if not was_closing:  # else an interrupt came while this waited
                 self.send(Bye())
             while not (ended := interrupts.wait(self._heard_all, _END_S)):
-                if not self._drains.was_heard_within(_END_S):
+                if not self.drains.was_heard_within(_END_S):
                     break
             if not ended:
                 # Everything is committed or has failed: it has nothing left that could be lost.
@@ -260,6 +264,11 @@ class Client:
             if self.ends_well and self.last_committed:
                 self._job.ended_well()
         self._job.close()
+
+    def leave(self) -> None:
+        """The program ends before the flusher, which is to go on with all that it has."""
+        if self._helper is not None and not self._closing:
+            self.send(Bye())
 
     def abandon(self) -> None:
         """In a forked child: let go of the connection without saying anything."""
@@ -308,6 +317,7 @@ class Client:
             # Nobody else listens: whoever waits must hear that nothing more will come.
             self._mourn(why)
         finally:
+            self.drains.settled.set()
             self._heard_all.set()
 
     def _listen(self) -> str | None:
@@ -324,7 +334,7 @@ class Client:
 
     def _handle(self, message: ToTrainer) -> None:
         if isinstance(message, Drained | Draining | DrainFailed):
-            self._drains.hear(message)
+            self.drains.hear(message)
         else:
             self._hear(message)
 
@@ -389,7 +399,7 @@ class Client:
         if save is None:
             return
         self._job.over(save.number)
-        self.last_committed = save.number
+        self.last_committed, self.newest_committed = save.number, message.at.point
         # Should this flusher die, the next one goes on from here.
         before = self._continues
         self._continues = Continue(
@@ -399,7 +409,7 @@ class Client:
         report = save.handle.report
         report.committed_s, report.folder = save.handle.since_began_s(), message.at.folder
         report.tiers[self._job.url] = report.committed_s
-        self._drains.committed(message.at, save.handle)
+        self.drains.committed(message.at, save.handle)
         save.handle.committed.reach()
         save.note()
         self._bus.emit(

@@ -89,9 +89,11 @@ class KeeperServes(Protocol):
 class Keeper:
     """Holds slots; several threads digest."""
 
-    def __init__(self, segment: Segment, pool: memoryview, flusher: KeeperServes) -> None:
+    def __init__(
+        self, segment: Segment, pool: memoryview, pool_fd: int, flusher: KeeperServes
+    ) -> None:
         self._segment = segment
-        self._pool = pool
+        self._pool, self._pool_fd = pool, pool_fd
         self._flusher = flusher
         self._lock = threading.Condition()
         """Guards all that follows; told when a save is sealed."""
@@ -154,12 +156,15 @@ class Keeper:
             threads.start(thread)
             self._threads.append(thread)
 
-    def close(self) -> None:
-        """End the threads, when nothing more comes."""
+    def close(self, *, for_good: bool) -> None:
+        """End the threads, when nothing more comes. Where that is so for good, whoever comes next
+        need not wait for what this process still does elsewhere."""
         for _ in self._threads:
             self._chunks.put(None)
         for thread in self._threads:
             thread.join()
+        if for_good and self._pool_fd >= 0:
+            segments.let_go(self._pool_fd)
 
     # What comes
 
@@ -337,7 +342,7 @@ class Keeper:
             return True
         there = segments.found(self._segment.base, mine.run)
         here = {segment.owner.rank for segment in there if segment.owner.ranks == mine.ranks}
-        have = {one.owner.rank for one in there if kept.records[-1] in one.records()}
+        have = self._segment.ranks_with(kept.records[-1])
         return len(have) == mine.ranks or len(here) < mine.ranks
 
     def _drop(self, kept: KeptSave) -> list[int]:
@@ -379,6 +384,6 @@ def _is_whole(save: Save, kept: KeptSave) -> bool:
     return len(kept.digests) == wanted
 
 
-def keeper_in(folder: str, pool: memoryview, flusher: KeeperServes) -> Keeper:
-    """That of the segment in a folder."""
-    return Keeper(segments.opened(folder), pool, flusher)
+def keeper_in(folder: str, pool: memoryview, pool_fd: int, flusher: KeeperServes) -> Keeper:
+    """That of the segment in a folder, whose memory has that descriptor in a helper process."""
+    return Keeper(segments.opened(folder), pool, pool_fd, flusher)

@@ -93,6 +93,7 @@ class Flusher:
         run: str,
         trainer: Trainer,
         orders: Orders,
+        pool_fd: int = -1,
     ) -> None:
         self._connection = connection
         self._pool = pool
@@ -110,7 +111,7 @@ class Flusher:
         if orders.segment is not None:
             from laststep.flush.keeping import keeper_in  # every start waits for what is imported
 
-            self._keeper = keeper_in(orders.segment, pool, self)
+            self._keeper = keeper_in(orders.segment, pool, pool_fd, self)
         self._witness = WitnessHold(self._store, connection)
         self._given_up = False
         self._lending: tuple[int, dict[str, Lender]] = (0, {})
@@ -491,7 +492,7 @@ class Flusher:
             self._chunks.put(None)
         for thread in self._threads:
             thread.join()
-        self._keeper.close()
+        self._keeper.close(for_good=self._was_told_bye or self._connection.peer_is_dead())
         self._epoch.close()
         self._witness.let_go()
         # When nobody waits for this writer any more.

@@ -9,33 +9,40 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from laststep.events import Bus, TierHolds, TierLags, WorkAtRisk
 from laststep.tiers.drains import Drained, DrainFailed, Draining
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from laststep.catalog.names import AttemptName
     from laststep.flush.handle import SaveHandle
+    from laststep.tiers.drains import DrainOrder
 
-TierItems = Mapping[str, tuple[str, ...] | None]
-"""The further tiers by their URLs, and which items each takes; None: all."""
 _REMEMBERED = 64
 
 
 class TierNews:
     """The further tiers of a run."""
 
-    def __init__(self, bus: Bus, tiers: TierItems) -> None:
+    def __init__(self, bus: Bus, orders: Sequence[DrainOrder]) -> None:
         self._bus = bus
-        self._items = tiers
+        self._orders = orders
+        self._items = {order.url: order.items for order in orders}
         self._lock = threading.Lock()
         self._began_s = time.monotonic()
-        self._newest: dict[str, tuple[int, float] | None] = dict.fromkeys(tiers)
+        self._newest: dict[str, tuple[int, float] | None] = {order.url: None for order in orders}
         """Of each tier the newest step that it has got since the start, and of when that is."""
         self._handles: deque[tuple[AttemptName, SaveHandle, float]] = deque(maxlen=_REMEMBERED)
         self._heard_s = 0.0
+        self._last: AttemptName | None = None
+        self._owing: set[str] = set()
+        """Which tiers are still to get the last checkpoint that was committed."""
+        self.settled = threading.Event()
+        """Set while each of them has it, or has failed to get it once; or nobody would tell."""
+        self.settled.set()
 
     def committed(self, at: AttemptName, handle: SaveHandle) -> None:
         """A checkpoint is committed at home; what the further tiers lack of it is at risk."""
@@ -43,6 +50,9 @@ class TierNews:
         with self._lock:
             self._handles.append((at, handle, now_s - handle.since_began_s()))
             newest = dict(self._newest)
+            self._owing = {order.url for order in self._orders if order.is_due(at)}
+            self._last = at
+            (self.settled.clear if self._owing else self.settled.set)()
         for tier, has in newest.items():
             step, since_s = (None, self._began_s) if has is None else has
             risk = WorkAtRisk(
@@ -50,13 +60,28 @@ class TierNews:
             )
             self._bus.emit(risk)
 
+    def last_save(self, step: int) -> SaveHandle | None:
+        """The last that was committed, if it is of that step."""
+        with self._lock:
+            last = self._handles[-1][1] if self._handles else None
+        return last if last is not None and last.step == step else None
+
     def hear(self, message: Drained | Draining | DrainFailed) -> None:
         """What the flusher says of a drain."""
         self._heard_s = time.monotonic()
         if isinstance(message, Drained):
             self._drained(message)
+        if not isinstance(message, Draining):
+            self._settle(message)
         elif isinstance(message, DrainFailed):
             self._bus.emit(TierLags(step=message.at.step, tier=message.tier, reason=message.reason))
+
+    def _settle(self, message: Drained | DrainFailed) -> None:
+        with self._lock:
+            if message.at == self._last:
+                self._owing.discard(message.tier)
+            if not self._owing:
+                self.settled.set()
 
     def was_heard_within(self, seconds: float) -> bool:
         """Whether a drain is getting on."""

@@ -103,6 +103,12 @@ class Segment:
             return sorted((name.removeprefix(_RECORD) for name in names), key=_in_order)
         return []
 
+    def ranks_with(self, name: str) -> frozenset[int]:
+        """Of the ranks of its job, as far as they are on this machine, those that have such a
+        record too."""
+        there = found(self.base, self.owner.run)
+        return frozenset(one.owner.rank for one in there if name in one.records())
+
     def put(self, name: str, data: bytes) -> None:
         """Make a record; a name is used once."""
         path = f"{self.folder}/{_RECORD}{name}"
@@ -190,6 +196,11 @@ def refuse_disks(base: str) -> None:
             expected=f"a filesystem in memory ({', '.join(_IN_MEMORY)})", found=kind or "no such",
             remedy="mount a tmpfs there, or name one: Tier('shm:///path/of/it')",
         )  # fmt: skip
+
+
+def let_go(fd: int) -> None:
+    """Show that nobody will change the memory any more whose descriptor this is."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def opened(folder: str) -> Segment:

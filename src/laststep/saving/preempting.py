@@ -16,6 +16,7 @@ from laststep.events import PreemptionEnded, PreemptionSeen
 from laststep.process import interrupts
 from laststep.saving import backlog
 from laststep.saving.lookout import Lookout, Watched
+from laststep.terms import MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +51,12 @@ class Work(Protocol):
     def saves(self) -> Saves: ...
 
     def hurry(self, is_over: Callable[[], bool]) -> None: ...
+
+    def committed(self, step: int) -> SaveHandle | None: ...
+
+    def await_drains(self) -> None: ...
+
+    def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]: ...
 
 
 def look_out(asked: Preemption | None, rank: Rank, bus: Bus) -> Preempting | None:
@@ -123,17 +130,20 @@ class Preempting:
     def carry_out(
         self, step: int, save: Callable[[], SaveHandle], work: Work, steps: SavedSteps
     ) -> SaveHandle | None:
-        """Save that step, unless it is committed or on its way; wait until it is committed or the
-        grace is over, tell of it, and end the program, unless that is the loop's own."""
+        """Save that step, unless it is committed or on its way; wait until it is committed, and
+        then drained, or the grace is over, tell which tiers have it, and end the program, unless
+        that is the loop's own."""
         handle, problem = None, self._problem
         self.is_last = self._is_done = True
         try:
             if not problem:
                 with interrupts.limited(self._grace_is_over):
-                    handle = self._save(step, save, work.saves, steps)
-                    problem = "" if handle is None else _failure(enough(handle))
+                    handle = self._save(step, save, work, steps)
+                    problem = "" if handle is None else _failure(handle.committed)
+                    work.await_drains()
         except interrupts.TimeIsUp:
-            problem = _LATE
+            is_home = handle is not None and handle.committed.done()
+            problem = problem or ("" if is_home else _LATE)
         except LaststepError as error:
             problem = brief(error)
         self._end(step, handle, problem, work, steps)
@@ -157,17 +167,20 @@ class Preempting:
     ) -> None:
         """Tell what became of the last save, and raise what ends the program."""
         since, at_risk = self._tell(), ""
+        held = () if handle is None else work.tiers_of(handle)
         with interrupts.held():
             steps.take_over(work.saves)
         if problem:
             newest = steps.newest()
             at_risk = "all of it" if newest is None else f"what came after step {newest}"
+            if MEMORY in held:
+                at_risk += ", should this machine be lost, whose memory alone has it"
             if handle is not None and self._rank.ranks == 1 and _goes_on(handle):
                 at_risk += f", unless the flusher, which goes on, still commits step {step}"
         report = PreemptionEnded(
             step=step, cause=since.cause, came_s=since.at_s, grace_s=self._watched.grace_s,
-            seconds=time.monotonic() - since.came_s, committed=not problem, problem=problem,
-            at_risk=at_risk,
+            seconds=time.monotonic() - since.came_s, committed=not problem, tiers=held,
+            problem=problem, at_risk=at_risk,
         )  # fmt: skip
         self._bus.emit(report)
         work.hurry(self._grace_is_over)
@@ -178,9 +191,10 @@ class Preempting:
         return self._watched.known is not None and self._left_s(self._watched.known) <= 0
 
     def _save(
-        self, step: int, save: Callable[[], SaveHandle], saves: Saves, steps: SavedSteps
+        self, step: int, save: Callable[[], SaveHandle], work: Work, steps: SavedSteps
     ) -> SaveHandle | None:
         """The save of that step; None where it is committed and nobody has its handle."""
+        saves = work.saves
         if self._rank.ranks == 1:
             backlog.call_off_queued(saves.all(), step)
         found = backlog.of_step(saves.all(), step)
@@ -189,7 +203,7 @@ class Preempting:
             for error in saves.tell():
                 log.error("a save failed: %s", error)
         if found is not None or step == steps.newest():
-            return found
+            return found or work.committed(step)
         try:
             return save()
         except LaststepError as error:
@@ -219,11 +233,6 @@ class Preempting:
 
     def _left_s(self, since: Notice) -> float:
         return max(since.came_s + self._watched.grace_s - time.monotonic(), 0.0)
-
-
-def enough(handle: SaveHandle) -> Stage:
-    """What the last save of a job is waited for."""
-    return handle.committed
 
 
 def _failure(stage: Stage) -> str:

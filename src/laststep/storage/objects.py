@@ -16,10 +16,10 @@ import contextlib
 import re
 import secrets
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from laststep.errors import Exists, NotFound, Usage
+from laststep.process.workers import Workers
 from laststep.storage import s3
 from laststep.storage.bucket import Bucket, Found, Missing
 from laststep.storage.leases import Lease, Leases
@@ -53,7 +53,7 @@ class ObjectStore(Store):
         self._mutex = threading.Lock()
         self._made: dict[str, Found] = {}
         """The markers of folders that this store has seen, by the folder."""
-        self._pool_made: ThreadPoolExecutor | None = None
+        self._pool_made: Workers | None = None
         self._uploads_found: list[Uploads | None] = []
 
     @property
@@ -226,10 +226,10 @@ class ObjectStore(Store):
                 self._uploads_found.append(s3.of_bucket(self._bucket))
             return self._uploads_found[0]
 
-    def _pool(self) -> ThreadPoolExecutor:
+    def _pool(self) -> Workers:
         with self._mutex:
             if self._pool_made is None:
-                self._pool_made = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="laststep-object")
+                self._pool_made = Workers(_AT_ONCE, "laststep-object")
             return self._pool_made
 
     def _key(self, name: str) -> str:

@@ -24,8 +24,8 @@ from laststep.storage.disk import failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import ThreadPoolExecutor
 
+    from laststep.process.workers import Workers
     from laststep.storage.bucket import Bucket
     from laststep.storage.s3 import Uploads
 
@@ -94,7 +94,7 @@ class PartsWriter(_ObjectWriter):
 
     def __init__(
         self, bucket: Bucket, uploads: Uploads, key: str, *, expected_bytes: int,
-        pool: ThreadPoolExecutor, settle: Callable[[], None],
+        pool: Workers, settle: Callable[[], None],
     ) -> None:  # fmt: skip
         self.bucket, self.key, self.settle = bucket, key, settle
         self._uploads, self._pool = uploads, pool
@@ -236,7 +236,7 @@ class ObjectReader:
     alignment_bytes = 1
     at_hand = False
 
-    def __init__(self, bucket: Bucket, key: str, size_bytes: int, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, bucket: Bucket, key: str, size_bytes: int, pool: Workers) -> None:
         self.size_bytes = size_bytes
         self._bucket, self._key, self._pool = bucket, key, pool
         self._is_open = True
@@ -292,9 +292,7 @@ class _OpenPart:
         return self._have == [(0, len(self.data))]
 
 
-def _at_once(
-    pool: ThreadPoolExecutor, call: Callable[[_Item], None], items: Sequence[_Item]
-) -> None:
+def _at_once(pool: Workers, call: Callable[[_Item], None], items: Sequence[_Item]) -> None:
     """Call with all items, the first on this thread. Whatever fails, all calls have ended after
     this: the memory that they use is the caller's."""
     under_way = []

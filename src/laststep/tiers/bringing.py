@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from laststep.errors import Corrupt
+from laststep.process.workers import Workers
 from laststep.read.files import open_alone, open_file
 from laststep.read.stored import stored_files, stored_header
 from laststep.tiers.file_pass import FilePass
@@ -157,7 +157,7 @@ class Bringing:
         self._halt.clear()
         rest = iter(todo)
         try:
-            with ThreadPoolExecutor(threads, thread_name_prefix="laststep-tier") as workers:
+            with Workers(threads, "laststep-tier") as workers:
                 try:
                     for work in [workers.submit(self._work, rest) for _ in range(threads)]:
                         work.result()

@@ -1,0 +1,185 @@
+"""Jobs that are told to end, with several tiers: the report says exactly which of them have it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from preemptions import long, steps
+from rank_jobs import is_flusher, wait_for_end
+
+from laststep.memory import segments
+from waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from preemptions import Ranks, Told
+
+LATE = "the grace was over before it was committed"
+
+
+class Tiers:
+    """Shared memory, a home and a further tier, each of which finishes files once it is open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.base, self.home, self.far = folder / "shm", folder / "home", folder / "far"
+        self.base.mkdir(parents=True)
+
+    def request(self, **settings: Any) -> dict[str, Any]:
+        tiers = [f"shm://{self.base}", f"gated://{self.home}", f"gated://{self.far}"]
+        how = {"flush": "process", "every": 1000, **settings}
+        return {"tiers": tiers, "settings": how, "phase": "training"}
+
+    def open(self, place: Path) -> None:
+        place.with_suffix(".open").touch()
+
+    def names(self, *tiers: str) -> list[str]:
+        """As reports name them."""
+        urls = {"home": f"gated://{self.home}", "far": f"gated://{self.far}"}
+        return [urls.get(tier, tier) for tier in tiers]
+
+
+@pytest.fixture
+def tiers(run_folder: Path) -> Tiers:
+    return Tiers(run_folder)
+
+
+def end_by_signal(trainer: Told) -> dict[str, Any]:
+    """Its report, after it was told and has ended."""
+    flusher = trainer.hear("ready")[1]
+    trainer.process.flushers += [] if flusher == "None" else [int(flusher)]
+    trainer.hear("at", "training")
+    trainer.send()
+    report = trainer.report()
+    trainer.hear("unwound")
+    trainer.end()
+    return report
+
+
+def kill_flushers(trainer: Told) -> None:
+    for pid in filter(is_flusher, trainer.process.flushers):
+        os.kill(pid, signal.SIGKILL)
+        wait_for_end(pid)
+
+
+@pytest.mark.parametrize("grace", ["2 s", *long("5 s", "30 s")])
+@pytest.mark.parametrize("flush", ["process", *long("thread")])
+def test_where_the_home_is_too_slow_memory_has_it_and_gives_it_back(
+    told: Callable[..., Told], tiers: Tiers, grace: str, flush: str
+) -> None:
+    trainer = told(preemption={"grace": grace}, **tiers.request(flush=flush))
+    report = end_by_signal(trainer)
+    assert (report["tiers"], report["committed"]) == (["shm://"], False)
+    assert report["problem"] == LATE
+    assert "whose memory alone has it" in report["at_risk"]
+    assert steps(tiers.home) == []
+    kill_flushers(trainer)
+    for place in (tiers.home, tiers.far):
+        tiers.open(place)
+    assert end_by_signal(told(**tiers.request()))["step"] == report["step"] + 1
+    assert steps(tiers.home) == [report["step"], report["step"] + 1]
+    assert segments.found(str(tiers.base)) == []
+
+
+def test_what_memory_alone_has_the_flusher_goes_on_to_commit_and_to_drain(
+    told: Callable[..., Told], tiers: Tiers
+) -> None:
+    trainer = told(preemption={"grace": "2 s"}, **tiers.request())
+    report = end_by_signal(trainer)
+    assert report["tiers"] == ["shm://"]
+    assert "unless the flusher, which goes on, still commits step 0" in report["at_risk"]
+    tiers.open(tiers.home)
+    wait_until(lambda: steps(tiers.home) == [0])
+    tiers.open(tiers.far)
+    wait_until(lambda: steps(tiers.far) == [0])
+
+
+@pytest.mark.parametrize("grace", ["2 s", *long("10 s", "30 s")])
+@pytest.mark.parametrize("flush", ["process", "thread"])
+def test_a_further_tier_that_never_ends_costs_the_grace_and_no_more(
+    told: Callable[..., Told], tiers: Tiers, grace: str, flush: str
+) -> None:
+    tiers.open(tiers.home)
+    report = end_by_signal(told(preemption={"grace": grace}, **tiers.request(flush=flush)))
+    assert report["tiers"] == tiers.names("shm://", "home")
+    assert (report["committed"], report["problem"], report["at_risk"]) == (True, "", "")
+    assert (steps(tiers.home), steps(tiers.far)) == ([0], [])
+
+
+def test_the_next_start_waits_for_no_flusher_that_only_drains(
+    told: Callable[..., Told], tiers: Tiers
+) -> None:
+    tiers.open(tiers.home)
+    trainer = told(preemption={"grace": "2 s"}, **tiers.request())
+    assert end_by_signal(trainer)["committed"]
+    again = told(**tiers.request())
+    assert again.hear("ready")[0] == "1"
+    again.hear("at", "training")
+    tiers.open(tiers.far)
+    wait_until(lambda: steps(tiers.far) == [0])
+    (pid,) = trainer.process.flushers
+    wait_for_end(pid)
+
+
+def test_within_the_grace_all_tiers_get_it_and_nothing_stays_in_memory(
+    told: Callable[..., Told], tiers: Tiers
+) -> None:
+    for place in (tiers.home, tiers.far):
+        tiers.open(place)
+    report = end_by_signal(told(preemption={"grace": "60 s"}, **tiers.request()))
+    assert report["tiers"] == tiers.names("shm://", "home", "far")
+    assert (steps(tiers.home), steps(tiers.far)) == ([0], [0])
+    assert segments.found(str(tiers.base)) == []
+
+
+@pytest.mark.parametrize("full", ["far", "home"])
+def test_a_tier_that_fails_at_once_is_waited_for_no_longer(
+    told: Callable[..., Told], tiers: Tiers, full: str
+) -> None:
+    """What is in memory alone stays there though the job ends in order."""
+    if full == "far":
+        tiers.open(tiers.home)
+    place = tiers.home if full == "home" else tiers.far
+    place.with_suffix(".full").touch()
+    report = end_by_signal(told(preemption={"grace": "60 s"}, **tiers.request()))
+    assert report["tiers"] == tiers.names("shm://", *(["home"] if full == "far" else []))
+    assert ("there is no room" in report["problem"]) == (full == "home")
+    assert report["seconds"] < report["grace_s"]
+    place.with_suffix(".full").unlink()
+    tiers.open(tiers.home)
+    tiers.open(tiers.far)
+    assert end_by_signal(told(**tiers.request()))["step"] == 1
+    assert steps(tiers.home) == [0, 1]
+    assert segments.found(str(tiers.base)) == []
+
+
+def test_ranks_say_that_memory_has_it_only_where_all_have_it_there(
+    told_job: Callable[..., Ranks], tiers: Tiers
+) -> None:
+    request = {**tiers.request(), "phase": ""}
+    job = told_job(2, preemption={"grace": "3 s"}, **request)
+    assert [report["tiers"] for report in end_ranks(job)] == [["shm://"]] * 2
+    for rank in job.ranks:
+        kill_flushers(rank)
+    stands = {"phase": "seal", "until": "the end"}
+    again = told_job(2, preemption={"grace": "3 s"}, only={1: stands}, **request)
+    reports = end_ranks(again)
+    assert [report["tiers"] for report in reports] == [[], []]
+    assert all("memory" not in report["at_risk"] for report in reports)
+    for rank in again.ranks:
+        kill_flushers(rank)
+
+
+def end_ranks(job: Ranks) -> list[dict[str, Any]]:
+    for rank in job.ranks:
+        rank.process.flushers.append(int(rank.hear("ready")[1]))
+    job.go()
+    job.ranks[1].send()
+    reports = [rank.report() for rank in job.ranks]
+    for rank in job.ranks:
+        rank.end()
+    return reports
