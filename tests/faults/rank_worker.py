@@ -136,8 +136,9 @@ class Worker:
 
     - `answer N`: the store has to answer within so many seconds from the next `open` on;
     - `open RUN` with options as JSON: a Checkpointer; says `open`, and the pid of its flusher. With
-      `memory` its saves are kept in shared memory there, with `stuck` nothing is ever durable, with
-      `sharded` the state is one tensor that lies over all ranks;
+      `memory` its saves are kept in shared memory there, with `further` they are drained to that
+      place, with `stuck` nothing is ever durable, with `sharded` the state is one tensor that lies
+      over all ranks;
     - `restore`: says `restored` and the step;
     - `exact N`: says whether all that it holds is what it was at step N;
     - `train N`: save from step N on, until it is killed; says `TierHolds` and `Committed`;
@@ -206,6 +207,9 @@ class Worker:
         place: tuple[str, ...] = (run,)
         if (base := how.pop("memory", None)) is not None:
             place, how["tiers"] = (), [f"shm://{base}", run]
+        if (far := how.pop("further", None)) is not None:
+            laststep.register_store("gated", "stuck_store:Gated")
+            place, how["tiers"] = (), [*how.get("tiers", [run]), far]
         self.checkpointer = laststep.Checkpointer(
             *place, state=self.state, flaky=self.flaky, progress=False,
             mine=laststep.PerRank(self.mine, when_ranks_change="keep"), new_lineage=True,

@@ -24,7 +24,8 @@ class Stuck(DirectoryStore):
 
 
 class Gated(DirectoryStore):
-    """A store that finishes a file once `FOLDER.open` lies beside it; with `FOLDER.full`, none."""
+    """A store that finishes a file once `FOLDER.open` lies beside it; with `FOLDER.full`, none.
+    `FOLDER.waits` shows that one waits."""
 
     def __init__(self, url: str) -> None:
         self._place = Path(url.removeprefix("gated://"))
@@ -42,6 +43,7 @@ class Gated(DirectoryStore):
         def finish_when_open(size_bytes: int) -> None:
             if self._place.with_suffix(".full").exists():
                 raise StorageFailed("there is no room", where=name)
+            self._place.with_suffix(".waits").touch()
             while not self._place.with_suffix(".open").exists():
                 time.sleep(0.01)  # a test says when
             finish(size_bytes)

@@ -15,6 +15,7 @@ from laststep import events
 from laststep.catalog.names import AttemptName
 from laststep.errors import StorageFailed
 from laststep.storage.directory import DirectoryStore
+from laststep.tiers.draining import Drain
 from laststep.tiers.drains import Drained, DrainFailed, DrainOrder, Drains
 from laststep.tiers.tier import Tier
 from waiting import wait_until
@@ -310,6 +311,31 @@ def test_a_rank_ends_though_the_first_has_never_begun(places: Places) -> None:
     other.start()
     other.close(at_once=False)
     assert not places.far.exists()
+
+
+class Half:
+    """A copy of which another rank brings its part for a while."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def commit(self, _: str) -> None:
+        if self.looks:
+            raise StorageFailed("it is not whole")
+
+    def is_under_way(self, _: str) -> bool:
+        self.looks -= 1
+        return True
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_first_rank_waits_for_one_that_brings_its_files_however_long(places: Places) -> None:
+    order, copy = DrainOrder(url=str(places.far)), Half(looks=20)
+    drain = Drain(DirectoryStore(str(places.home)), order, lambda _: None, rank=0, ranks=2)
+    drain.ask_to_end(at_once=False)
+    at = AttemptName(step=1, epoch=1, attempt=1)
+    drain._commit_when_whole(copy, at)  # type: ignore[arg-type]
+    assert copy.looks == 0
 
 
 def drains_of(

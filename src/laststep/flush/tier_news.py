@@ -71,10 +71,10 @@ class TierNews:
         self._heard_s = time.monotonic()
         if isinstance(message, Drained):
             self._drained(message)
-        if not isinstance(message, Draining):
-            self._settle(message)
         elif isinstance(message, DrainFailed):
             self._bus.emit(TierLags(step=message.at.step, tier=message.tier, reason=message.reason))
+        if not isinstance(message, Draining):
+            self._settle(message)
 
     def _settle(self, message: Drained | DrainFailed) -> None:
         with self._lock:

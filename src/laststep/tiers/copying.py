@@ -88,6 +88,10 @@ class Copier:
                 self._target.delete(f"{folder}/{name}")
             return Bringing(self._route, self._links, folder, files, there).all()
 
+    def is_under_way(self, folder: str) -> bool:
+        """Whether somebody brings files of it to the target now."""
+        return bool(self._under_way(folder))
+
     def commit(self, folder: str) -> None:
         """Make a checkpoint visible at the target whose data files have all been brought."""
         cargo = self._originals.read(folder)
@@ -114,19 +118,33 @@ class Copier:
     # Steps of the above
 
     def _begin(self, folder: str, first_rank: int | None) -> Lock:
-        """Make the folder, or take up that of an interrupted copy; nobody else copies meanwhile."""
+        """Make the folder, or take up that of an interrupted copy; nobody else copies meanwhile
+        what this does: whoever copies all of it needs all ranks to be done."""
         if isinstance(decision.read_manifest(self._target, folder), Abort):
             self._target.delete_folder(folder)
         with contextlib.suppress(Exists):
             self._target.make_folder(folder)
-        name = copying_name(first_rank)
+        mine, whole = copying_name(first_rank), copying_name(None)
         try:
-            return self._target.lock(f"{folder}/{name}")
+            lock = self._target.lock(f"{folder}/{mine}")
         except Exists:
-            raise Exists(
-                "somebody else is copying this checkpoint", where=f"{self._target.url}/{folder}",
-                found=f"{name} is locked", remedy="wait for that copy to end",
-            ) from None  # fmt: skip
+            raise self._busy(folder, mine) from None
+        for name in self._under_way(folder):
+            if name != mine and whole in (name, mine):
+                lock.close()
+                raise self._busy(folder, name)
+        return lock
+
+    def _under_way(self, folder: str) -> list[str]:
+        """The locks of those who copy that checkpoint now."""
+        names = filter(is_copying_name, self._target.file_names(folder))
+        return [name for name in names if self._target.is_locked(f"{folder}/{name}")]
+
+    def _busy(self, folder: str, name: str) -> Exists:
+        return Exists(
+            "somebody else is copying this checkpoint", where=f"{self._target.url}/{folder}",
+            found=f"{name} is locked", remedy="wait for that copy to end",
+        )  # fmt: skip
 
     def _check_all_there(self, folder: str, commit: Commit, files: Sequence[FileRecord]) -> None:
         sizes = self._sizes(folder, commit, files)

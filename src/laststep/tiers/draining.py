@@ -6,8 +6,9 @@ newest waits, the others are left out. What fails is tried again, later and late
 wrong here reaches home. After a restart the newest that the tier lacks is the first.
 
 In a job of several ranks each brings its own files. The first rank says which checkpoint it is, by
-the folder that it makes at the tier, and commits when all files are there. Knows nothing of torch,
-nor of who saves.
+the folder that it makes at the tier, and commits when all files are there. What an earlier start
+has left undone, whose ranks may have been others, it brings alone. Knows nothing of torch, nor of
+who saves.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 300.0
 _LOOK_S = 1.0
 """How often ranks look what others have done."""
 _PATIENCE_S, _LAST_PATIENCE_S = 900.0, 30.0
-"""So long the first rank waits for the files of the others; and so long each rank waits for others
-where the job ends: they may have ended before."""
+"""So long the first rank waits for the files of others while nobody brings any; and so long each
+rank waits for others where the job ends: they may have ended before."""
 _REMEMBERED = 8
 _PROBE_LIMIT_BYTES = 1 << 16
 
@@ -63,6 +64,8 @@ class Drain:
         """Committed, and not brought yet. The first rank brings the newest only; the others follow
         it, which may have begun with one of several."""
         self._current: AttemptName | None = None
+        self._left: AttemptName | None = None
+        """What an earlier start has left undone."""
         self._ends = False
         self._thread = threading.Thread(target=self._run, name="laststep-drain", daemon=True)
 
@@ -115,7 +118,8 @@ class Drain:
                 return
             with self._changed:
                 if not self._due:
-                    self._due.append(_name(newest.folder))
+                    self._left = _name(newest.folder)
+                    self._due.append(self._left)
 
     def _next(self, pause_s: float) -> AttemptName | None:
         """Wait for what is due; None where nothing more will be."""
@@ -159,7 +163,7 @@ class Drain:
         """On the first rank: bring one, with the others if there are any, and commit it."""
         copier = self._copier(at)
         if not copier.is_there(at.folder):
-            if self._ranks == 1:
+            if self._ranks == 1 or at == self._left:
                 copier.copy(at.folder)
             else:
                 copier.bring(at.folder, [0])
@@ -173,7 +177,9 @@ class Drain:
             try:
                 copier.commit(at.folder)
             except StorageFailed:
-                if waited_s > (_LAST_PATIENCE_S if self._ends else _PATIENCE_S):
+                if copier.is_under_way(at.folder):
+                    waited_s = 0.0
+                elif waited_s > (_LAST_PATIENCE_S if self._ends else _PATIENCE_S):
                     self._target().delete_folder(at.folder)
                     raise
             else:
