@@ -196,3 +196,58 @@ def test_rescuing_never_imports_torch(maker, own, base: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
     )  # fmt: skip
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("spoil", [gone, another, damaged, unreadable])
+def test_what_cannot_be_stored_is_given_up_where_that_is_wanted(
+    maker, own, laststep, base: str, spoil: Callable[..., None]
+) -> None:
+    segment = own().die()
+    maker.seal(segment, 7)
+    spoil(maker, segment)
+    told = laststep("rescue", maker.path, "--base", base, "--discard", "--yes")
+    assert told.status == 0
+    assert ("gave up step 7" in told.out) == (spoil is not unreadable)
+    assert spoil is not unreadable or "gave up 1 record" in told.out
+    assert segments.found(base) == []
+
+
+def test_nothing_is_given_up_unasked(
+    maker, own, laststep, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = own().die()
+    maker.seal(segment, 7)
+    gone(maker, segment)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    asked = laststep("rescue", maker.path, "--base", base, "--discard")
+    assert (asked.status, "refused to give up step 7" in asked.err) == (2, True)
+    assert "NOT STORED" in asked.out  # what would be lost is shown before
+    looked = laststep("rescue", maker.path, "--base", base, "--discard", "--dry-run", "--yes")
+    assert looked.status == 1
+    assert laststep("rescue", "--base", base, "--discard", "--yes").status == 2  # of which run?
+    assert len(segments.found(base)) == 1
+
+
+def test_what_can_be_stored_is_stored_and_what_lives_stays_though_all_is_given_up(
+    maker, own, laststep, base: str
+) -> None:
+    living, dead = own(), own().die()
+    maker.seal(dead, 7)
+    told = laststep("rescue", maker.path, "--base", base, "--discard", "--yes", "--json").json()
+    assert told["ok"]
+    fates = [save["fate"] for one in told["segments"] for save in one["saves"]]
+    assert fates == ["rescued"]
+    assert library.open(maker.path).steps() == [7]
+    assert [one.folder for one in segments.found(base)] == [living.segment.folder]
+
+
+def test_a_report_says_what_was_given_up(maker, own, base: str) -> None:
+    segment = own().die()
+    maker.seal(segment, 7)
+    gone(maker, segment)
+    report = library.rescue(maker.path, base=base)
+    assert (report.ok, [one.folder for one in report.stays]) == (False, [segment.folder])
+    after = report.discard()
+    assert (after.ok, after.stays) == (True, ())
+    (one,) = after.segments
+    assert (one.is_removed, [save.fate for save in one.saves]) == (True, ["given up"])

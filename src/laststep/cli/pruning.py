@@ -9,7 +9,6 @@ is asked for.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -17,7 +16,7 @@ import typer
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import plan_prune
 from laststep.cli import output, places
-from laststep.errors import Corrupt, Usage
+from laststep.errors import Corrupt
 from laststep.read.verify import verify_checkpoint
 
 if TYPE_CHECKING:
@@ -69,7 +68,8 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
     deleted: tuple[str, ...] = ()
     if plan.deletions and not dry_run:
         if not yes:
-            _ask(plan, freed_bytes)
+            count = output.count_text(len(plan.deletions), "checkpoint")
+            output.confirm("delete", count, freed_bytes)
         _check_what_stays(opened)
         deleted = plan.execute()
         freed_bytes = sharing.freed_bytes(deleted)
@@ -100,17 +100,6 @@ def _resumed_from(run: Run) -> str | None:
     if record is None or record.continues is None:
         return None
     return {item.point: item.folder for item in listed}.get(record.continues)
-
-
-def _ask(plan: PrunePlan, freed_bytes: int) -> None:
-    count = output.count_text(len(plan.deletions), "checkpoint")
-    if not sys.stdin.isatty():
-        raise Usage(
-            f"refused to delete {count} unasked",
-            expected="--yes where nobody can be asked",
-            remedy="add --yes, or --dry-run to only look",
-        )
-    typer.confirm(f"Delete {count} ({output.size_text(freed_bytes)})?", abort=True, err=True)
 
 
 def _document(verdict: Verdict, sharing: Sharing) -> dict[str, object]:

@@ -5,7 +5,8 @@ removed) and `segments`, each with `folder`, `run`, `rank`, `ranks`, `pid`, `hos
 `size_bytes` (memory that it takes), `is_alive`, `is_removed`, `unreadable` (how many records make
 no sense) and `saves`: `step`, `folder` (of the checkpoint), `created_s`, `size_bytes`, `fate`
 ("stored", "rescued": just now, "alone": in memory alone, "left behind": by a later start of the
-job, or "not stored") and `error`. Ends with status 1 where something could not be stored.
+job, "not stored", or "given up": with --discard) and `error`. Ends with status 1 where something
+could not be stored, and stays.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import typer
 from laststep.cli import output
 from laststep.cli.status import FAILED
 from laststep.storage.shared_memory import BASE
-from laststep.terms import duration_text
+from laststep.terms import duration_text, listed
 from laststep.tiers.leftovers import SaveFate
 from laststep.tiers.leftovers import rescue as rescue_all
 
@@ -42,6 +43,10 @@ def rescue(
         str, typer.Option(metavar="DIR", help="Where shared memory lies.")
     ] = BASE,
     keep: Annotated[bool, typer.Option("--keep", help="Store, and remove nothing.")] = False,
+    discard: Annotated[
+        bool, typer.Option("--discard", help="Give up what cannot be stored, of RUN.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what there is.")] = False,
     as_json: output.AsJson = False,
 ) -> None:  # fmt: skip
@@ -50,13 +55,32 @@ def rescue(
     What is nowhere else goes to its run; then the memory of the dead is given back. Nothing of a
     living process is touched.
     """
+    if discard and (run is None or keep):
+        raise typer.BadParameter("--discard needs RUN, whose memory is given up, and no --keep")
     report = rescue_all(run, base=base, keep=keep, dry_run=dry_run)
+    if not as_json:
+        _print(report, base, dry_run=dry_run)
+    if discard and report.stays and not dry_run:
+        report = _discarded(report, ask=not yes, told=not as_json)
     if as_json:
         output.print_json(_document(report))
-    else:
-        _print(report, base, dry_run=dry_run)
     if not report.ok:
         raise typer.Exit(FAILED)
+
+
+def _discarded(report: RescueReport, *, ask: bool, told: bool) -> RescueReport:
+    """Give up what stays, which has been shown."""
+    saves = [save for one in report.stays for save in one.saves if save.fate is SaveFate.NOT_STORED]
+    unreadable = sum(one.unreadable for one in report.stays)
+    steps = listed(sorted({f"step {save.step}" for save in saves}))
+    what = steps or output.count_text(unreadable, "record")
+    size_bytes = sum(one.size_bytes for one in report.stays)
+    if ask:
+        output.confirm("give up", f"{what} in shared memory, for good", size_bytes)
+    after = report.discard()
+    if told:
+        output.console().print(f"gave up {what}: {output.size_text(size_bytes)} of memory are free")
+    return after
 
 
 def _document(report: RescueReport) -> dict[str, object]:

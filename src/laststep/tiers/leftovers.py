@@ -47,6 +47,8 @@ class SaveFate(enum.StrEnum):
     """It is nowhere else, and another start of the job has gone on without it."""
     NOT_STORED = "not stored"
     """It is nowhere else, and could not be stored."""
+    GIVEN_UP = "given up"
+    """The same, and now it is gone, as somebody has wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +103,25 @@ class RescueReport:
     @property
     def ok(self) -> bool:
         """Whether nothing is left of the dead that should have been stored."""
-        dead = [one for one in self.segments if not one.is_alive]
-        failed = [save for one in dead for save in one.saves if save.fate is SaveFate.NOT_STORED]
-        return not failed and not any(one.unreadable for one in dead)
+        return not self.stays
+
+    @property
+    def stays(self) -> tuple[Leftover, ...]:
+        """What the dead have left and could not be stored."""
+        return tuple(
+            one
+            for one in self.segments
+            if not (one.is_alive or one.is_removed)
+            and (one.unreadable or any(save.fate is SaveFate.NOT_STORED for save in one.saves))
+        )
+
+    def discard(self) -> RescueReport:
+        """Give that up: nobody gets it back. Returns what is so then."""
+        gone = {one.folder for one in self.stays}
+        for folder in gone:
+            segments.opened(folder).remove()
+        left = [_given_up(one) if one.folder in gone else one for one in self.segments]
+        return replace(self, segments=tuple(left))
 
 
 def rescue(
@@ -131,6 +149,14 @@ def rescue(
         left.append(leftover)
     debris = [] if keep or dry_run or run is not None else segments.remove_debris(place)
     return RescueReport(segments=tuple(left), debris=tuple(debris))
+
+
+def _given_up(one: Leftover) -> Leftover:
+    saves = [
+        replace(save, fate=SaveFate.GIVEN_UP) if save.fate is SaveFate.NOT_STORED else save
+        for save in one.saves
+    ]
+    return replace(one, saves=tuple(saves), is_removed=True)
 
 
 class _Rescuer:
