@@ -313,9 +313,10 @@ class RunningParts:
         """The last save that is committed, if it is of that step."""
         return self.client.drains.last_save(step)
 
-    def await_drains(self) -> None:
-        """Wait until the last checkpoint is at all further tiers that it goes to, as far as this
-        rank is told, or each of these has failed to get it once."""
+    def drain(self, handle: SaveHandle) -> None:
+        """Have the last checkpoint of a job brought to all further tiers, and wait until each has
+        it, as far as this rank is told, or has failed to get it once."""
+        self.client.drain_last(handle)
         interrupts.wait(self.client.drains.settled)
 
     def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]:

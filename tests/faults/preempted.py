@@ -103,7 +103,9 @@ class Training:
         place = [request["run"]]
         if "tiers" in request:
             laststep.register_store("gated", "stuck_store:Gated")
-            place, how["tiers"] = [], request["tiers"]
+            *near, far = request["tiers"]
+            tier = laststep.Tier(far, every=request.get("far_every", 1))
+            place, how["tiers"] = [], [*near, tier]
         self.ckpt = laststep.Checkpointer(
             *place, state=self.state, progress=False, host_memory_bytes=128 << 20,
             preemption=laststep.Preemption(**request["preemption"]), subscribers=[self.tell], **how,

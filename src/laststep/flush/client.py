@@ -36,6 +36,7 @@ from laststep.flush.protocol import (
     Connection,
     Continue,
     Decided,
+    DrainLast,
     Drop,
     Failed,
     Flushed,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from laststep.capture.job import CaptureTiming
     from laststep.catalog.failures import Past
     from laststep.catalog.starts import Start
+    from laststep.flush.handle import SaveHandle
     from laststep.flush.saves import SaveUnderWay, SealParts
     from laststep.memory.pool import Pool
     from laststep.plan.files import SavePlan
@@ -264,6 +266,12 @@ class Client:
             if self.ends_well and self.last_committed:
                 self._job.ended_well()
         self._job.close()
+
+    def drain_last(self, handle: SaveHandle) -> None:
+        """Have that checkpoint, the last of a job, brought to all further tiers."""
+        at = self.drains.owe_all(handle)
+        if at is not None:
+            self.send(DrainLast(at=at))
 
     def leave(self) -> None:
         """The program ends before the flusher, which is to go on with all that it has."""

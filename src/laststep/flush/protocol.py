@@ -184,6 +184,12 @@ class Witness(_Message, frozen=True, kw_only=True):
     name: str
 
 
+class DrainLast(_Message, frozen=True, kw_only=True):
+    """The last checkpoint of a job that is to end goes to all further tiers, due there or not."""
+
+    at: AttemptName
+
+
 class Bye(_Message, frozen=True, kw_only=True):
     """No more saves will come."""
 
@@ -296,7 +302,7 @@ class Ready(_Message, frozen=True, kw_only=True):
 
 ToFlusher = (
     Begin | Located | Chunks | Unchanged | Seal | Gathered | Decide | Drop | Continue | Witness
-    | Bye
+    | DrainLast | Bye
 )  # fmt: skip
 ToTrainer = (
     Begun

@@ -35,6 +35,7 @@ from laststep.flush.protocol import (
     Continue,
     Decide,
     Decided,
+    DrainLast,
     Drop,
     Failed,
     Flushed,
@@ -174,6 +175,8 @@ class Flusher:
             self._epoch.continue_from(message)
         elif isinstance(message, Witness):
             self._witness.take(message)
+        elif isinstance(message, DrainLast):
+            self._drains.committed(message.at, is_last=True)
         elif not isinstance(message, Bye):
             save = self._saves.get(message.save)
             if save is not None:

@@ -41,7 +41,7 @@ class TierNews:
         self._owing: set[str] = set()
         """Which tiers are still to get the last checkpoint that was committed."""
         self.settled = threading.Event()
-        """Set while each of them has it, or has failed to get it once; or nobody would tell."""
+        """Set while each of them has it, or has failed to get it once, or nobody would tell."""
         self.settled.set()
 
     def committed(self, at: AttemptName, handle: SaveHandle) -> None:
@@ -50,15 +50,26 @@ class TierNews:
         with self._lock:
             self._handles.append((at, handle, now_s - handle.since_began_s()))
             newest = dict(self._newest)
-            self._owing = {order.url for order in self._orders if order.is_due(at)}
-            self._last = at
-            (self.settled.clear if self._owing else self.settled.set)()
+            self._owe(at, [order.url for order in self._orders if order.is_due(at)])
         for tier, has in newest.items():
             step, since_s = (None, self._began_s) if has is None else has
             risk = WorkAtRisk(
                 tier=tier, step=step, seconds=now_s - since_s, items=self._items[tier]
             )
             self._bus.emit(risk)
+
+    def owe_all(self, handle: SaveHandle) -> AttemptName | None:
+        """That checkpoint is to go to all tiers; returns its name, where it is remembered."""
+        with self._lock:
+            found = [at for at, known, _ in self._handles if known is handle]
+            for at in found:
+                held = handle.report.tiers
+                self._owe(at, [order.url for order in self._orders if order.url not in held])
+            return found[0] if found else None
+
+    def _owe(self, at: AttemptName, tiers: Sequence[str]) -> None:
+        self._last, self._owing = at, set(tiers)
+        (self.settled.clear if tiers else self.settled.set)()
 
     def last_save(self, step: int) -> SaveHandle | None:
         """The last that was committed, if it is of that step."""

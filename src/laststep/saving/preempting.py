@@ -54,7 +54,7 @@ class Work(Protocol):
 
     def committed(self, step: int) -> SaveHandle | None: ...
 
-    def await_drains(self) -> None: ...
+    def drain(self, handle: SaveHandle) -> None: ...
 
     def tiers_of(self, handle: SaveHandle) -> tuple[str, ...]: ...
 
@@ -140,7 +140,8 @@ class Preempting:
                 with interrupts.limited(self._grace_is_over):
                     handle = self._save(step, save, work, steps)
                     problem = "" if handle is None else _failure(handle.committed)
-                    work.await_drains()
+                    if handle is not None and not problem:
+                        work.drain(handle)
         except interrupts.TimeIsUp:
             is_home = handle is not None and handle.committed.done()
             problem = problem or ("" if is_home else _LATE)

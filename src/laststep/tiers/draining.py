@@ -72,11 +72,12 @@ class Drain:
     def start(self) -> None:
         threads.start(self._thread)
 
-    def committed(self, at: AttemptName) -> None:
-        """A checkpoint is committed at home."""
-        if self._order.is_due(at):
+    def committed(self, at: AttemptName, *, is_last: bool) -> None:
+        """See `Drains.committed`."""
+        if is_last or self._order.is_due(at):
             with self._changed:
-                self._due.append(at)
+                if at not in self._due:
+                    self._due.append(at)
                 self._changed.notify_all()
 
     def needed(self) -> frozenset[str]:

@@ -93,10 +93,10 @@ class Drains:
             self._is_noted = True
             note_tiers(self._home, self._urls)
 
-    def committed(self, at: AttemptName) -> None:
-        """A checkpoint is committed at home."""
+    def committed(self, at: AttemptName, *, is_last: bool = False) -> None:
+        """A checkpoint is committed at home; the last of a job goes to all tiers."""
         for drain in self._drains:
-            drain.committed(at)
+            drain.committed(at, is_last=is_last)
 
     def needed(self) -> frozenset[str]:
         """The folders at home that are to be brought somewhere: retention spares them."""
