@@ -14,7 +14,7 @@ import laststep
 from laststep.catalog.names import AttemptName
 from laststep.flush.keeping import Keeper
 from laststep.flush.protocol import Begin, FileBegin, Seal, Unchanged
-from laststep.flush.under_way import Save
+from laststep.flush.under_way import RunFacts, Save
 from laststep.memory import segments
 from laststep.memory.filled import Filled
 from laststep.terms import CHUNK_BYTES
@@ -97,8 +97,8 @@ class Rank:
         if self.keeper.release(chunk.slot):
             self.freed.append(chunk.slot)
 
-    def facts_of(self, save: Save) -> tuple[str, str | None]:
-        return "id", None
+    def facts_of(self, save: Save) -> RunFacts:
+        return RunFacts("id", None, ())
 
     def is_in_memory(self, save: Save) -> None:
         self.told.append(save.begin.save)

@@ -11,8 +11,11 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from laststep.catalog import epochs
 from laststep.catalog.lineage import Seen
-from laststep.catalog.names import AttemptName
+from laststep.catalog.names import RUN_NAME, AttemptName, epoch_record_name
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run, plan_prune
 from laststep.errors import Aborted, LaststepError, StorageFailed
@@ -65,6 +68,15 @@ class WriterEpoch:
         first rank alone claims epochs and commits, but all are told where they go on from."""
         after = self._continues.after
         return self.last_folder or (None if after is None else after.folder)
+
+    def records(self) -> tuple[tuple[str, bytes], ...]:
+        """The names and bytes of what says which run this is, and whose epoch; nothing where this
+        writer has claimed none."""
+        record = None if self._epoch is None else self.run.epoch(self._epoch)
+        if record is None or self.run.record is None:
+            return ()
+        name = epoch_record_name(record.epoch)
+        return (RUN_NAME, msgspec.json.encode(self.run.record)), (name, epochs.encode(record))
 
     def continue_from(self, message: Continue) -> None:
         """The next save goes on from there, in an epoch of its own. That is claimed with it, so

@@ -21,7 +21,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -31,18 +31,20 @@ from laststep.memory import segments
 from laststep.process import threads
 from laststep.terms import CHUNK_BYTES
 from laststep.tiers import sealed
-from laststep.tiers.nearest import sealed_of
-from laststep.tiers.rescue import rescue
+from laststep.tiers.nearest import is_lost, sealed_of
+from laststep.tiers.rescue import found_anew, rescue
 from laststep.tiers.sealed import SealedFile, SealedSave
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
+    from laststep.catalog.names import AttemptName
     from laststep.flush.protocol import Seal, Unchanged
-    from laststep.flush.under_way import Save
+    from laststep.flush.under_way import RunFacts, Save
     from laststep.memory.filled import Filled
     from laststep.memory.segments import Segment
     from laststep.storage.store import Store
+    from laststep.tiers.sealed import SealedCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +81,8 @@ class KeeperServes(Protocol):
     def pass_on(self, save: Save, chunk: Filled, sums: bytes) -> None:
         """Go on with a chunk that is digested."""
 
-    def facts_of(self, save: Save) -> tuple[str, str | None]:
-        """The id of the run, and the folder that the save continues."""
+    def facts_of(self, save: Save) -> RunFacts:
+        """What the run knows of a save."""
 
     def is_in_memory(self, save: Save) -> None:
         """Hear of a save that is whole."""
@@ -126,18 +128,30 @@ class Keeper:
         if self._segment.owner.rank > 0:
             return
         needed: set[str] = set()
-        for checkpoint in sealed_of(store, self._segment.base):
-            step = checkpoint.save.at.step
-            with closing(checkpoint), threads.outlasting(log, f"step {step} is in memory alone"):
-                rescue(store, checkpoint)
-                needed.clear()
-            needed.update(checkpoint.segments)
         there = segments.found(self._segment.base, self._segment.owner.run)
+        if is_lost(store):  # who restores will say whether it is that run which goes on
+            needed.update(segment.folder for segment in there if segment.records())
+        else:
+            for checkpoint in sealed_of(store, self._segment.base):
+                with _trying(checkpoint):
+                    rescue(store, checkpoint)
+                    needed.clear()
+                needed.update(checkpoint.segments)
         if self._kept or any(segment.is_ending() for segment in there):
             return  # what is of this start, or of one that has not ended, is not to be judged yet
         for segment in there:
             if segment.folder not in needed and not segment.is_alive():
                 segment.remove()
+
+    def continue_from(self, store: Store, after: AttemptName | None) -> None:
+        """The trainer goes on from there: where the run has lost it, with all the rest, it is
+        stored anew."""
+        if after is None or self._segment.owner.rank > 0 or not is_lost(store):
+            return
+        for checkpoint in sealed_of(store, self._segment.base):
+            with _trying(checkpoint):
+                if checkpoint.folder == after.folder:
+                    found_anew(store, checkpoint)
 
     def forget_predecessors(self) -> None:
         """A newer save is stored: nobody needs what earlier starts have left. Each rank sees to the
@@ -357,7 +371,7 @@ class Keeper:
     def _record(self, save: Save, seal: Seal, kept: KeptSave) -> SealedSave:
         assert save.at is not None  # noqa: S101 (looked at before)
         assert save.flush is not None  # noqa: S101 (else there is an error)
-        run, continues = self._flusher.facts_of(save)
+        facts = self._flusher.facts_of(save)
         files = []
         for number, file in enumerate(save.begin.files):
             places = sorted(place for place in kept.slots if place[0] == number)
@@ -372,10 +386,18 @@ class Keeper:
                 )
             )  # fmt: skip
         return SealedSave(
-            run=run, at=save.at, created_s=time.time(), files=tuple(files), items=seal.items,
-            metrics=seal.metrics, metadata=seal.metadata, continues=continues,
-            receipt=seal.receipt,
+            run=facts.run, at=save.at, created_s=time.time(), files=tuple(files), items=seal.items,
+            metrics=seal.metrics, metadata=seal.metadata, continues=facts.continues,
+            receipt=seal.receipt, records=facts.records,
         )  # fmt: skip
+
+
+@contextmanager
+def _trying(checkpoint: SealedCheckpoint) -> Iterator[None]:
+    """Store a checkpoint inside; who cannot has it told, and goes on."""
+    step = checkpoint.save.at.step
+    with closing(checkpoint), threads.outlasting(log, f"step {step} is in memory alone"):
+        yield
 
 
 def _is_whole(save: Save, kept: KeptSave) -> bool:

@@ -54,7 +54,7 @@ from laststep.flush.protocol import (
     Witness,
     WrittenBytes,
 )
-from laststep.flush.under_way import Save
+from laststep.flush.under_way import RunFacts, Save
 from laststep.flush.unkept import NothingKept
 from laststep.flush.witnessing import WitnessHold
 from laststep.flush.writer import SaveFlush
@@ -173,6 +173,7 @@ class Flusher:
             # over as damaged.
             self._lending = (0, {})
             self._epoch.continue_from(message)
+            self._keeper.continue_from(self._store, message.after)
         elif isinstance(message, Witness):
             self._witness.take(message)
         elif isinstance(message, DrainLast):
@@ -335,9 +336,9 @@ class Flusher:
         if freed := list(slots):
             self._send(Freed(slots=freed))
 
-    def facts_of(self, save: Save) -> tuple[str, str | None]:
-        """The id of the run, and the folder that the save continues, as far as is known."""
-        return self._epoch.run.id, self._epoch.before
+    def facts_of(self, save: Save) -> RunFacts:
+        """What the run knows of a save, as far as this rank does."""
+        return RunFacts(self._epoch.run.id, self._epoch.before, self._epoch.records())
 
     def is_in_memory(self, save: Save) -> None:
         """Tell that a save is whole in shared memory."""

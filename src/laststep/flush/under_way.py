@@ -6,6 +6,7 @@ Knows nothing of who writes or commits. `changed` guards what several threads to
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,6 +17,17 @@ from laststep.flush.writer import SaveFlush
 from laststep.memory.filled import Filled
 
 _HEAR_S = 5.0
+
+
+class RunFacts(NamedTuple):
+    """What a run knows of a save under way."""
+
+    run: str
+    """The id of the run."""
+    continues: str | None
+    """The folder that the save continues."""
+    records: tuple[tuple[str, bytes], ...]
+    """The records of the run and of the epoch, for where these are lost."""
 
 
 class Save(msgspec.Struct):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from laststep.catalog.names import AttemptName
     from laststep.flush.protocol import Unchanged
     from laststep.flush.under_way import Save
     from laststep.memory.filled import Filled
@@ -23,6 +24,8 @@ class NothingKept:
     def nothing_more_comes(self) -> None: ...
 
     def rescue(self, store: Store) -> None: ...
+
+    def continue_from(self, store: Store, after: AttemptName | None) -> None: ...
 
     def begin(self, save: Save) -> None: ...
 

@@ -44,18 +44,28 @@ _LOOK_S = 0.02
 
 def sealed_of(store: Store, base: str, own: Segment | None = None) -> list[SealedCheckpoint]:
     """What is whole in shared memory of the run in that store, oldest first: of segments whose
-    processes are gone, and of this start's, whose `own` is one. Close them when done."""
+    processes are gone, and of this start's, whose `own` is one. Where the store has lost the run,
+    that is the one that saved last. Close them when done."""
     there = segments.found(base, store.url)
     _let_end(there)
     gone = {segment.folder for segment in there if not segment.is_alive()}
+    mine = set() if own is None else {own.folder}
+    whole = [
+        parts for parts in _whole(there)
+        if (folders := {segment.folder for segment, _ in parts}) <= gone or folders & mine
+    ]  # fmt: skip
     run, found = _run_id(store), []
-    for parts in _whole(there):
-        folders = {segment.folder for segment, _ in parts}
-        mine = own is not None and own.folder in folders
-        save = parts[0][1]
-        if save.run == run and (mine or folders <= gone) and _counts(store, save.at):
+    if whole and is_lost(store):
+        run = max((parts[0][1] for parts in whole), key=lambda save: save.created_s).run
+    for parts in whole:
+        if parts[0][1].run == run and _counts(store, parts[0][1].at):
             found += _opened(parts)
     return sorted(found, key=lambda checkpoint: checkpoint.save.at.point)
+
+
+def is_lost(store: Store) -> bool:
+    """Whether there is nothing of a run: it is a new one, or its disk is."""
+    return _run_id(store) is None and not Epochs(store).numbers()
 
 
 def _let_end(there: Sequence[Segment]) -> None:
@@ -157,6 +167,12 @@ class NearestStore(Store):
             if self._sealed is None:
                 found = sealed_of(self.home, self._base, self._own)
                 self._sealed = {checkpoint.folder: checkpoint for checkpoint in found}
+                if found and is_lost(self.home):
+                    log.warning(
+                        "there is no run in %s any more: step %d comes back out of shared memory, "
+                        "and is stored there again; remove %s before a start that is to begin anew",
+                        self.url, found[-1].save.at.step, " and ".join(found[-1].segments),
+                    )  # fmt: skip
             return self._sealed
 
     def open(self, named: Mapping[str, Sequence[str]]) -> None:

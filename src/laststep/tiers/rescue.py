@@ -7,14 +7,16 @@ commits it, unless another start has taken the run over: by the same order of st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from laststep.catalog import epochs
 from laststep.catalog.run import Run
 from laststep.codecs.digests import DIGEST_BYTES, block_digests
-from laststep.errors import Corrupt
+from laststep.errors import Corrupt, Exists
 from laststep.format.manifest import Commit
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, align_up
 
@@ -47,6 +49,20 @@ def rescue(store: Store, checkpoint: SealedCheckpoint) -> bool:
         run.commit(at.folder, checkpoint.commit)
     log.warning("step %d was stored out of shared memory, as %s", at.step, at.folder)
     return True
+
+
+def found_anew(store: Store, checkpoint: SealedCheckpoint) -> bool:
+    """Store it where all of its run was lost: first the records that make it that run, in the order
+    in which they were made. False where its writer has left none."""
+    save = checkpoint.save
+    if save.records:
+        epochs.make_folder(store)
+    for name, data in save.records:
+        with contextlib.suppress(Exists):
+            store.create(name, data)
+    if not save.records or Run.open(store).id != save.run:
+        return False
+    return rescue(store, checkpoint)
 
 
 def _write(store: Store, checkpoint: SealedCheckpoint, file: SealedFile) -> None:

@@ -64,6 +64,8 @@ class SealedSave(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     continues: str | None
     receipt: bytes = b""
     """Of a rank of several: what it would have reported to the first one, but for its files."""
+    records: tuple[tuple[str, bytes], ...] = ()
+    """Of the first rank: the records of the run and of the epoch, as they lie in the run."""
 
     @property
     def name(self) -> str:
