@@ -232,3 +232,33 @@ def test_a_save_is_in_memory_before_it_is_committed_however_late_those_come_who_
     ) as ckpt:  # fmt: skip
         ckpt.restore()
         assert set(ckpt.save(1).result().tiers) == {"shm://", str(run_folder)}
+
+
+def test_a_save_for_which_the_pool_cannot_grow_is_not_kept_and_its_slots_go_back(
+    make: Callable[[int], list[Rank]], caplog: pytest.LogCaptureFixture
+) -> None:
+    (alone,) = make(1)
+    save = alone.begin(1, chunks=5)
+    for slot in range(3):
+        alone.keeper.take(save, Filled(0, slot * CHUNK_BYTES, CHUNK_BYTES, slot))
+    alone.keeper.limit(3)
+    wait_until(lambda: sorted(alone.freed) == [0, 1, 2])
+    assert not alone.keeper.takes(save)
+    assert "does not fit" in caplog.text
+    alone.ended(1, committed=True)
+    alone.keeper.limit(SLOTS)
+    alone.seal(2, chunks=5)
+    assert alone.steps() == [2]
+
+
+def test_where_the_pool_turns_out_too_small_for_two_the_older_goes(
+    make: Callable[[int], list[Rank]],
+) -> None:
+    (alone,) = make(1)
+    alone.seal(1, chunks=3)
+    alone.ended(1, committed=True)
+    alone.begin(2, chunks=3)
+    assert alone.steps() == [1]
+    alone.keeper.limit(5)
+    assert alone.steps() == []
+    assert sorted(alone.freed) == [0, 1, 2]

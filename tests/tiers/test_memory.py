@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -17,7 +18,9 @@ import torch
 import laststep
 from laststep.errors import StorageFailed, Usage
 from laststep.memory import segments
+from laststep.memory.shared import Mapping
 from laststep.storage.directory import DirectoryStore
+from laststep.terms import CHUNK_BYTES
 from laststep.tiers import sealed
 from laststep.tiers.nearest import sealed_of
 from waiting import wait_until
@@ -349,3 +352,24 @@ def test_a_container_with_little_shared_memory_is_told_what_to_do(
 def test_tiers_that_make_no_sense_are_refused(tiers: object) -> None:
     with pytest.raises(Usage, match=re.compile("tier")):
         laststep.Checkpointer(tiers=tiers, state={"a": torch.ones(1)})  # type: ignore[arg-type]
+
+
+def test_a_save_goes_through_where_shared_memory_is_full_before_all_of_it_is_there(
+    base: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    allocate = Mapping.allocate
+
+    def full(mapping: Mapping, start: int, size_bytes: int) -> None:
+        if start >= 4 * CHUNK_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(mapping, start, size_bytes)
+
+    monkeypatch.setattr(Mapping, "allocate", full)
+    state = torch.arange(6 * CHUNK_BYTES // 8)
+    with opened(base, run_folder, {"all": state}, flush="thread") as ckpt:
+        ckpt.restore()
+        for step in (1, 2):
+            state += step
+            ckpt.save(step).result(60)
+    assert laststep.open(run_folder)[2].verify().damage == ()
+    assert "does not fit" in caplog.text

@@ -45,6 +45,7 @@ from laststep.flush.protocol import (
     Grouped,
     Held,
     NoMetric,
+    PoolSlots,
     Ready,
     Removed,
     ToFlusher,
@@ -130,6 +131,8 @@ class Client:
         self.ends_well = False
         """Whether this start, when it closes, has not failed; others want to know."""
         self._continues: Continue | None = None
+        self._slots: PoolSlots | None = None
+        pool.tell_slots = self._tell_slots
         self._told_no_metric = False
         self.last_committed = 0
         """The number of the last save that is committed; 0: none by the flusher that runs."""
@@ -195,6 +198,13 @@ class Client:
             self._continues = continues
             if self._helper is not None:
                 self.send(continues)
+
+    def _tell_slots(self, slots: int) -> None:
+        """The flusher keeps what it can do without, and saves wait for: tell it how much it can."""
+        with self._starting:
+            self._slots = PoolSlots(slots=slots)
+            if self._helper is not None:
+                self.send(self._slots)
 
     def begin(self, save: SaveUnderWay, plan: SavePlan, parts: SealParts) -> None:
         """Enter a save; its chunks may follow. Raises if the flusher is gone, or cannot start."""
@@ -303,8 +313,9 @@ class Client:
         self.last_committed = 0
         self.up.clear()
         self._heard_all.clear()
-        if self._continues is not None:
-            self.send(self._continues)
+        for message in (self._continues, self._slots):
+            if message is not None:
+                self.send(message)
         self._receiver = threading.Thread(
             target=self._receive, name="laststep-receive", daemon=True
         )

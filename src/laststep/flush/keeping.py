@@ -17,6 +17,7 @@ disks and of commits.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -51,6 +52,10 @@ log = logging.getLogger(__name__)
 _SPARE_SLOTS = 2
 """Of the pool that are never kept: a save announces itself with the first slot that it has filled,
 and what is kept goes only then."""
+
+_DIGESTERS = 8
+"""Threads that digest, where there are cores: a device fills 48 GB/s, of which 4 threads digested
+19, so that a save was whole in memory long after it was captured."""
 
 Place = tuple[int, int]
 """The number of a file and where a chunk begins in it."""
@@ -106,6 +111,8 @@ class Keeper:
         """What is whole, oldest first."""
         self._needs: dict[int, int] = {}
         """How many slots each save wants that is under way and not whole here."""
+        self._there = len(pool) // CHUNK_BYTES
+        """How many slots there are, or can be."""
         self._more_comes = True
         self._told_small = False
         self._chunks: queue.SimpleQueue[tuple[Save, Filled] | None] = queue.SimpleQueue()
@@ -163,8 +170,8 @@ class Keeper:
                 segment.remove()
 
     def start(self, count: int) -> None:
-        """Start the threads that digest."""
-        for number in range(count):
+        """Start the threads that digest, at least so many."""
+        for number in range(max(count, min((os.cpu_count() or 1) // 2, _DIGESTERS))):
             name = f"laststep-seal-{number}"
             thread = threading.Thread(target=self._digest_all, name=name, daemon=True)
             threads.start(thread)
@@ -185,19 +192,37 @@ class Keeper:
     def begin(self, save: Save) -> None:
         """A save is coming: see whether there is room for it, and for the one before beside it."""
         needed = sum(-(-file.tensor_bytes // CHUNK_BYTES) for file in save.begin.files)
-        there = len(self._pool) // CHUNK_BYTES
         with self._lock:
-            if needed <= there - _SPARE_SLOTS:
-                self._coming[save.begin.save] = KeptSave(number=save.begin.save)
             self._needs[save.begin.save] = needed
-            freed = self._drop_older()
+            self._coming[save.begin.save] = KeptSave(number=save.begin.save)
+        self._make_room()
+
+    def limit(self, slots: int) -> None:
+        """The pool cannot have more slots for now: what is kept of them is lacking elsewhere."""
+        with self._lock:
+            self._there = min(slots, len(self._pool) // CHUNK_BYTES)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Keep nothing of saves for which there is too little room, and what has to go for them."""
+        with self._lock:
+            room, freed = self._there - _SPARE_SLOTS, list[int]()
+            large = [
+                number for number, kept in self._coming.items()
+                if self._needs[number] > room and not kept.is_sealing
+            ]  # fmt: skip
+            for number in large:
+                freed += self._released(self._coming.pop(number))
+            freed += self._drop_older()
+            tell = bool(large) and not self._told_small
+            self._told_small |= tell
         self._flusher.free(freed)
-        if needed > there - _SPARE_SLOTS and not self._told_small:
-            self._told_small = True
+        if tell:
             log.warning(
-                "a save of %d bytes does not fit into the %d bytes of shared memory, and is not "
-                "kept there; pass a larger host_memory_bytes",
-                needed * CHUNK_BYTES, len(self._pool),
+                "a save of %d bytes does not fit into the %d bytes of shared memory that there "
+                "are, and is not kept there; pass a larger host_memory_bytes, or make room in %s",
+                self._needs.get(large[0], 0) * CHUNK_BYTES, self._there * CHUNK_BYTES,
+                self._segment.base,
             )  # fmt: skip
 
     def takes(self, save: Save) -> bool:
@@ -341,7 +366,7 @@ class Keeper:
                 freed += self._drop(newer)
             else:
                 break
-        room = len(self._pool) // CHUNK_BYTES - max(self._needs.values(), default=0)
+        room = self._there - max(self._needs.values(), default=0)
         while self._more_comes and self._kept and self._kept[0].is_stored:
             if len({slot for kept in self._kept for slot in kept.slots.values()}) <= room:
                 break

@@ -114,6 +114,13 @@ class Chunks(_Message, frozen=True, kw_only=True):
     filled: list[Filled]
 
 
+class PoolSlots(_Message, frozen=True, kw_only=True):
+    """The pool has so many slots, and cannot get more for now: there is no memory. Until that is
+    said, it can grow to its cap."""
+
+    slots: int
+
+
 class Unchanged(_Message, frozen=True, kw_only=True):
     """These chunks hold what they held in an earlier save: (file, start, bytes) of each. They come
     only where they are not `Granted`."""
@@ -302,7 +309,7 @@ class Ready(_Message, frozen=True, kw_only=True):
 
 ToFlusher = (
     Begin | Located | Chunks | Unchanged | Seal | Gathered | Decide | Drop | Continue | Witness
-    | DrainLast | Bye
+    | DrainLast | PoolSlots | Bye
 )  # fmt: skip
 ToTrainer = (
     Begun

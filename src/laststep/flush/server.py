@@ -46,6 +46,7 @@ from laststep.flush.protocol import (
     Held,
     Located,
     Orders,
+    PoolSlots,
     Ready,
     Seal,
     ToFlusher,
@@ -78,9 +79,6 @@ log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.2
 _FREED_TOGETHER = 8
-_SEALERS = 8
-"""Threads that digest for the memory tier, where there are cores: a device fills 48 GB/s, of which
-4 threads digested 19, so that a save was whole in memory long after it was captured."""
 
 
 class Flusher:
@@ -138,7 +136,7 @@ class Flusher:
         try:
             for thread in [self._finisher, *self._threads]:
                 threads.start(thread)
-            self._keeper.start(max(len(self._threads), min((os.cpu_count() or 1) // 2, _SEALERS)))
+            self._keeper.start(len(self._threads))
             self._drains.start()
         except StorageFailed:
             self._order.put(None)
@@ -178,6 +176,8 @@ class Flusher:
             self._witness.take(message)
         elif isinstance(message, DrainLast):
             self._drains.committed(message.at, is_last=True)
+        elif isinstance(message, PoolSlots):
+            self._keeper.limit(message.slots)
         elif not isinstance(message, Bye):
             save = self._saves.get(message.save)
             if save is not None:

@@ -29,7 +29,7 @@ from laststep.process import threads
 from laststep.terms import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,9 @@ class Pool:
         self._ready = 0
         self._told_short: int | None = None
         """How many slots were ready when the log last said that there is no more memory."""
+        self.tell_slots: Callable[[int], None] = _tell_nobody
+        """Called on the growing thread with the number of slots, where there is no memory for more,
+        and when it has grown after that."""
         self._hurried = 0
         """How many slots are to be ready without pauses."""
         self._urgent = 0
@@ -265,6 +268,8 @@ class Pool:
                     else:
                         self._pageable.append(slot)
                     self._add(slot)
+                if self._told_short is not None:
+                    self.tell_slots(first + count)
             except Exception as error:  # noqa: BLE001 (whatever it is, saves must hear of it)
                 self._give_up(error)
 
@@ -333,6 +338,7 @@ class Pool:
             if ready == 0:
                 self.slots.fail(_no_memory(error))
             self._changed.notify_all()
+        self.tell_slots(ready)
         if ready != self._told_short:
             self._told_short = ready
             log.warning("the pool stays at %d bytes: %s", ready * CHUNK_BYTES, error)
@@ -346,6 +352,10 @@ class Pool:
             self.slots.fail(None)
         self.cap_slots = self.cap_bytes // CHUNK_BYTES
         self._changed.notify_all()
+
+
+def _tell_nobody(slots: int) -> None:
+    """Nobody wants to know."""
 
 
 def _no_memory(error: Exception) -> LaststepError:
