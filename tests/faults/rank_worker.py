@@ -139,8 +139,8 @@ class Worker:
       `memory` its saves are kept in shared memory there, with `further` they are drained to that
       place, with `stuck` nothing is ever durable, with `sharded` the state is one tensor that lies
       over all ranks;
-    - `restore`: says `restored` and the step;
-    - `exact N`: says whether all that it holds is what it was at step N;
+    - `restore`: says `restored` and the step; with the name of an item, that alone;
+    - `exact N`: says whether all that it holds is what it was at step N, or one item is;
     - `train N`: save from step N on, until it is killed; says `TierHolds` and `Committed`;
     - `differ`: a plain value is another one on each rank from now on;
     - `try N`: save it and wait; says `committed N`, `skipped N` or `failed ERROR`;
@@ -219,7 +219,7 @@ class Worker:
         say("open", self.checkpointer._client.helper_pid)
 
     def do_restore(self, rest: str) -> None:
-        restored = self.checkpointer.restore()
+        restored = self.checkpointer.restore(only=rest.split() or None)
         say("restored", restored.step)
 
     def hear(self, event: events.Event) -> None:
@@ -232,9 +232,11 @@ class Worker:
             self._save(step)
 
     def do_exact(self, rest: str) -> None:
-        step, held = float(rest), self.state["t"]
+        number, _, item = rest.partition(" ")
+        step, held = float(number), self.state["t"]
         local = held.to_local() if isinstance(held, dist_tensor.DTensor) else held
-        exact = [tensor.unique().tolist() == [step] for tensor in (local, self.mine["t"])]
+        tensors = [local] if item else [local, self.mine["t"]]
+        exact = [tensor.unique().tolist() == [step] for tensor in tensors]
         own = self.mine["rank"] == dist.get_rank()
         say("exact", all(exact) and self.state["n"] == step and own)
 

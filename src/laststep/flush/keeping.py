@@ -144,6 +144,7 @@ class Keeper:
                     rescue(store, checkpoint)
                     needed.clear()
                 needed.update(checkpoint.segments)
+            needed.update(_with_newest(there))  # other nodes may have the rest of it
         if self._kept or any(segment.is_ending() for segment in there):
             return  # what is of this start, or of one that has not ended, is not to be judged yet
         for segment in there:
@@ -429,6 +430,13 @@ def _is_whole(save: Save, kept: KeptSave) -> bool:
     """Whether all of it is there and digested; chunks never overlap."""
     wanted = sum(-(-file.tensor_bytes // CHUNK_BYTES) for file in save.begin.files)
     return len(kept.digests) == wanted
+
+
+def _with_newest(there: Iterable[Segment]) -> set[str]:
+    """The folders of the segments that have something of the newest save in these."""
+    points = {one.folder: [save.at.point for save in sealed.saves_in(one)] for one in there}
+    newest = max((point for some in points.values() for point in some), default=None)
+    return {folder for folder, some in points.items() if newest in some}
 
 
 def keeper_in(folder: str, pool: memoryview, pool_fd: int, flusher: KeeperServes) -> Keeper:

@@ -34,6 +34,11 @@ class WriterSource(NamedTuple):
     readers: tuple[int, ...]
 
 
+def able_of(source: WriterSource, able: frozenset[int]) -> WriterSource:
+    """The same source, read only by those who can."""
+    return WriterSource(source.writer, tuple(rank for rank in source.readers if rank in able))
+
+
 def readers_of(
     ranks: tuple[int, ...], number: int, size_bytes: int, pieces: int = 1
 ) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from laststep.process import interrupts
 from laststep.ranks.group import together
 from laststep.read.content import Content
 from laststep.tiers.nearest import NearestStore
+from laststep.tiers.nodes import NodePart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
     from laststep.ranks.group import Ranks
     from laststep.storage.store import Store
+    from laststep.tiers.nodes import Readers
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ PATIENCE_S = 60.0
 """So long ranks are given to see what the first one sees: filesystems of networks keep what they
 have seen of a folder for up to a minute."""
 PAUSE_S = 0.5
+_RECORDS_BYTES = 64 << 20
+"""Of more than so much, which is a job of very many ranks, nodes do not tell each other."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,8 +103,12 @@ def check_asked(ranks: Ranks, asked: Asked) -> None:
 
 def look_into_memory(store: Store, ranks: Ranks) -> None:
     """Have all ranks see the same in shared memory: what the first rank finds there, as far as
-    every other one can open it. One on another node cannot."""
+    every other one can open it; or what all nodes have together."""
     if not isinstance(store, NearestStore):
+        return
+    nodes = [note.decode() for note in ranks.gather(store.node.encode())]
+    if len(set(nodes)) > 1:
+        _look_into_nodes(store, nodes, ranks)
         return
     found = together(ranks, lambda: store.look() if ranks.rank.is_first else {})
     if ranks.size == 1:
@@ -111,6 +119,23 @@ def look_into_memory(store: Store, ranks: Ranks) -> None:
     together(ranks, lambda: None if ranks.rank.is_first else store.open(named))
     notes = ranks.gather(msgspec.msgpack.encode(list(store.look())))
     store.keep(set.intersection(*(set(msgspec.msgpack.decode(note)) for note in notes)))
+
+
+def _look_into_nodes(store: NearestStore, nodes: Sequence[str], ranks: Ranks) -> None:
+    """The same where ranks are on several nodes: the first of each says what is there."""
+    leaders = {node: nodes.index(node) for node in nodes}
+    leads = ranks.rank.number in leaders.values()
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(tuple[NodePart, ...]).decode
+    note = together(ranks, lambda: encode(store.left_here()) if leads else b"")
+    sizes = ranks.gather(encode(len(note)))
+    parts: dict[str, tuple[NodePart, ...]] = {}
+    if sum(map(msgspec.msgpack.decode, sizes)) <= _RECORDS_BYTES:
+        parts = {node: decode(ranks.tell(leader, note)) for node, leader in leaders.items()}
+    together(ranks, lambda: store.open_parts(nodes, parts))
+    committed = together(ranks, lambda: store.committed() if ranks.rank.is_first else [])
+    stored = set(msgspec.msgpack.decode(ranks.tell(0, encode(committed))))
+    notes = ranks.gather(encode(list(store.look())))
+    store.keep(stored.intersection(*(msgspec.msgpack.decode(note) for note in notes)))
 
 
 def open_run(store: Store, ranks: Ranks) -> Run:
@@ -211,10 +236,16 @@ class Choosing:
         if self._left:
             self._left.pop()
 
-    def spoil(self, chosen: Chosen) -> bool:
+    def readers(self, chosen: Chosen) -> Readers | None:
+        """Which ranks can read whose files of it, where not all can read all."""
+        store = self._store
+        return store.readers(chosen.folder) if isinstance(store, NearestStore) else None
+
+    def spoil(self, chosen: Chosen, error: LaststepError) -> bool:
         """Whether it came out of shared memory, which is damaged: then it is listed again as the
         store of the run has it, if that has it."""
-        if not isinstance(self._store, NearestStore) or not self._store.spoil(chosen.folder):
+        store, why = self._store, error.without_remedy()
+        if not isinstance(store, NearestStore) or not store.spoil(chosen.folder, why):
             return False
         self._passed.discard(chosen.folder)
         self.list_again()

@@ -15,7 +15,7 @@ from laststep.errors import Corrupt
 from laststep.format.manifest import DAMAGE_REMEDY
 from laststep.plan.chunk_readers import Chunk, FileBox, chunks_of
 from laststep.plan.load import Read
-from laststep.plan.who_reads import Ledger, known_sources
+from laststep.plan.who_reads import Ledger, able_of, known_sources
 from laststep.plan.wishes import Wants, Wish, decode_wish, encode_wish
 from laststep.ranks.group import together
 from laststep.read.reader import read_all
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from laststep.restoring.match import Match
     from laststep.restoring.placer import TensorRoom
     from laststep.state.stored_items import TensorSpec
+    from laststep.tiers.nodes import Readers
 
 _PARCEL_BYTES = 64 << 20
 """So much is passed on at a time by a rank, or what is wanted of one chunk: what bounds the
@@ -43,7 +44,13 @@ memory."""
 class BoxTransfer:
     """What all ranks want of a checkpoint, each block read once by one of them."""
 
-    def __init__(self, content: Content, matches: Sequence[Match], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        content: Content,
+        matches: Sequence[Match],
+        ranks: Ranks,
+        readers: Readers | None = None,
+    ) -> None:
         """Work out who reads what, and open the files; nothing is touched yet."""
         self._content = content
         self._ranks = ranks
@@ -54,7 +61,9 @@ class BoxTransfer:
         self._dtypes = [spec.dtype for spec in specs]
         self._targets, wish = together(ranks, lambda: _targets(matches, index, number))
         self._wants = _wants_of_all(wish, [spec.shape for spec in specs], ranks)
-        self._chunks = together(ranks, lambda: _chunks(content, index, specs, self._wants, number))
+        self._chunks = together(
+            ranks, lambda: _chunks(content, index, specs, self._wants, number, readers)
+        )
 
     def run(self, room: TensorRoom, threads: int) -> int:
         """Read and pass on; returns the bytes that this rank read."""
@@ -146,7 +155,12 @@ def _wants_of_all(mine: Wish, shapes: Sequence[tuple[int, ...]], ranks: Ranks) -
 
 
 def _chunks(
-    content: Content, index: dict[Key, int], specs: Sequence[TensorSpec], wants: Wants, rank: int
+    content: Content,
+    index: dict[Key, int],
+    specs: Sequence[TensorSpec],
+    wants: Wants,
+    rank: int,
+    readers: Readers | None,
 ) -> list[Chunk]:
     """All that a rank reads."""
 
@@ -164,6 +178,13 @@ def _chunks(
         sources = [source for source in known_sources(stored, wants) if rank in source.readers]
     else:
         sources = list(Ledger(agreement.spreads, wants).sources(rank))
+    if readers is not None:
+        able = [able_of(source, readers[source.writer]) for source in sources]
+        if not all(source.readers for source in able):
+            raise Corrupt("what is wanted lies in the shared memory of another node",
+                          where=content.folder)  # fmt: skip
+        sources = [source for source in able if rank in source.readers]
+    if agreement is not None:
         stored = {source.writer: stored_by(source.writer) for source in sources}
     sizes = {number: file.header.tensor_bytes for number, file in enumerate(content.files)}
     return [

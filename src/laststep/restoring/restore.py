@@ -217,7 +217,7 @@ class _Attempts:
             if wanted.exact:
                 refuse = functools.partial(refuse_rounded, content, fitted.matches, where)
                 together(ranks, refuse)
-            transfer = Transfer(content, fitted.matches, ranks)
+            transfer = Transfer(content, fitted.matches, ranks, self._choosing.readers(chosen))
             self._touched(chosen.folder)
             changed_before, self._changed = self._changed, True
             size_bytes = transfer.run(room, wanted.threads)
@@ -238,7 +238,7 @@ class _Attempts:
         """Choose what to try next: the same again, one of a new list, or an older one. A step that
         was asked for has none to stand in for it: its error is raised."""
         named = self._wanted.step is not None
-        if self._choosing.spoil(chosen):
+        if self._choosing.spoil(chosen, error):
             return
         verdict = self._choosing.judge(chosen, error)
         if verdict is StandsOrGone.UNSEEN:

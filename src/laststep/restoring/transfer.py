@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from laststep.ranks.group import Ranks
     from laststep.read.content import Content
     from laststep.restoring.placer import TensorRoom
+    from laststep.tiers.nodes import Readers
 
 
 def load_all(content: Content, device: str) -> list[Match]:
@@ -34,8 +35,15 @@ def load_all(content: Content, device: str) -> list[Match]:
 class Transfer:
     """What matches want of a checkpoint, each block read once, into place."""
 
-    def __init__(self, content: Content, matches: Sequence[Match], ranks: Ranks) -> None:
-        """Find out what is to be read; nothing is touched yet."""
+    def __init__(
+        self,
+        content: Content,
+        matches: Sequence[Match],
+        ranks: Ranks,
+        readers: Readers | None = None,
+    ) -> None:
+        """Find out what is to be read; nothing is touched yet. `readers`, where not every rank can
+        read every file."""
         self._content = content
         self._matches = matches
         self._ranks = ranks
@@ -48,7 +56,7 @@ class Transfer:
         common = [match for match in matches if not any(match is own for own in self._own)]
         self._boxes = None
         if common or ranks.size > 1:
-            self._boxes = BoxTransfer(content, common, ranks)
+            self._boxes = BoxTransfer(content, common, ranks, readers)
 
     def run(self, room: TensorRoom, threads: int) -> int:
         """Read it; returns the bytes."""

@@ -27,6 +27,7 @@ from laststep.process import interrupts
 from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.storage.store import Store, StoreEntry
 from laststep.terms import MANIFEST_NAME
+from laststep.tiers.nodes import left_here, node_of, put_together
 from laststep.tiers.sealed import SealedCheckpoint, saves_in
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from laststep.catalog.names import AttemptName
     from laststep.memory.segments import Segment
     from laststep.storage.store import FileReading, FileWriting, Lock
+    from laststep.tiers.nodes import NodePart, Readers
     from laststep.tiers.sealed import SealedByRanks, SealedSave
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,8 @@ def sealed_of(store: Store, base: str, own: Segment | None = None) -> list[Seale
     mine = set() if own is None else {own.folder}
     whole = [
         parts for parts in _whole(there)
-        if (folders := {segment.folder for segment, _ in parts}) <= gone or folders & mine
+        if (folders := {segment.folder for segment, _ in parts if segment is not None}) <= gone
+        or folders & mine
     ]  # fmt: skip
     run, found = _run_id(store), []
     if whole and is_lost(store):
@@ -150,6 +153,7 @@ class NearestStore(Store):
         self._base = base
         self._own = own
         self._sealed: dict[str, SealedCheckpoint] | None = None
+        self._readers: dict[str, Readers] = {}
         self._lock = threading.Lock()
 
     @property
@@ -186,17 +190,50 @@ class NearestStore(Store):
                         if parts[0][1].at.folder == folder:
                             self._sealed[folder] = SealedCheckpoint(parts)
 
+    @property
+    def node(self) -> str:
+        """A name of the shared memory that is looked at, on whatever node."""
+        return node_of(self._base)
+
+    def left_here(self) -> tuple[NodePart, ...]:
+        """What the dead have left on this node."""
+        there = segments.found(self._base, self.home.url)
+        _let_end(there)
+        return left_here(there)
+
+    def open_parts(self, nodes: Sequence[str], parts: Mapping[str, Sequence[NodePart]]) -> None:
+        """Look no further than at what all nodes have together; see `put_together`."""
+        with self._lock:
+            self._sealed = {}
+            for save, readers in put_together(nodes, parts, self.node):
+                for checkpoint in _opened(save):
+                    self._sealed[checkpoint.folder] = checkpoint
+                    self._readers[checkpoint.folder] = readers
+
+    def committed(self) -> list[str]:
+        """Of what is in memory, what the run has too."""
+        run, sealed = _run_id(self.home), self.look()
+        return [
+            folder
+            for folder, one in sealed.items()
+            if one.save.run == run and isinstance(decision.read(self.home, folder), Commit)
+        ]
+
+    def readers(self, folder: str) -> Readers | None:
+        """Which ranks can read what of a checkpoint, where that lies on several nodes."""
+        return self._readers.get(folder) if folder in self.look() else None
+
     def keep(self, folders: Container[str]) -> None:
         """Pass over all others that are in memory."""
         for folder in [name for name in self.look() if name not in folders]:
             self.look().pop(folder).close()
 
-    def spoil(self, folder: str) -> bool:
-        """What is in memory of a checkpoint is not as it was sealed: from now on it is the run's
-        own. Whether it was in memory."""
+    def spoil(self, folder: str, why: str) -> bool:
+        """What is in memory of a checkpoint does not serve: from now on it is the run's own.
+        Whether it was in memory."""
         spoilt = self.look().pop(folder, None)
         if spoilt is not None:
-            log.warning("%s in shared memory is damaged, and is looked for in %s", folder, self.url)
+            log.warning("%s is looked for in %s, not in shared memory: %s", folder, self.url, why)
             spoilt.close()
         return spoilt is not None
 

@@ -99,15 +99,16 @@ def saves_in(segment: Segment) -> list[SealedSave]:
     return saves
 
 
-SealedByRanks = Sequence[tuple["Segment", SealedSave]]
-"""The segments of all ranks that took part in a save, in the order of ranks, and what each has."""
+SealedByRanks = Sequence[tuple["Segment | None", SealedSave]]
+"""The segments of all ranks that took part in a save, in the order of ranks, and what each has;
+None for one that is on another node."""
 
 
 class SealedCheckpoint:
     """The files of a save that is whole in shared memory. Close it when done."""
 
     def __init__(self, parts: SealedByRanks) -> None:
-        self.segments = tuple(segment.folder for segment, _ in parts)
+        self.segments = tuple(segment.folder for segment, _ in parts if segment is not None)
         self.save = parts[0][1]
         """The first rank's, which would have committed it."""
         self.folder = self.save.at.folder
@@ -115,17 +116,15 @@ class SealedCheckpoint:
         self._saves = tuple(save for _, save in parts)
         self._rank_of: dict[str, int] = {}
         self._heads: dict[str, tuple[bytes, bytes]] = {}
-        self._memory: list[_Memory] = []
+        self._memory: list[_Memory | None] = []
         for rank, (segment, save) in enumerate(parts):
             self.files.update((file.name, file) for file in save.files)
             self._rank_of.update((file.name, rank) for file in save.files)
             try:
-                self._memory.append(_Memory(segment.pool_path))
-            except FileNotFoundError:
+                self._memory.append(None if segment is None else _Memory(segment))
+            except NotFound:
                 self.close()
-                raise NotFound(
-                    "the shared memory of a save is gone", where=segment.folder
-                ) from None
+                raise
 
     def close(self) -> None:
         self._memory.clear()  # it is closed with the last of its readers
@@ -191,8 +190,11 @@ class SealedCheckpoint:
 class _Memory:
     """The memory of a segment, open for reading until the last who has it lets go of it."""
 
-    def __init__(self, path: str) -> None:
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, segment: Segment) -> None:
+        try:
+            self.fd = os.open(segment.pool_path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise NotFound("the shared memory of a save is gone", where=segment.folder) from None
         weakref.finalize(self, os.close, self.fd)
 
     @cached_property
@@ -211,8 +213,8 @@ class SealedReader:
     alignment_bytes = 1
     at_hand = True
 
-    def __init__(self, memory: _Memory, file: SealedFile, head: bytes, tail: bytes) -> None:
-        self._memory: _Memory | None = memory
+    def __init__(self, memory: _Memory | None, file: SealedFile, head: bytes, tail: bytes) -> None:
+        self._memory = memory
         self._head, self._tail = head, tail
         self._starts = [start for start, _ in file.chunks]
         self._slots = [slot for _, slot in file.chunks]
@@ -251,7 +253,8 @@ class SealedReader:
             into[: len(part)] = part
             return len(part)
         place, there = self._place(at)
-        assert self._memory is not None  # noqa: S101 (it is not closed)
+        if self._memory is None:
+            raise Corrupt("what is wanted lies in the shared memory of another node")
         got = os.preadv(self._memory.fd, [into[:there]], place)
         if got == 0:
             raise Corrupt("shared memory is shorter than what was sealed in it")
