@@ -395,7 +395,10 @@ class Checkpointer(single.OnlyOne):
         mixed, only = self._mixed, wanted.only
         self._work.wait()
         neighbours.wait_for_others(self._work, self.path)
-        near = nearest(self._store, self._tiers.memory, self._work.segment)
+        near = nearest(
+            self._store, self._tiers.memory, self._work.segment,
+            has_further=bool(self._tiers.further),
+        )  # fmt: skip
         with without_collection(), self._pool.reading(wanted.threads) as room, near as store:
             known = self._group is not None
             group = self._all_ranks("restore()")

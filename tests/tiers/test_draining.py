@@ -114,6 +114,8 @@ def test_a_tier_that_fails_hurts_nobody_and_is_tried_again(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("laststep.tiers.draining._FIRST_PAUSE_S", 0.05)
+    with laststep.Checkpointer(places.home, state=places.state) as ckpt:
+        places.save(ckpt, 0)
     places.far.write_text("a file where a folder is wanted")
     with places.open() as ckpt:
         ckpt.restore()

@@ -282,6 +282,18 @@ def test_a_step_that_only_an_excerpt_has_is_read_there(saved: Training) -> None:
     assert laststep.open(saved.weights).steps() == [1, 2, 3]
 
 
+def test_a_job_may_go_back_to_an_excerpt_behind_newer_checkpoints(saved: Training) -> None:
+    shutil.rmtree(next(saved.home.glob("step-00000001.*")))
+    shutil.rmtree(next(saved.weights.glob("step-00000002.*")))
+    with laststep.Checkpointer(
+        tiers=[str(saved.home), Tier(str(saved.weights), items=("model",), every=100)],
+        model=saved.model, flush="thread",
+    ) as ckpt:  # fmt: skip
+        assert ckpt.restore(1, only=["model"]).step == 1
+        ckpt.save(5).result()
+    assert laststep.open(saved.home).steps() == [5]
+
+
 def test_a_home_that_is_lost_does_not_look_like_a_new_run(saved: Training) -> None:
     shutil.rmtree(saved.home)
     with saved.open() as ckpt:

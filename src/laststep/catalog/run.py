@@ -184,6 +184,11 @@ class Run:
         unreadable or incomplete."""
         return tuple(item for item in self.checkpoints() if item.on_lineage)
 
+    def would_descend(self, names: Iterable[AttemptName]) -> tuple[AttemptName, ...]:
+        """Of these commits, if all of them and no others were here, those of the lineage."""
+        known = list(names)
+        return lineage.order(known, self._chain(known, lambda _: True))
+
     def newest(self) -> Listed | None:
         """The last of the lineage that is whole, as far as its manifest and sizes tell. Looks into
         no more folders than it has to."""

@@ -25,6 +25,7 @@ from laststep.format.manifest import Commit
 from laststep.process import interrupts
 from laststep.ranks.group import together
 from laststep.read.content import Content
+from laststep.storage.registry import open_store
 from laststep.tiers.nearest import NearestStore
 from laststep.tiers.nodes import NodePart
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
     from laststep.ranks.group import Ranks
     from laststep.storage.store import Store
+    from laststep.tiers.fetching import Held
     from laststep.tiers.nodes import Readers
 
 log = logging.getLogger(__name__)
@@ -104,7 +106,7 @@ def check_asked(ranks: Ranks, asked: Asked) -> None:
 def look_into_memory(store: Store, ranks: Ranks) -> None:
     """Have all ranks see the same in shared memory: what the first rank finds there, as far as
     every other one can open it; or what all nodes have together."""
-    if not isinstance(store, NearestStore):
+    if not isinstance(store, NearestStore) or not store.in_memory:
         return
     nodes = [note.decode() for note in ranks.gather(store.node.encode())]
     if len(set(nodes)) > 1:
@@ -167,16 +169,23 @@ class Choosing:
     """The checkpoints to try, one after the other, on all ranks."""
 
     def __init__(
-        self, run: Run, step: int | None, ranks: Ranks, saw: Callable[[Seen], None]
+        self,
+        run: Run,
+        step: int | None,
+        ranks: Ranks,
+        saw: Callable[[Seen], None],
+        further: Sequence[Held] = (),
     ) -> None:
         """`NotFound` where the run has not that step. `saw` is told, on the first rank, which epoch
-        was the newest, and its last commit, before the run was listed."""
+        was the newest, and its last commit, before the run was listed; that rank knows what
+        `further` tiers have."""
         self._store = run.store
         self.url = run.store.url
         self._run = run
         self._step = step
         self._ranks = ranks
         self._saw = saw
+        self._further = list(further)
         self._lineage: tuple[Listed, ...] = ()
         self._left: list[Listed] = []
         self._passed: set[str] = set()
@@ -250,6 +259,33 @@ class Choosing:
         self._passed.discard(chosen.folder)
         self.list_again()
         return True
+
+    def stand_in(self, chosen: Chosen, error: LaststepError) -> bool:
+        """Whether a further tier has the very checkpoint that is damaged here: then it is listed
+        again as that tier has it. Each is tried once."""
+        store = self._store
+        if not isinstance(store, NearestStore):
+            return False
+        url = self._ranks.tell(0, self._other_place(chosen).encode()).decode()
+        if not url:
+            return False
+        if self._ranks.rank.is_first:
+            why = error.without_remedy()
+            log.warning("%s is read at %s, being damaged here: %s", chosen.folder, url, why)
+        store.stand_in(chosen.folder, together(self._ranks, lambda: open_store(url)))
+        self._passed.discard(chosen.folder)
+        self.list_again()
+        return True
+
+    def _other_place(self, chosen: Chosen) -> str:
+        for at, held in enumerate(self._further):
+            for one in held.whole:
+                stored = b"" if one.commit is None else manifest.encode(one.commit)
+                if one.folder == chosen.folder and chosen.manifest in (b"", stored):
+                    whole = tuple(other for other in held.whole if other is not one)
+                    self._further[at] = held._replace(whole=whole)
+                    return held.url
+        return ""
 
     def list_again(self) -> None:
         """Retention takes a checkpoint only after a commit, so there may be a newer one now."""

@@ -24,20 +24,22 @@ if TYPE_CHECKING:
     from laststep.ranks.group import Ranks
     from laststep.restoring.restore import RestoreRequest
     from laststep.storage.store import Store
+    from laststep.tiers.fetching import Held
 
 
 def fetched(
     nearest: Store, wanted: RestoreRequest, ranks: Ranks, saw: Callable[[Seen], None]
-) -> tuple[Store, Callable[[Seen], None]]:
+) -> tuple[Store, Callable[[Seen], None], list[Held]]:
     """Where all ranks read what is wanted, once the first one has brought home what only a further
-    tier has: the nearest, or a tier with an excerpt. And who is told what was newest: at home,
-    wherever it is read."""
+    tier has: the nearest, or a tier with an excerpt. Who is told what was newest: at home, wherever
+    it is read. And what further tiers have, which the first rank knows."""
     home = beneath(nearest)
+    found: list[Held] = []
 
     def look() -> str:
         if not ranks.rank.is_first:
             return ""
-        found = fetch_back(home, wanted.tiers, wanted.step, threads=wanted.threads)
+        found[:] = fetch_back(home, nearest, wanted.tiers, wanted.step, threads=wanted.threads)
         return excerpt_beyond(home, nearest, found, wanted.step, takes) or ""
 
     def takes(item: str) -> bool:
@@ -45,8 +47,8 @@ def fetched(
 
     url = ranks.tell(0, together(ranks, look).encode()).decode() if wanted.tiers else ""
     if not url:
-        return nearest, saw
-    return open_store(url), lambda _: saw(newest_point(home))
+        return nearest, saw, found
+    return open_store(url), lambda _: saw(newest_point(home)), []
 
 
 def refuse_excerpt(commit: Commit, only: Sequence[str] | None, where: str) -> None:

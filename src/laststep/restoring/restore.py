@@ -131,7 +131,7 @@ def restore_into(
     the folder's name before the first live byte changes, `saw`, on the first rank, with the newest
     epoch before each look at what there is. All ranks are here, and their saves are over."""
     only = None if wanted.only is None else tuple(wanted.only)
-    near = isinstance(store, NearestStore)
+    near = isinstance(store, NearestStore) and store.in_memory
     check_asked(
         ranks,
         Asked(
@@ -140,7 +140,7 @@ def restore_into(
         ),
     )  # fmt: skip
     together(ranks, lambda: wait_for_writers(beneath(store)) if ranks.rank.is_first else None)
-    store, saw = fetched(store, wanted, ranks, saw)
+    store, saw, further = fetched(store, wanted, ranks, saw)
     look_into_memory(store, ranks)
     # What was committed last, before any look at what there is.
     together(ranks, lambda: saw(newest_point(store)) if ranks.rank.is_first else None)
@@ -150,7 +150,7 @@ def restore_into(
         if wanted.step is not None:
             raise
         return None
-    choosing = Choosing(run, wanted.step, ranks, saw)
+    choosing = Choosing(run, wanted.step, ranks, saw, further)
     return _Attempts(choosing, providers, room, bus, wanted, ranks, touched).until_one_succeeds()
 
 
@@ -247,6 +247,8 @@ class _Attempts:
             log.warning("%s is gone, and the run is listed again: %s", chosen.folder, error)
             self._deleted.append(_skip(chosen, "it was deleted meanwhile"))
             self._choosing.list_again()
+        elif self._choosing.stand_in(chosen, error):
+            return
         elif named or isinstance(error, NotFound):
             raise error
         else:

@@ -129,9 +129,12 @@ def _counts(store: Store, at: AttemptName) -> bool:
 
 
 @contextlib.contextmanager
-def nearest(store: Store, base: str | None, own: Segment | None) -> Iterator[Store]:
-    """The run as it is restored: with a base of shared memory, what is there comes out of that."""
-    if base is None:
+def nearest(
+    store: Store, base: str | None, own: Segment | None, *, has_further: bool
+) -> Iterator[Store]:
+    """The run as it is restored: with a base of shared memory, what is there comes out of that;
+    with further tiers, what is damaged here may come out of those."""
+    if base is None and not has_further:
         yield store
         return
     with contextlib.closing(NearestStore(store, base, own)) as near:
@@ -146,9 +149,13 @@ def beneath(store: Store) -> Store:
 class NearestStore(Store):
     """The store of a run, with what is nearer than it. Close it when done."""
 
-    def __init__(self, store: Store, base: str, own: Segment | None = None) -> None:
+    def __init__(self, store: Store, base: str | None, own: Segment | None = None) -> None:
         self.home = store
         """The run's own."""
+        self.in_memory = base is not None
+        """Whether it looks into shared memory."""
+        self._elsewhere: dict[str, Store] = {}
+        """Where checkpoints are read that are damaged here."""
         self.has_marks, self.same_everywhere = store.has_marks, store.same_everywhere
         self._base = base
         self._own = own
@@ -169,7 +176,7 @@ class NearestStore(Store):
         """What is whole in shared memory, by folder; looked for once, when the first one asks."""
         with self._lock:
             if self._sealed is None:
-                found = sealed_of(self.home, self._base, self._own)
+                found = sealed_of(self.home, self._base, self._own) if self._base else []
                 self._sealed = {checkpoint.folder: checkpoint for checkpoint in found}
                 if found and is_lost(self.home):
                     log.warning(
@@ -193,11 +200,11 @@ class NearestStore(Store):
     @property
     def node(self) -> str:
         """A name of the shared memory that is looked at, on whatever node."""
-        return node_of(self._base)
+        return node_of(self._base or "")
 
     def left_here(self) -> tuple[NodePart, ...]:
         """What the dead have left on this node."""
-        there = segments.found(self._base, self.home.url)
+        there = segments.found(self._base, self.home.url) if self._base else []
         _let_end(there)
         return left_here(there)
 
@@ -237,6 +244,13 @@ class NearestStore(Store):
             spoilt.close()
         return spoilt is not None
 
+    def stand_in(self, folder: str, tier: Store) -> None:
+        """What a further tier has of a checkpoint is read there from now on, not here."""
+        self._elsewhere[folder] = tier
+
+    def _place(self, name: str) -> Store:
+        return self._elsewhere.get(name.partition("/")[0], self.home)
+
     def list(self, folder: str) -> list[StoreEntry]:
         sealed = self.look()
         if folder in sealed:
@@ -246,7 +260,7 @@ class NearestStore(Store):
                 StoreEntry(name=name, is_folder=False, size_bytes=size, modified_s=created)
                 for name, size in sorted(sizes.items())
             ]
-        entries = self.home.list(folder)
+        entries = self._place(folder).list(folder)
         if folder == "":
             there = {entry.name for entry in entries}
             entries += [
@@ -262,7 +276,7 @@ class NearestStore(Store):
         folder, _, file = name.partition("/")
         if folder in self.look() and file == MANIFEST_NAME:
             return self._manifest(folder)
-        return self.home.read(name, limit_bytes=limit_bytes)
+        return self._place(name).read(name, limit_bytes=limit_bytes)
 
     def _manifest(self, folder: str) -> bytes:
         return manifest.encode(self.look()[folder].commit)
@@ -272,7 +286,7 @@ class NearestStore(Store):
         sealed = self.look().get(folder)
         if sealed is not None and file != MANIFEST_NAME:
             return sealed.reader(file)
-        return self.home.open_reader(name, cached=cached)
+        return self._place(name).open_reader(name, cached=cached)
 
     # The rest is the run's own.
 

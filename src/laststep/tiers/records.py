@@ -24,19 +24,22 @@ if TYPE_CHECKING:
 class Records:
     """The records of one run in two places."""
 
-    def __init__(self, source: Store, target: Store) -> None:
+    def __init__(self, source: Store, target: Store, *, may_be_ahead: bool = False) -> None:
+        """`may_be_ahead`: the target may have gone on from the source; what it lacks of that comes
+        all the same."""
         self._source = source
         self._target = target
+        self._may_be_ahead = may_be_ahead
         self._same: set[str] = set()
         """Names whose bytes are the same in both places; records never change."""
 
-    def bring(self, epoch: int) -> None:
-        """Bring the record of the run, and those of all epochs up to this one, with the endings of
-        their starts; `Usage` where the target is not the same run."""
+    def bring(self, epoch: int | None) -> None:
+        """Bring the record of the run, and those of all epochs up to this one, or of all, with the
+        endings of their starts; `Usage` where the target is not the same run."""
         self.check()
         self._bring_run()
         known = Epochs(self._source)
-        if numbers := [number for number in known.numbers() if number <= epoch]:
+        if numbers := [n for n in known.numbers() if epoch is None or n <= epoch]:
             epochs.make_folder(self._target)
         for number in numbers:
             record = known.read(number)
@@ -46,11 +49,16 @@ class Records:
                     self._bring(names.ending_name(record.start))
 
     def check(self) -> None:
-        """`Usage` where an epoch of the target is not one of the source."""
+        """`Usage` where an epoch of the target is not one of the source, or is another; or the run
+        is."""
+        if names.RUN_NAME not in self._same and all(
+            names.RUN_NAME in store.file_names("") for store in (self._source, self._target)
+        ):
+            self._bring(names.RUN_NAME)
         here = frozenset(Epochs(self._source).numbers())
         for number in Epochs(self._target).numbers():
             name = names.epoch_record_name(number)
-            if number not in here or not self._is_same(name):
+            if not self._may_be_ahead if number not in here else not self._is_same(name):
                 who = Epochs(self._target).described(number)
                 raise self._other(f"somebody has saved there by itself: {who}")
 

@@ -1,0 +1,282 @@
+"""What home has lost comes back from a further tier; nothing else takes the place of what it
+has."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+from laststep.errors import StorageFailed
+from laststep.tiers import fetching
+from waiting import wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from laststep.storage.directory import DirectoryStore
+
+
+class Job:
+    """A home and a further tier, and a state that tells what was saved."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.far = folder / "home", folder / "far"
+        self.state = {"w": torch.zeros(1 << 18), "s": torch.zeros(5)}
+
+    def open(self, *places: Path, **settings: object) -> laststep.Checkpointer:
+        tiers = [str(place) for place in places or (self.home, self.far)]
+        how: dict[str, object] = {"flush": "thread", "progress": False, **settings}
+        return laststep.Checkpointer(tiers=tiers, state=self.state, **how)  # type: ignore[call-overload]
+
+    def save(self, ckpt: laststep.Checkpointer, step: int, value: float | None = None) -> None:
+        for tensor in self.state.values():
+            tensor.fill_(step if value is None else value)
+        ckpt.save(step).result()
+
+    def start(self, *steps: int, at: int | None = None, value: float | None = None) -> None:
+        """One start that restores, saves these steps, and ends."""
+        with self.open() as ckpt:
+            ckpt.restore(at)
+            for step in steps:
+                self.save(ckpt, step, value)
+
+    def back(self, *places: Path, at: int | None = None) -> float | None:
+        """What a start comes back to; None for a new run."""
+        for tensor in self.state.values():
+            tensor.fill_(-1)
+        with self.open(*places) as ckpt:
+            if ckpt.restore(at).step is None:
+                return None
+        values = {float(value) for tensor in self.state.values() for value in tensor.unique()}
+        assert len(values) == 1, "two steps in one state"
+        return values.pop()
+
+    def far_has(self, step: int) -> bool:
+        with contextlib.suppress(laststep.NotFound):  # it is being made
+            return step in steps(self.far)
+        return False
+
+    def newest(self, place: Path) -> Path:
+        return place / laststep.open(place).latest().folder
+
+    def lose_home(self) -> None:
+        shutil.rmtree(self.home)
+
+
+@pytest.fixture
+def job(run_folder: Path) -> Job:
+    run_folder.mkdir()
+    return Job(run_folder)
+
+
+def steps(place: Path) -> list[int]:
+    return laststep.open(place).steps()
+
+
+def flip(folder: Path) -> None:
+    file = folder / "state.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+# Whose checkpoint counts
+
+
+def test_what_somebody_saved_at_the_tier_does_not_turn_home_back(job: Job) -> None:
+    for step in (1, 2, 3):
+        job.start(step)
+    with job.open(job.far) as other:
+        other.restore(2)
+        job.save(other, 3, value=33.0)
+    with job.open(job.home) as ckpt:
+        ckpt.restore()
+        job.save(ckpt, 4)
+    assert job.back() == 4
+
+
+def test_home_counts_where_it_has_gone_on_within_an_epoch_that_both_know(job: Job) -> None:
+    with job.open() as ckpt:
+        ckpt.restore()
+        for step in (1, 2, 3):
+            job.save(ckpt, step)
+            wait_until(functools.partial(job.far_has, step))
+        with job.open(job.far) as other:
+            other.restore(2)
+            job.save(other, 3, value=33.0)
+        for step in (4, 5):
+            job.save(ckpt, step)
+    assert steps(job.far)[-1] == 3
+    assert job.back() == 5
+
+
+def test_a_start_at_the_tier_that_knew_what_home_has_is_gone_on_from(job: Job) -> None:
+    job.start(1, 2, 3)
+    with job.open(job.far) as other:
+        other.restore()
+        job.save(other, 4, value=44.0)
+    assert job.back() == 44
+
+
+def test_of_a_step_the_one_on_the_lineage_comes_back(job: Job) -> None:
+    job.start(1, 2, 3)
+    job.start(2, at=1, value=22.0)
+    job.start(4, at=3)
+    job.lose_home()
+    assert job.back(at=2) == 2
+
+
+def test_a_step_comes_back_though_home_has_gone_on_without_the_tier(job: Job) -> None:
+    job.start(1, 2)
+    with job.open(job.home, keep=laststep.Keep(last=1)) as ckpt:
+        ckpt.restore()
+        job.save(ckpt, 3)
+    assert steps(job.home) == [2, 3]  # that it was resumed from stays for now
+    with job.open(job.home, keep=laststep.Keep(last=1)) as ckpt:
+        ckpt.restore()
+        job.save(ckpt, 4)
+    assert 2 not in steps(job.home)
+    assert job.back(at=2) == 2
+
+
+# Where nothing can be said
+
+
+def test_a_home_without_checkpoints_is_no_new_run_while_a_tier_cannot_be_asked(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.start(1)
+    job.lose_home()
+
+    def fail(_: str) -> DirectoryStore:
+        raise StorageFailed("the key is wrong")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetching, "open_store", fail)
+        with job.open() as ckpt, pytest.raises(StorageFailed, match="a further tier may have some"):
+            ckpt.restore()
+    assert job.back() == 1
+
+
+def test_a_tier_that_does_not_answer_holds_up_no_start_for_long(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.start(1)
+    answers = threading.Event()
+
+    def stuck(_: str) -> DirectoryStore:
+        answers.wait()
+        raise StorageFailed("too late")
+
+    monkeypatch.setattr(fetching, "BRIEF_S", 0.1)
+    monkeypatch.setattr(fetching, "open_store", stuck)
+    assert job.back() == 1
+    answers.set()
+    assert "does not answer" in caplog.text
+
+
+def test_a_tier_of_another_run_is_refused_where_home_has_nothing(job: Job) -> None:
+    job.start(1)
+    shutil.copytree(job.far, job.far.with_name("other"))
+    job.lose_home()
+    shutil.rmtree(job.far)
+    job.start(7)
+    shutil.rmtree(job.far)
+    job.far.with_name("other").rename(job.far)
+    for folder in job.home.glob("step-*"):
+        shutil.rmtree(folder)
+    with job.open() as ckpt, pytest.raises(laststep.Usage, match="another run"):
+        ckpt.restore()
+
+
+# Damage
+
+
+def test_where_the_newest_at_the_tier_is_damaged_the_one_before_comes_back(job: Job) -> None:
+    with job.open() as ckpt:
+        ckpt.restore()
+        for step in (1, 2):
+            job.save(ckpt, step)
+    job.start(3)
+    flip(job.newest(job.far))
+    before = [step for step in steps(job.far) if step != 3][-1]
+    job.lose_home()
+    assert job.back() == before
+
+
+def test_damage_everywhere_is_no_new_run(job: Job) -> None:
+    job.start(1)
+    flip(job.newest(job.far))
+    job.lose_home()
+    with job.open() as ckpt, pytest.raises(laststep.Corrupt, match="none at the tier"):
+        ckpt.restore()
+
+
+def _without_a_file(folder: Path) -> None:
+    (folder / "state.safetensors").unlink()
+
+
+def _cut_off(folder: Path) -> None:
+    os.truncate(folder / "state.safetensors", 5000)
+
+
+def _without_a_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(b"xx")
+
+
+@pytest.mark.parametrize("at", [None, 2])
+@pytest.mark.parametrize("spoil", [flip, _without_a_file, _cut_off, _without_a_manifest])
+def test_what_is_damaged_at_home_is_read_at_the_tier(
+    job: Job, spoil: object, at: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.start(1)
+    job.start(2)
+    spoil(job.newest(job.home))  # type: ignore[operator]
+    assert job.back(at=at) == 2
+    assert "being damaged here" in caplog.text
+    job.start(3)
+    assert job.back() == 3
+
+
+def test_what_is_damaged_in_both_places_is_passed_over(job: Job) -> None:
+    job.start(1)
+    job.start(2)
+    for place in (job.home, job.far):
+        flip(job.newest(place))
+    assert job.back() == 1
+
+
+# After a loss the tier takes what comes
+
+
+def test_a_drain_that_was_cut_off_before_the_loss_does_not_close_the_tier(job: Job) -> None:
+    job.start(1)
+    with job.open(job.home) as ckpt:
+        ckpt.restore()
+        job.save(ckpt, 2)
+    # What a drain brings first, of the second start.
+    for record in sorted((job.home / "epochs").glob("*.json")):
+        shutil.copy(record, job.far / "epochs")
+    job.lose_home()
+    job.start(2, 3, value=9.0)
+    assert steps(job.far)[-1] == 3
+    job.lose_home()
+    assert job.back() == 9
+
+
+def test_an_older_step_that_was_gone_on_from_after_the_loss_reaches_the_tier(job: Job) -> None:
+    for step in (1, 2, 3):
+        job.start(step)
+    job.lose_home()
+    job.start(7, at=1)
+    assert steps(job.far)[-1] == 7
+    job.start(8)
+    assert steps(job.far)[-1] == 8
