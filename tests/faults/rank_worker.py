@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import stuck_store
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
@@ -33,6 +34,7 @@ from laststep.commit.agreement import Agreements
 from laststep.commit.leader import Leader
 from laststep.commit.member import Member
 from laststep.commit.round import RoundContext
+from laststep.flush import server
 from laststep.plan import files as planning
 from laststep.plan.groups import Groups
 from laststep.ranks import board as boards
@@ -202,8 +204,7 @@ class Worker:
                 [dist_tensor.Shard(0)],
             )  # fmt: skip
         if how.pop("stuck", False):
-            laststep.register_store("stuck", "stuck_store:Stuck")
-            run = f"stuck://{run}"
+            server.open_store = stuck_store.Stuck
         place: tuple[str, ...] = (run,)
         if (base := how.pop("memory", None)) is not None:
             place, how["tiers"] = (), [f"shm://{base}", run]

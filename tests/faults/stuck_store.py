@@ -12,10 +12,7 @@ from laststep.storage.directory import DirectoryStore
 
 
 class Stuck(DirectoryStore):
-    """A store in which no file is ever finished."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url.removeprefix("stuck://"))
+    """A store in which no file is ever finished; for a flusher that is a thread."""
 
     def open_writer(self, name: str, *, expected_bytes: int) -> Any:
         writer = super().open_writer(name, expected_bytes=expected_bytes)

@@ -16,6 +16,7 @@ import torch
 
 import laststep
 from laststep import events
+from laststep.flush import server
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ ELEMENTS = 5 << 20
 
 class Stuck(DirectoryStore):
     """A store in which no file is ever finished."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url.removeprefix("stuck://"))
 
     def open_writer(self, name: str, *, expected_bytes: int) -> FileWriting:
         writer = super().open_writer(name, expected_bytes=expected_bytes)
@@ -44,8 +42,7 @@ def tell(event: events.Event) -> None:
 def main(base: str, run: str, saves: int, *, stuck: bool) -> None:
     state = {"weight": torch.full((ELEMENTS,), -1.0), "small": torch.full((3,), -1.0)}
     if stuck:
-        laststep.register_store("stuck", Stuck)
-        run = f"stuck://{run}"
+        server.open_store = Stuck  # the flusher's: to all others it is a folder
     with laststep.Checkpointer(
         tiers=[f"shm://{base}", run], state=state, host_memory_bytes=160 << 20, progress=False,
         flush="thread" if stuck else "process", subscribers=[tell], keep=laststep.Keep(last=3),
