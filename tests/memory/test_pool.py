@@ -21,6 +21,7 @@ from laststep.memory.pool import Pool
 from laststep.memory.shared import Mapping
 from laststep.process import kernel
 from laststep.terms import CHUNK_BYTES
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -370,5 +371,63 @@ def test_a_guarded_pool_refuses_copies_by_the_system_into_what_was_handed_over(
         assert bytes(made.view(slot)[:12]) == b"\1\2\3\4" + bytes(8)
         assert made.lease(20) == slot
         assert made.land(slot, 8, ranges)
+    finally:
+        made.close()
+
+
+def test_pages_of_memory_that_is_pinned_are_made_a_step_ahead_and_never_beyond_what_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made_when: dict[int, int] = {}
+    """For each byte from which pages were made: how many slots were pinned by then."""
+    pinned: list[int] = []
+    begun = threading.Semaphore(0)
+
+    def populate(self: Mapping, start: int, size_bytes: int) -> None:
+        made_when[start] = len(pinned)
+        begun.release()
+
+    def pin(self: Pool, slot: int) -> None:
+        if not pinned:  # of the first step all pages are there, of the second one all are asked for
+            for _ in range(2 * 2 * 2):
+                assert begun.acquire(timeout=PATIENCE_S)
+        pinned.append(slot)
+
+    monkeypatch.setattr(Mapping, "populate", populate)
+    monkeypatch.setattr(Pool, "_pin", pin)
+    made = Pool(8 * CHUNK_BYTES, pinned=True)
+    try:
+        made.want(5 * CHUNK_BYTES)
+        made.wait_ready()
+        assert pinned == [0, 1, 2, 3, 4]
+        assert sorted(made_when) == [n * CHUNK_BYTES // 2 for n in range(2 * 5)]
+        assert {made_when[n * CHUNK_BYTES // 2] for n in range(2 * 4)} == {0}
+    finally:
+        made.close()
+
+
+def test_pinned_memory_for_which_there_are_no_pages_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = [3]
+
+    def populate(self: Mapping, start: int, size_bytes: int) -> None:
+        if start >= room[0] * CHUNK_BYTES:
+            raise OSError("no more pages")
+
+    monkeypatch.setattr(Mapping, "populate", populate)
+    monkeypatch.setattr(Pool, "_pin", lambda *_: None)
+    made, told = Pool(8 * CHUNK_BYTES, pinned=True), list[int]()
+    made.tell_slots = told.append
+    try:
+        made.want(6 * CHUNK_BYTES)
+        made.wait_ready()
+        assert (made.ready_bytes, told) == (2 * CHUNK_BYTES, [2])
+        room[0] = 8
+        made.want(6 * CHUNK_BYTES)
+        made.wait_ready()
+        assert made.ready_bytes == 6 * CHUNK_BYTES
+        made.close()
+        assert told == [2, 4, 6]
     finally:
         made.close()

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 _STEP_SLOTS = (64 << 20) // CHUNK_BYTES
 _PIECE_BYTES = CHUNK_BYTES // 2
-"""What one thread makes pages of."""
+"""What one thread makes pages of; so many do at once, where memory is pinned."""
+_MAKERS = _STEP_SLOTS * CHUNK_BYTES // _PIECE_BYTES
 _PIN_PAUSE_S = 0.008
 """Measured on an H200, with training that is bound by its launches: pinning 3 GB in steps of 16 MiB
 without a pause held it up by 150 ms, with this one by nothing that could be told from noise."""
@@ -81,6 +82,9 @@ class Pool:
         self._registered: list[int] = []
         self._pageable: list[int] = []
         """Slots that are ready and not pinned; only the growing thread uses this."""
+        self._makers: ThreadPoolExecutor | None = None
+        self._making: dict[int, list[Future[None]]] = {}
+        """The pages of slots that are being made; only the growing thread uses both."""
         self._pinned_at_s = 0.0
         self._wanted = 0
         self._ready = 0
@@ -236,6 +240,8 @@ class Pool:
             self._closed = True
             self._changed.notify_all()
         self._grower.join()
+        if self._makers is not None:
+            self._makers.shutdown()
         for address in self._registered:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._registered.clear()
@@ -282,17 +288,29 @@ class Pool:
         return self._wanted if self._resting_at is None else min(self._wanted, self._resting_at)
 
     def _make_pages(self, first: int, count: int) -> None:
-        if not self._pinned or count == 1:
+        if not self._pinned:
             for start in range(first * CHUNK_BYTES, (first + count) * CHUNK_BYTES, CHUNK_BYTES):
                 # In two steps: beside training on all cores this takes half as much from it.
                 self._mapping.allocate(start, CHUNK_BYTES)
                 self._mapping.populate(start, CHUNK_BYTES)
             return
         # Where there is a GPU there are cores: zero the pages of several slots at once. In one
-        # step: the first of two is done for one slot after the other, whoever asks for it.
-        starts = range(first * CHUNK_BYTES, (first + count) * CHUNK_BYTES, _PIECE_BYTES)
-        with ThreadPoolExecutor(len(starts), thread_name_prefix="laststep-populate") as threads:
-            list(threads.map(lambda start: self._mapping.populate(start, _PIECE_BYTES), starts))
+        # step: the first of two is done for one slot after the other, whoever asks for it. Those
+        # of the next step are made while this one's are pinned, with pauses.
+        if self._makers is None:
+            self._makers = ThreadPoolExecutor(_MAKERS, thread_name_prefix="laststep-populate")
+        with self._changed:
+            goal = self._goal()
+        for slot in range(first, max(min(first + 2 * count, goal), first + count)):
+            if slot not in self._making:
+                starts = range(slot * CHUNK_BYTES, (slot + 1) * CHUNK_BYTES, _PIECE_BYTES)
+                self._making[slot] = [
+                    self._makers.submit(self._mapping.populate, start, _PIECE_BYTES)
+                    for start in starts
+                ]
+        for slot in range(first, first + count):
+            for made in self._making.pop(slot):
+                made.result()
 
     def _pause(self) -> None:
         """Wait after the last pinning so that launches get through, unless nobody trains, or
@@ -331,6 +349,7 @@ class Pool:
 
     def _give_up(self, error: Exception) -> None:
         """Go on with the memory there is; only a pool without any memory is an error."""
+        self._making.clear()
         if self._pinned:
             self._pageable.clear()  # what cannot be pinned now stays as it is
         with self._changed:
