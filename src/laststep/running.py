@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -159,6 +160,11 @@ def _sets(segment: Segment | None) -> int:
     return 1 if segment is None else 2
 
 
+def _left_behind(segment: Segment) -> int:
+    """The memory that earlier starts have left, and that goes when this one has committed."""
+    return sum(earlier.size_bytes for earlier in segments.predecessors(segment))
+
+
 def start_parts(
     store: Store,
     tiers: Arranged,
@@ -172,6 +178,8 @@ def start_parts(
     pool, segment = pool_in(tiers.memory, cap, pinned=bool(on_device), run=store.url, rank=rank)
     capturer = Capturer(pool, mode=settings.capture, margin_bytes=settings.device_margin_bytes)
     staged = capturer.start(on_device)
+    if segment is not None:
+        pool.share(functools.partial(_left_behind, segment), least_bytes=expected)
     pool.want(_sets(segment) * expected, without_pauses=not staged)
     client, team = client_of(store, tiers, pool, settings, bus, segment, rank), None
     try:

@@ -431,3 +431,23 @@ def test_pinned_memory_for_which_there_are_no_pages_is_tried_again(
         assert told == [2, 4, 6]
     finally:
         made.close()
+
+
+def test_what_others_have_of_the_cap_is_left_to_them_but_for_the_least_that_is_needed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    taken = [5 * CHUNK_BYTES]
+    made, told = make(8), list[int]()
+    made.share(lambda: taken[0], least_bytes=2 * CHUNK_BYTES)
+    made.tell_slots = told.append
+    try:
+        for others, ready in ((5, 4), (2, 6), (0, 8)):  # a step goes beyond the least
+            taken[0] = others * CHUNK_BYTES
+            made.want(8 * CHUNK_BYTES)
+            made.wait_ready()
+            assert made.ready_bytes == ready * CHUNK_BYTES
+    finally:
+        made.close()
+    assert [slots for slots in told if slots in (4, 6)][:1] == [4]
+    assert told[-1] == 8
+    assert "an earlier start has" in caplog.text

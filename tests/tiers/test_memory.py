@@ -373,3 +373,22 @@ def test_a_save_goes_through_where_shared_memory_is_full_before_all_of_it_is_the
             ckpt.save(step).result(60)
     assert laststep.open(run_folder)[2].verify().damage == ()
     assert "does not fit" in caplog.text
+
+
+def test_what_an_earlier_start_has_left_counts_against_the_cap_until_a_save_is_committed(
+    base: str, run_folder: Path
+) -> None:
+    cap, save, spare = 20 * CHUNK_BYTES, 8 * CHUNK_BYTES, 8 * CHUNK_BYTES
+    model = torch.nn.Linear(8 << 10, 4 << 10, bias=False)
+    fail_after_a_save(opened(base, run_folder, model, host_memory_bytes=cap), 1)
+    (left,) = segments.found(base)
+    assert left.size_bytes == save
+    with opened(base, run_folder, model, host_memory_bytes=cap) as ckpt:
+        ckpt.restore()
+        ckpt._pool.wait_ready()
+        assert ckpt._pool.ready_bytes == max(cap - left.size_bytes, save + spare) < cap
+        ckpt.save(2).result()
+        wait_until(lambda: len(segments.found(base)) == 1)
+        ckpt.save(3).result()
+        ckpt._pool.wait_ready()
+        assert ckpt._pool.ready_bytes > save + spare

@@ -162,13 +162,10 @@ class Keeper:
                     found_anew(store, checkpoint)
 
     def forget_predecessors(self) -> None:
-        """A newer save is stored: nobody needs what earlier starts have left. Each rank sees to the
-        segments of its number, and of some that this job does not have; none of this start goes,
-        whoever has died."""
-        mine = self._segment.owner
-        for segment in segments.found(self._segment.base, mine.run):
-            if segment.owner.rank % mine.ranks == mine.rank and not segment.is_alive():
-                segment.remove()
+        """A newer save is stored: nobody needs what earlier starts have left; none of this start
+        goes, whoever has died."""
+        for segment in segments.predecessors(self._segment):
+            segment.remove()
 
     def start(self, count: int) -> None:
         """Start the threads that digest, at least so many."""

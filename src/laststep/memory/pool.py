@@ -93,6 +93,9 @@ class Pool:
         self.tell_slots: Callable[[int], None] = _tell_nobody
         """Called on the growing thread with the number of slots, where there is no memory for more,
         and when it has grown after that."""
+        self._taken: Callable[[], int] = int
+        """How much of the cap others have, for now; asked on the growing thread."""
+        self._least = self.cap_slots
         self._hurried = 0
         """How many slots are to be ready without pauses."""
         self._urgent = 0
@@ -129,6 +132,12 @@ class Pool:
             if without_pauses:
                 self._hurried = self._wanted
             self._changed.notify_all()
+
+    def share(self, taken: Callable[[], int], *, least_bytes: int) -> None:
+        """What that tells, in bytes, counts against the cap: beyond `least_bytes` no more is made
+        ready than is left of it. Each save and each restore asks again."""
+        with self._changed:
+            self._taken, self._least = taken, -(-least_bytes // CHUNK_BYTES) + _STEP_SLOTS
 
     def pin(self) -> None:
         """Have the memory pinned from now on, and what is ready already in the background: a device
@@ -266,6 +275,7 @@ class Pool:
                     self._pause()
                     self._pin(self._pageable.pop())
                     continue
+                self._check_shared(first + count)
                 self._make_pages(first, count)
                 for slot in range(first, first + count):
                     if self._pinned:
@@ -286,6 +296,14 @@ class Pool:
     def _goal(self) -> int:
         """How many slots are to be ready now; with the lock held."""
         return self._wanted if self._resting_at is None else min(self._wanted, self._resting_at)
+
+    def _check_shared(self, slots: int) -> None:
+        """`MemoryError` where so many are not to be had of the cap for now."""
+        if slots <= self._least:
+            return
+        taken = self._taken()
+        if slots > self.cap_bytes // CHUNK_BYTES - -(-taken // CHUNK_BYTES):
+            raise MemoryError(f"an earlier start has {taken} bytes, until this one has committed")
 
     def _make_pages(self, first: int, count: int) -> None:
         if not self._pinned:
