@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import http.client
 import logging
 import os
 import secrets
@@ -50,6 +51,9 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     pids: str = ""
     pid: int = 0
     started: str = ""
+    turn: int = 0
+    """Grows with each renewal: many servers call equal bytes by the same tag, and whoever looked
+    before a renewal must not replace what is there after it."""
 
     @classmethod
     def here(cls) -> Holder:
@@ -106,8 +110,12 @@ class Lease(Lock):
         with self._mutex:
             if self._over.is_set():
                 return
+            self._holder = msgspec.structs.replace(self._holder, turn=self._holder.turn + 1)
             content = msgspec.json.encode(self._holder)
             found = self._bucket.replace(self._key, content, self._found.version)
+            if found is None:  # by others, or by an earlier renewal that seemed to have failed
+                there = read_lease(self._bucket, self._key)
+                found = there[1] if there and there[0].token == self._holder.token else None
             if found is not None:
                 self._found = found
                 return
@@ -131,7 +139,7 @@ class Leases:
         holder = Holder.here()
         content = msgspec.json.encode(holder)
         while True:
-            there = self._read(key)
+            there = read_lease(self._bucket, key)
             if there is None:
                 found = self._bucket.create(key, content)
             elif self._is_held(*there):
@@ -143,7 +151,7 @@ class Leases:
 
     def is_held(self, key: str) -> bool:
         """Whether a live process holds that lease."""
-        there = self._read(key)
+        there = read_lease(self._bucket, key)
         return there is not None and self._is_held(*there)
 
     def _is_held(self, holder: Holder, found: Found) -> bool:
@@ -151,16 +159,18 @@ class Leases:
             return False
         return self._clock.now_s() - found.modified_s < DEAD_S
 
-    def _read(self, key: str) -> tuple[Holder, Found] | None:
-        try:
-            data, found = self._bucket.read(key, limit_bytes=_LIMIT_BYTES)
-        except Missing:
-            return None
-        try:
-            return msgspec.json.decode(data, type=Holder), found
-        except msgspec.MsgspecError:
-            # Of nobody that is known: it is held until it is old.
-            return Holder(token="?"), found  # noqa: S106
+
+def read_lease(bucket: Bucket, key: str) -> tuple[Holder, Found] | None:
+    """Who holds a lease, and the version that says so; None where there is none."""
+    try:
+        data, found = bucket.read(key, limit_bytes=_LIMIT_BYTES)
+    except Missing:
+        return None
+    try:
+        return msgspec.json.decode(data, type=Holder), found
+    except msgspec.MsgspecError:
+        # Of nobody that is known: it is held until it is old.
+        return Holder(token="?"), found  # noqa: S106
 
 
 class ServerClock:
@@ -179,8 +189,9 @@ class ServerClock:
                 self._ask, what="ask for the time", where=bucket.where(bucket.prefix),
                 patience=Patience(deadline_s=min(30.0, bucket.patience.deadline_s)),
             )  # fmt: skip
-            self._asked_s = time.monotonic()
-            self._ahead_s = told - self._asked_s
+            now = time.monotonic()
+            self._ahead_s = told - now  # first: another thread may look at both
+            self._asked_s = now
         return time.monotonic() + self._ahead_s
 
     def _ask(self) -> float:
@@ -191,11 +202,14 @@ class ServerClock:
         except urllib.error.HTTPError as error:  # without credentials that is the usual answer
             with error:
                 date = error.headers["Date"]
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise Trouble(f"no answer: {type(error).__name__}", transient=True) from None
-        if date is None:
-            raise Trouble("an answer without a date", transient=False)
-        return email.utils.parsedate_to_datetime(date).timestamp()
+        except ValueError:
+            raise Trouble("settings that name no server", transient=False) from None
+        try:
+            return email.utils.parsedate_to_datetime(date).timestamp()
+        except (TypeError, ValueError):
+            raise Trouble("an answer without a date", transient=False) from None
 
 
 def _held(where: str) -> Exists:
