@@ -115,13 +115,14 @@ class ObjectStore(Store):
                 self.make_folder(above)
         if self._bucket.head(self._key(name)) is not None:
             raise taken(self._bucket, self._key(name))
+        # Who died before it could look again may have left a file in a folder of that name that was
+        # deleted. Whoever sees the marker may write here at once: those are not to be deleted.
+        left = self._bucket.below(self._key(name))
         made = self._bucket.create(self._marker(name), secrets.token_bytes(8))
         if made is None:
             raise taken(self._bucket, self._key(name))
         self._made[name] = made
-        # Who died before it could look again may have left a file in a folder of that name that was
-        # deleted. Nobody else writes here before this returns.
-        self._bucket.delete(self._bucket.below(self._key(name)))
+        self._bucket.delete(left)
         if above:
             self._settle(name, of_folder=True)
 
@@ -148,14 +149,16 @@ class ObjectStore(Store):
         self._bucket.delete([dying])
 
     def _empty(self, key: str) -> None:
-        """Delete all below a folder that has no marker any more, and uploads that lead there."""
+        """Delete all below a folder that has no marker any more, and uploads that lead there. All
+        is listed before the look at the marker: what a folder has that was made again stays."""
         parent, _, last = key.rpartition("/")
+        uploads, left = self._uploads(), self._bucket.below(key)
+        begun = [] if uploads is None else uploads.pending(key)
         if self._bucket.head(f"{parent}/.{last}.folder".lstrip("/")) is not None:
             return  # somebody has made it again
-        uploads = self._uploads()
-        for below, upload in uploads.pending(key) if uploads is not None else ():
+        for below, upload in begun:
             uploads.abort(below, upload)  # type: ignore[union-attr]
-        self._bucket.delete(self._bucket.below(key))
+        self._bucket.delete(left)
 
     # Large files
 
