@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     import pytest
 
 
+PAGE = 1000
+"""What a list has at most in one answer."""
+SLOW_S = 0.4
+
+
 @dataclass
 class Kept:
     """An object."""
@@ -63,7 +68,8 @@ class Fault:
 
     kind: str
     """reset, lost (done, but nobody is told), 503, 409, truncated, stalled, denied, held (until
-    `released`, and then reset)"""
+    `released`, and then reset), absent (there is no such bucket), redirect (it is in another
+    region), slow (takes a body a MiB at a time)"""
     method: str
     times: int
     key: str = ""
@@ -86,11 +92,18 @@ class Server:
     """Lets those answers end that are stalled or held."""
     holding: threading.Event = field(default_factory=threading.Event)
     """Set when a request is held."""
+    connections: list[socket.socket] = field(default_factory=list)
 
     def fail(
         self, kind: str, method: str, times: int = 1, *, key: str = "", query: str = ""
     ) -> None:
         self.faults.append(Fault(kind, method, times, key, query))
+
+    def hang_up(self) -> None:
+        """Close the connections that clients keep for their next requests."""
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def struck(self, method: str, key: str, query: str) -> str:
         """The fault that hits this request; "" for none."""
@@ -113,6 +126,8 @@ def running() -> Iterator[Server]:
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Bound)
     http.daemon_threads = True
+    # What is sent has to be taken, and does not lie about in the system.
+    http.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     state.endpoint = f"http://127.0.0.1:{http.server_address[1]}"
@@ -132,6 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.server_state.connections.append(self.connection)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -144,7 +160,6 @@ class _Handler(BaseHTTPRequestHandler):
         state = self.server_state
         parts = urlsplit(self.path)
         key = unquote(parts.path).lstrip("/").partition("/")[2]
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
         fault = state.struck(self.command, key, parts.query)
         signer = re.search(r"Credential=([^/]+)", self.headers.get("authorization", ""))
         who = "" if signer is None else signer[1]
@@ -152,8 +167,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.asked = Asked(self.command, key, parts.query, who, span)
         with state.mutex:
             state.asked.append(self.asked)
+        body = self._body(int(self.headers.get("content-length", 0)), slow=fault == "slow")
         if fault == "409":
             return self._answer(409, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
+        if fault == "absent":
+            return self._answer(404, b"<Error><Code>NoSuchBucket</Code></Error>")
+        if fault == "redirect":
+            return self._answer(301, b"<Error><Code>PermanentRedirect</Code></Error>")
         if fault == "503":
             return self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
         if fault == "denied":
@@ -176,6 +196,17 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "lost":
             return self._reset()
         return self._answer(*answer)
+
+    def _body(self, size: int, *, slow: bool) -> bytes:
+        if not slow:
+            return self.rfile.read(size)
+        body = bytearray()
+        while len(body) < size:
+            time.sleep(SLOW_S)  # that is what is slow about it
+            if not (more := self.rfile.read(min(1 << 20, size - len(body)))):
+                raise ConnectionAbortedError
+            body += more
+        return bytes(body)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle  # noqa: N815
 
@@ -231,15 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
     ) -> tuple[int, bytes, dict[str, str]]:  # fmt: skip
         name = query.get("uploadId", [""])[0]
         if self.command == "GET":
-            listed = "".join(
-                f"<Upload><Key>{escape(k)}</Key><UploadId>{u}</UploadId></Upload>"
-                for u, (k, _, _) in state.uploads.items()
-            )
-            return (
-                200,
-                f"<ListMultipartUploadsResult>{listed}</ListMultipartUploadsResult>".encode(),
-                {},
-            )
+            return 200, _uploads_listed(state, query), {}
         if "uploads" in query:
             name = f"u{len(state.asked)}"
             state.uploads[name] = key, meta, {}
@@ -256,7 +279,8 @@ class _Handler(BaseHTTPRequestHandler):
             tag = escape(state.objects[key].tag)
             return (
                 200,
-                f"<CompleteMultipartUpload><ETag>{tag}</ETag></CompleteMultipartUpload>".encode(),
+                f"<CompleteMultipartUploadResult><ETag>{tag}</ETag>"
+                "</CompleteMultipartUploadResult>".encode(),
                 {},
             )
         return 204, b"", {}
@@ -290,10 +314,13 @@ class _Handler(BaseHTTPRequestHandler):
 def _listed(state: Server, query: dict[str, list[str]]) -> bytes:
     prefix, delimiter = query.get("prefix", [""])[0], query.get("delimiter", [""])[0]
     keys = [] if "list" in state.lacks else sorted(k for k in state.objects if k.startswith(prefix))
+    keys = [k for k in keys if k > query.get("continuation-token", [""])[0]]
+    rest, keys = keys[PAGE:], keys[:PAGE]
     direct = [k for k in keys if not delimiter or delimiter not in k[len(prefix) :]]
     folders = sorted(
         {prefix + k[len(prefix) :].partition("/")[0] + "/" for k in {*keys} - {*direct}}
     )
+    more = f"<NextContinuationToken>{escape(keys[-1])}</NextContinuationToken>" if rest else ""
     contents = "".join(
         f"<Contents><Key>{escape(k)}</Key><Size>{len(state.objects[k].data)}</Size>"
         f"<LastModified>2026-01-01T00:00:00.000Z</LastModified>"
@@ -304,9 +331,25 @@ def _listed(state: Server, query: dict[str, list[str]]) -> bytes:
         f"<CommonPrefixes><Prefix>{escape(f)}</Prefix></CommonPrefixes>" for f in folders
     )
     return (
-        f'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated>{contents}'
-        f"{prefixes}</ListBucketResult>"
+        f'<?xml version="1.0"?><ListBucketResult><IsTruncated>{str(bool(rest)).lower()}'
+        f"</IsTruncated>{more}{contents}{prefixes}</ListBucketResult>"
     ).encode()
+
+
+def _uploads_listed(state: Server, query: dict[str, list[str]]) -> bytes:
+    prefix = query.get("prefix", [""])[0]
+    last = query.get("key-marker", [""])[0], query.get("upload-id-marker", [""])[0]
+    found = sorted((k, u) for u, (k, _, _) in state.uploads.items() if k.startswith(prefix))
+    found = [upload for upload in found if upload > last]
+    rest, found = found[PAGE:], found[:PAGE]
+    listed = "".join(
+        f"<Upload><Key>{escape(k)}</Key><UploadId>{u}</UploadId></Upload>" for k, u in found
+    )
+    if rest:
+        key, name = found[-1]
+        listed += f"<IsTruncated>true</IsTruncated><NextKeyMarker>{escape(key)}</NextKeyMarker>"
+        listed += f"<NextUploadIdMarker>{name}</NextUploadIdMarker>"
+    return f"<ListMultipartUploadsResult>{listed}</ListMultipartUploadsResult>".encode()
 
 
 @contextlib.contextmanager

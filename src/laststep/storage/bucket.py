@@ -52,6 +52,9 @@ _AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 _Client = AzureStore | GCSStore | S3Store
 _OTHERS: dict[str, type[AzureStore | GCSStore]] = {"gs": GCSStore, "az": AzureStore}
 _RIGHTS = "check the credentials in the environment, and what they allow in this bucket"
+_NO_BUCKET = "make the bucket, or check its name and the endpoint"
+_REGION = "set AWS_REGION to the region of the bucket"
+_ELSEWHERE = ("PermanentRedirect", "AuthorizationHeaderMalformed")
 
 
 class _Clients:
@@ -69,7 +72,7 @@ os.register_at_fork(after_in_child=_Clients.in_child)
 
 
 class Missing(Exception):
-    """There is no such object."""
+    """There is no such object; or no such bucket, where a name must be free or is a prefix."""
 
 
 class _Refused(Exception):
@@ -136,11 +139,6 @@ class Bucket:
             )  # fmt: skip
         return data, found
 
-    def read_into(self, key: str, start: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `start` on, which MUST be there."""
-        with self.read_range(key, start, into.nbytes) as got:
-            into[:] = got
-
     def read_range(self, key: str, start: int, size_bytes: int) -> memoryview:
         """So many bytes from `start` on, which MUST be there, in memory of their own."""
 
@@ -153,7 +151,7 @@ class Bucket:
 
     def names(self, prefix: str) -> list[ObjectMeta]:
         """The objects whose keys have no further `/` behind `prefix/`."""
-        answer = self._ask(
+        answer = self._ask_there(
             "list", prefix, lambda: obstore.list_with_delimiter(self.client, prefix or None)
         )
         # Some servers keep an empty object for a prefix, and list it as what is below itself.
@@ -161,7 +159,7 @@ class Bucket:
 
     def below(self, prefix: str) -> list[str]:
         """All keys that begin with `prefix/`."""
-        found = self._ask("list", prefix, lambda: obstore.list(self.client, prefix).collect())
+        found = self._ask_there("list", prefix, lambda: obstore.list(self.client, prefix).collect())
         return [meta["path"] for meta in found if meta["path"] != prefix]
 
     def delete(self, keys: list[str]) -> None:
@@ -204,12 +202,16 @@ class Bucket:
     def front(self) -> str:
         """A URL of the server that answers, if only by a refusal."""
         if self.scheme == "s3":
-            second = dt.timedelta(seconds=1)
-            return obstore.sign(self.client, "GET", "x", second).partition("?")[0]
+            return self.signed().partition("?")[0]
         if self.scheme == "gs":
             return "https://storage.googleapis.com/"
         account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
         return f"https://{account}.blob.core.windows.net/"
+
+    def signed(self) -> str:
+        """A URL for an object `x`, signed by obstore, which tells where the bucket is. A secret."""
+        second = dt.timedelta(seconds=1)
+        return self._ask("sign", "", lambda: obstore.sign(self.client, "GET", "x", second))
 
     def _put(self, key: str, data: bytes | memoryview, mode: str | dict[str, str]) -> Found | None:
         token = secrets.token_hex(8)
@@ -232,7 +234,18 @@ class Bucket:
             version = put["e_tag"], put["version"]
             return Found(size_bytes=len(data), modified_s=0.0, version=version, token=token)
 
-        return self._ask("write", key, attempt)
+        return self._ask_there("write", key, attempt)
+
+    def _ask_there(self, what: str, key: str, call: Callable[[], _Result]) -> _Result:
+        """Where no object has to be there: what is missing is the bucket."""
+
+        def attempt() -> _Result:
+            try:
+                return self._once(call)
+            except Missing:
+                raise trouble_of(404) from None
+
+        return persist(attempt, what=what, where=self.where(key), patience=self.patience)
 
     def _ask(self, what: str, key: str, call: Callable[[], _Result]) -> _Result:
         return persist(
@@ -252,8 +265,9 @@ class Bucket:
         _Clients.used = True
         try:
             return call()
-        except FileNotFoundError:
-            trouble: Exception = Missing()
+        except FileNotFoundError as error:
+            gone = "<Code>NoSuchBucket</Code>" in str(error)
+            trouble: Exception = trouble_of(404, "NoSuchBucket") if gone else Missing()
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
             # Amazon's 409 is not a refusal: two conditional puts came at once.
             both = self.scheme == "s3" and "status code: 409" in str(error)
@@ -311,22 +325,32 @@ def parse(url: str) -> tuple[str, str, str]:
     return parts.scheme, parts.netloc, check_name(prefix) if prefix else ""
 
 
-def is_transient(status: int, code: str = "") -> bool:
-    """Whether the next try may get another answer than this one."""
-    return status in _AGAIN or code in ("RequestTimeout", "SlowDown", "InternalError")
+def trouble_of(status: int, code: str = "") -> Trouble:
+    """What a server's answer means: whether the next try may get another, and what to do else.
+    `code` is the server's word for it, and left out where it is no word."""
+    code = code if code.isalnum() and len(code) <= 64 else ""
+    said = f"{status} {code}".strip()
+    if status in (401, 403):
+        return Trouble(said, transient=False, expected="the right to do so", remedy=_RIGHTS)
+    if status == 301 or code in _ELSEWHERE:
+        return Trouble(f"{said}: it is in another region", transient=False, remedy=_REGION)
+    if status == 404:
+        return Trouble(said, transient=False, remedy=_NO_BUCKET)
+    again = status in _AGAIN or code in ("RequestTimeout", "SlowDown", "InternalError")
+    return Trouble(said, transient=again)
 
 
 def _trouble(error: Exception) -> Trouble:
     """What may be told of an error: a status, the server's word for it, the kind of failure."""
     text = str(error)
     status, code = _STATUS.search(text), _CODE.search(text)
-    denied = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
-    if isinstance(error, denied) or (status is not None and status[1] in ("401", "403")):
-        said = f"{status[1] if status else 'access denied'}{f' {code[1]}' if code else ''}"
-        return Trouble(said, transient=False, expected="the right to do so", remedy=_RIGHTS)
     if status is not None:
-        word = "" if code is None else code[1]
-        return Trouble(f"{status[1]} {word}".strip(), transient=is_transient(int(status[1]), word))
+        return trouble_of(int(status[1]), "" if code is None else code[1])
+    if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
+        said = "access denied"
+        return Trouble(said, transient=False, expected="the right to do so", remedy=_RIGHTS)
+    if "redirect without LOCATION" in text:
+        return trouble_of(301)
     if isinstance(error, (exceptions.NotSupportedError, ValueError)) or "NotPartial" in text:
         why = "an answer without ranges" if "NotPartial" in text else type(error).__name__
         return Trouble(why, transient=False)

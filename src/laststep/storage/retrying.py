@@ -6,6 +6,8 @@ hold no key and no signature: they end in errors and logs.
 
 from __future__ import annotations
 
+import contextvars
+import math
 import random
 import time
 from typing import TYPE_CHECKING, TypeVar
@@ -24,11 +26,16 @@ _LONGEST_PAUSE_S = 10.0
 _LOOK = "look at the server and at the network, and try again"
 
 
+_until: contextvars.ContextVar[float] = contextvars.ContextVar("_until", default=math.inf)
+"""When the request ends that this one is a part of."""
+
+
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
     """How long a server is waited for."""
 
     deadline_s: float = 300.0
-    """For one call of a store, with all that is tried again in it."""
+    """For one request, with all that is tried again, and asked meanwhile; the last try may end up
+    to `request_s` later."""
     request_s: float = 120.0
     """For one request, with its body."""
     idle_s: float = 20.0
@@ -53,17 +60,21 @@ def persist(
 ) -> _Result:
     """What `attempt` returns, once it raises no `Trouble`; `StorageFailed` when it is in vain."""
     began = time.monotonic()
+    until = min(began + patience.deadline_s, _until.get())
     tries = 0
     while True:
         tries += 1
+        outer = _until.set(until)
         try:
             return attempt()
         except Trouble as error:
             trouble = error
+        finally:
+            _until.reset(outer)
         spent = time.monotonic() - began
         pause = min(_FIRST_PAUSE_S * 2 ** min(tries - 1, 10), _LONGEST_PAUSE_S)
         pause *= random.uniform(0.5, 1.0)  # noqa: S311 (ranks must not come back all at once)
-        if not trouble.transient or spent + pause > patience.deadline_s:
+        if not trouble.transient or began + spent + pause > until:
             break
         time.sleep(pause)
     # Outside of `except`: a client's own error may quote what must not be told, and an error keeps

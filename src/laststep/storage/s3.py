@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
+import html
 import http.client
 import re
+import select
 import ssl
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qs, quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import msgspec
-import obstore
 
-from laststep.storage.bucket import TOKEN, Missing, is_transient
+from laststep.storage.bucket import TOKEN, Missing, trouble_of
 from laststep.storage.retrying import Trouble, persist
 from laststep.storage.signing import authorization, known_keys
 
@@ -37,7 +39,9 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 _UNSIGNED = "UNSIGNED-PAYLOAD"
-_ANSWER_BYTES = 1 << 20
+_ANSWER_BYTES = 8 << 20
+_SENT_BYTES = 1 << 18
+"""What must be taken before a standstill counts: a timeout is for all of a send."""
 _KEPT_CONNECTIONS = 32
 _UPLOAD = re.compile(r"<Upload>.*?</Upload>", re.DOTALL)
 
@@ -50,9 +54,7 @@ class _Answer(msgspec.Struct, frozen=True):
     def field(self, name: str, text: str | None = None) -> str:
         """What stands between the tags of that name; "" where there are none."""
         found = re.search(rf"<{name}>([^<]*)</{name}>", self.text if text is None else text)
-        if found is None:
-            return ""
-        return found[1].replace("&quot;", '"').replace("&lt;", "<").replace("&amp;", "&")
+        return "" if found is None else html.unescape(found[1])
 
 
 class Uploads:
@@ -116,7 +118,7 @@ class Uploads:
                     raise Trouble("the upload is gone", transient=tries > 1) from None
                 return there.token == token
             if "<Error>" in answer.text:  # sent after the status, which was 200 by then
-                raise Trouble(answer.field("Code"), transient=True)
+                raise Trouble(trouble_of(200, answer.field("Code")).found, transient=True)
             return True
 
         return self._persist("make durable", key, attempt)
@@ -131,19 +133,33 @@ class Uploads:
         self._persist("give up", key, attempt)
 
     def pending(self, prefix: str) -> list[tuple[str, str]]:
-        """Keys and names of the first thousand uploads below `prefix/` that nobody has ended."""
-
-        def attempt() -> list[tuple[str, str]]:
-            answer = self._send("GET", "", {"uploads": "", "prefix": f"{prefix}/"})
+        """Keys and names of the uploads below `prefix/` that nobody has ended."""
+        query = {"uploads": "", "prefix": f"{prefix}/"}
+        found: list[tuple[str, str]] = []
+        while True:
+            ask = functools.partial(self._send, "GET", "", query)
+            answer = self._persist("list uploads", prefix, ask)
             uploads = _UPLOAD.findall(answer.text)
-            return [(answer.field("Key", u), answer.field("UploadId", u)) for u in uploads]
-
-        found = self._persist("list uploads", prefix, attempt)
-        return [(key, upload) for key, upload in found if key.startswith(f"{prefix}/")]
+            found += [(answer.field("Key", u), answer.field("UploadId", u)) for u in uploads]
+            last = {
+                "key-marker": answer.field("NextKeyMarker"),
+                "upload-id-marker": answer.field("NextUploadIdMarker"),
+            }
+            if answer.field("IsTruncated") != "true" or last.items() <= query.items():
+                return [upload for upload in found if upload[0].startswith(f"{prefix}/")]
+            query = {**query, **last}
 
     def _persist(self, what: str, key: str, attempt: Callable[[], _Result]) -> _Result:
         bucket = self._bucket
-        return persist(attempt, what=what, where=bucket.where(key), patience=bucket.patience)
+
+        def told() -> _Result:
+            try:
+                return attempt()
+            except Missing as missing:
+                code = str(missing)
+            raise trouble_of(404, code)
+
+        return persist(told, what=what, where=bucket.where(key), patience=bucket.patience)
 
     def _send(
         self, method: str, key: str, query: Mapping[str, str], data: memoryview | None = None, *,
@@ -154,22 +170,26 @@ class Uploads:
         asked = "&".join(f"{name}={quote(query[name], safe='-._~')}" for name in sorted(query))
         signed = self._signed(method, path, asked, headers or {})
         signed["content-length"] = str(0 if data is None else data.nbytes)
-        connection = self._idle.pop() if self._idle else self._connected()
-        # To complete an upload takes a server long, before it says anything.
+        connection = self._connected()
         patience = self._bucket.patience
-        connection.timeout = patience.request_s if method == "POST" else patience.idle_s
         try:
+            connection.timeout = patience.idle_s
             if connection.sock is not None:
-                connection.sock.settimeout(connection.timeout)
-            connection.request(method, f"{path}?{asked}", body=data, headers=signed)
+                connection.sock.settimeout(patience.idle_s)
+            sent = None if data is None else _slices(data)
+            connection.request(method, f"{path}?{asked}", body=sent, headers=signed)
+            # What is on its way still has to arrive, and to complete an upload takes long.
+            connection.sock.settimeout(patience.request_s)
             reply = connection.getresponse()
             text = reply.read(_ANSWER_BYTES).decode(errors="replace")
-            complete = reply.isclosed()
+            if reply.length or not reply.isclosed():
+                raise http.client.IncompleteRead(b"")
         except (OSError, http.client.HTTPException) as error:
             connection.close()
+            _close_all(self._idle)  # which are older, and would fail one after the other
             why = type(error).__name__
         else:
-            if complete and not reply.will_close and len(self._idle) < _KEPT_CONNECTIONS:
+            if not reply.will_close and len(self._idle) < _KEPT_CONNECTIONS:
                 self._idle.append(connection)
             else:
                 connection.close()
@@ -178,6 +198,15 @@ class Uploads:
         raise Trouble(f"the connection failed: {why}", transient=True)
 
     def _connected(self) -> http.client.HTTPConnection:
+        """A connection that was kept and that the server has not closed, or a new one."""
+        with contextlib.suppress(IndexError):  # another thread may take the last
+            while True:
+                connection = self._idle.pop()
+                news = select.poll()
+                news.register(connection.sock, select.POLLIN)
+                if not news.poll(0):
+                    return connection
+                connection.close()
         if self._tls is None:
             return http.client.HTTPConnection(self._host)
         return http.client.HTTPSConnection(self._host, context=self._tls)
@@ -207,7 +236,7 @@ def of_bucket(bucket: Bucket) -> Uploads | None:
     keys = known_keys() if bucket.scheme == "s3" else None
     if keys is None:
         return None
-    signed = urlsplit(obstore.sign(bucket.client, "GET", "x", dt.timedelta(seconds=1)))
+    signed = urlsplit(bucket.signed())
     if signed.scheme in getproxies() and not proxy_bypass(signed.hostname or ""):
         return None
     region = parse_qs(signed.query)["X-Amz-Credential"][0].split("/")[2]
@@ -216,8 +245,15 @@ def of_bucket(bucket: Bucket) -> Uploads | None:
 
 
 def _close_all(connections: list[http.client.HTTPConnection]) -> None:
-    while connections:
-        connections.pop().close()
+    with contextlib.suppress(IndexError):
+        while True:
+            connections.pop().close()
+
+
+def _slices(data: memoryview) -> Iterator[memoryview]:
+    for start in range(0, data.nbytes, _SENT_BYTES):
+        with data[start : start + _SENT_BYTES] as piece:
+            yield piece
 
 
 class _Taken(Exception):
@@ -228,9 +264,7 @@ def _checked(answer: _Answer) -> _Answer:
     if 200 <= answer.status < 300:
         return answer
     if answer.status == 404:
-        raise Missing
+        raise Missing(answer.field("Code"))
     if answer.status == 412:
         raise _Taken
-    code = answer.field("Code")
-    code = code if code.isalnum() and len(code) <= 64 else ""
-    raise Trouble(f"{answer.status} {code}".strip(), transient=is_transient(answer.status, code))
+    raise trouble_of(answer.status, answer.field("Code"))

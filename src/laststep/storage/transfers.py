@@ -19,7 +19,8 @@ import threading
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from laststep.errors import Exists, LaststepError, Usage
+from laststep.errors import Exists, LaststepError, NotFound, Usage
+from laststep.storage.bucket import Missing
 from laststep.storage.disk import failed
 
 if TYPE_CHECKING:
@@ -248,8 +249,9 @@ class ObjectReader:
             want = max(0, min(flat.nbytes, self.size_bytes - offset))
 
             def fetch(start: int) -> None:
-                with flat[start : min(start + _READ_BYTES, want)] as piece:
-                    self._bucket.read_into(self._key, offset + start, piece)
+                size = min(_READ_BYTES, want - start)
+                with flat[start : start + size] as piece, self.lend(offset + start, size) as got:
+                    piece[:] = got
 
             _at_once(self._pool, fetch, range(0, want, _READ_BYTES))
         return want
@@ -257,7 +259,13 @@ class ObjectReader:
     def lend(self, offset: int, size_bytes: int) -> memoryview:
         """What the client has received, by one request: see `store.Lending`."""
         self._check(offset)
-        return self._bucket.read_range(self._key, offset, size_bytes)
+        try:
+            return self._bucket.read_range(self._key, offset, size_bytes)
+        except Missing:
+            raise NotFound(
+                "a file is gone", where=self._bucket.where(self._key),
+                remedy="somebody has deleted it since it was opened",
+            ) from None  # fmt: skip
 
     def close(self) -> None:
         """Close; a second time does nothing."""
