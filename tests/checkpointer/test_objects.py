@@ -69,6 +69,24 @@ def test_a_part_of_a_checkpoint_is_read_by_the_ranges_that_hold_it(
     assert 4096 <= read < 3 << 20, f"{read} bytes of 24 MiB for 4 KiB, in whole blocks of 1 MiB"
 
 
+def test_a_restore_of_one_tensor_reads_its_ranges_and_headers_and_nothing_else(
+    server: fake_s3.Server,
+) -> None:
+    state = {f"w{number}": torch.rand(1 << 20) for number in range(6)}  # 4 MiB each
+    with laststep.Checkpointer(RUN, s=state, progress=False, flush="thread") as c:
+        c.save(1).wait()
+    again = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with laststep.Checkpointer(RUN, s=again, progress=False, flush="thread") as c:
+        server.asked.clear()
+        c.restore(only=["s/w3"])
+    assert torch.equal(again["w3"], state["w3"])
+    assert not again["w2"].any()
+    data = [asked for asked in server.asked if asked.key.endswith(".safetensors")]
+    assert all(asked.span for asked in data if asked.method == "GET"), "a file was read whole"
+    read = sum(asked.sent_bytes for asked in data)
+    assert 4 << 20 <= read <= (4 << 20) + (64 << 10)
+
+
 def test_what_a_storm_of_errors_hits_is_saved_all_the_same(server: fake_s3.Server) -> None:
     state = parts()
     with laststep.Checkpointer(RUN, s=state, progress=False, flush="thread") as c:

@@ -30,6 +30,29 @@ def test_two_ranks_with_flushers_of_their_own_save_to_s3_and_come_back(
         assert laststep.open(run).steps() == [1, 2]
 
 
+def test_a_job_of_another_size_reads_each_block_once_and_no_file_whole(crew: Crew) -> None:
+    with fake_s3.running() as server:
+        settings = {
+            "AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "x",
+            "AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": "x",
+        }  # fmt: skip
+        run = "s3://bucket/run"
+        crew("object_tasks:save_and_come_back", 2, run=run, settings=settings)
+        two = crew("object_tasks:come_back", 2, run=run, settings=settings)
+        server.asked.clear()
+        three = crew("object_tasks:come_back", 3, run=run, settings=settings)
+    assert two[0] == three[0] == three[2]
+    spans = Counter(
+        (asked.key, asked.span)
+        for asked in server.asked
+        if asked.method == "GET" and "/model-r" in asked.key
+    )
+    assert all(span for _, span in spans), "a file was read whole"
+    tensors = {at: count for at, count in spans.items() if not at[1].startswith("bytes=0-")}
+    assert set(tensors.values()) == {1}, "a rank read what another one had read"
+    assert len({key for key, _ in tensors}) == 2, "of each rank that has saved"
+
+
 def test_no_rank_but_the_first_lists_and_probes(crew: Crew) -> None:
     with fake_s3.running() as server:
         settings = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from laststep.errors import Exists, NotFound, Usage
+from laststep.errors import Exists, NotFound, StorageFailed, Usage
 from laststep.storage import leases, transfers
 from laststep.storage.objects import ObjectStore
 from laststep.testing.stores import SharedStoreConformance, in_child, write_file
@@ -271,6 +271,12 @@ def test_without_keys_to_sign_with_a_file_is_kept_on_the_disk_and_then_uploaded(
             store.open_writer(f"f/{name}", expected_bytes=1)
     store.delete_folder("f")
     assert store.list("") == []
+
+
+def test_a_bucket_that_the_server_does_not_have_is_named(s3: str) -> None:
+    with pytest.raises(StorageFailed, match="404 NoSuchBucket") as caught:
+        ObjectStore("s3://nowhere/run").list("")
+    assert "make the bucket" in str(caught.value)
 
 
 def test_names_may_have_any_letters(store: ObjectStore) -> None:

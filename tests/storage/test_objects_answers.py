@@ -4,7 +4,10 @@ worth: on the fake, which does so on request."""
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fake_s3
@@ -16,6 +19,9 @@ from laststep.storage import leases, retrying, transfers
 from laststep.storage.objects import ObjectStore
 from laststep.storage.retrying import Patience, Trouble, persist
 from laststep.testing.stores import write_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -149,6 +155,24 @@ def test_a_part_that_goes_up_slowly_is_waited_for_as_long_as_it_goes(
     assert server.objects["run/x"].data == data
     parts = [asked for asked in server.asked if "partNumber=1&" in asked.query]
     assert len(parts) == 1, "it was tried again"
+
+
+def test_parts_of_a_write_go_up_side_by_side_from_its_memory(
+    store: ObjectStore, server: fake_s3.Server
+) -> None:
+    """The first is held back until the others have arrived."""
+    server.fail("held", "PUT", query="partNumber=1&")
+    data = os.urandom(4 * transfers.PART_BYTES)
+    writer = store.open_writer("x", expected_bytes=len(data))
+    assert isinstance(writer, transfers.PartsWriter)
+    write = threading.Thread(target=writer.write_at, args=(0, memoryview(data)))
+    write.start()
+    wait_until(lambda: [len(pieces) for _, _, pieces in server.uploads.values()] == [3])
+    assert writer._gathered == {}, "something was copied"
+    server.released.set()
+    write.join()
+    writer.finish(len(data))
+    assert server.objects["run/x"].data == data
 
 
 def test_an_answer_that_is_cut_off_is_not_believed(
@@ -315,6 +339,17 @@ def test_without_credentials_that_is_said_of_every_call(
 
 
 # How long
+
+
+def test_pauses_grow_and_differ_between_clients(pauses: list[float]) -> None:
+    def fail() -> None:
+        raise Trouble("down", transient=True)
+
+    with pytest.raises(StorageFailed, match=r"down, \d+ times"):
+        persist(fail, what="ask", where="there", patience=Patience(deadline_s=58.0))
+    longest = [min(0.1 * 2**turn, 10.0) for turn in range(len(pauses))]
+    assert all(most / 2 <= pause <= most for most, pause in zip(longest, pauses, strict=True))
+    assert len({pause / most for most, pause in zip(longest, pauses, strict=True)}) > 1
 
 
 def test_what_is_asked_within_a_request_ends_with_its_deadline(pauses: list[float]) -> None:
