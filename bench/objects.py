@@ -38,7 +38,7 @@ import torch  # noqa: E402
 import laststep  # noqa: E402
 from bench.hardware import commit, hardware  # noqa: E402
 from laststep.codecs.digests import block_digests  # noqa: E402
-from laststep.memory.landing import SLOT_BYTES  # noqa: E402
+from laststep.memory.landing import REMOTE_SLOT_BYTES  # noqa: E402
 from laststep.storage.bucket import Bucket  # noqa: E402
 from laststep.storage.retrying import Patience  # noqa: E402
 
@@ -103,7 +103,7 @@ class Bench:
         key = max(name for name in names if name.endswith("/s.safetensors"))
         size = obstore.head(self.bucket.client, key)["size"]
         first = size - self.size_bytes  # behind the header; objects lie in another file
-        return self._get(key, range(first, size, SLOT_BYTES), SLOT_BYTES)
+        return self._get(key, range(first, size, REMOTE_SLOT_BYTES), REMOTE_SLOT_BYTES)
 
     def _get(self, key: str, starts: range, size: int) -> float:
         """Ranges of an object, into memory that is there."""

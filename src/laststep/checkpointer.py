@@ -399,7 +399,8 @@ class Checkpointer(single.OnlyOne):
             self._store, self._tiers.memory, self._work.segment,
             has_further=bool(self._tiers.further),
         )  # fmt: skip
-        with without_collection(), self._pool.reading(wanted.threads) as room, near as store:
+        reading = self._pool.reading(wanted.threads, remote=self._store.same_everywhere)
+        with without_collection(), reading as room, near as store:
             known = self._group is not None
             group = self._all_ranks("restore()")
             if known:  # else they arrived where it was made

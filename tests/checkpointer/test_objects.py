@@ -87,6 +87,19 @@ def test_a_restore_of_one_tensor_reads_its_ranges_and_headers_and_nothing_else(
     assert 4 << 20 <= read <= (4 << 20) + (64 << 10)
 
 
+def test_a_restore_reads_data_in_ranges_of_8_mib_each_once(server: fake_s3.Server) -> None:
+    state = {"w": torch.rand(6 << 20)}
+    with laststep.Checkpointer(RUN, s=state, progress=False, flush="thread") as c:
+        c.save(1).wait()
+    with laststep.Checkpointer(RUN, s=state, progress=False, flush="thread") as c:
+        server.asked.clear()
+        c.restore()
+    data = [asked for asked in server.asked if asked.key.endswith("/s.safetensors")]
+    spans = [asked.span for asked in data if asked.method == "GET"]
+    assert len(spans) == len(set(spans))
+    assert [asked.sent_bytes for asked in data if asked.sent_bytes > 1 << 20] == [8 << 20] * 3
+
+
 def test_what_a_storm_of_errors_hits_is_saved_all_the_same(server: fake_s3.Server) -> None:
     state = parts()
     with laststep.Checkpointer(RUN, s=state, progress=False, flush="thread") as c:

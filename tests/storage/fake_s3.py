@@ -228,7 +228,9 @@ class _Handler(BaseHTTPRequestHandler):
                     and "if-none-match" not in state.lacks):  # fmt: skip
                 return 412, b"<Error><Code>PreconditionFailed</Code></Error>", {}
             wanted = self.headers.get("if-match")
-            if (wanted and (there is None or there.tag != wanted)
+            if wanted and there is None and "if-match" not in state.lacks:
+                return 404, b"<Error><Code>NoSuchKey</Code></Error>", {}  # as Amazon does
+            if (wanted and there is not None and there.tag != wanted
                     and "if-match" not in state.lacks):  # fmt: skip
                 return 412, b"<Error><Code>PreconditionFailed</Code></Error>", {}
             state.objects[key] = kept = Kept(body, meta, time.time())

@@ -302,6 +302,23 @@ def test_a_lease_whose_renewal_came_through_though_it_failed_is_not_lost(
     assert not store.is_locked("x.lock")
 
 
+def test_a_lease_that_somebody_has_removed_is_lost(store: ObjectStore) -> None:
+    lock = store.lock("x.lock")
+    store.delete("x.lock")
+    lock._renew_now()
+    assert lock.is_lost
+    store.lock("x.lock").close()
+
+
+def test_a_folder_for_temporary_files_that_is_not_there_is_a_failure_of_storage(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laststep.storage.s3.of_bucket", lambda bucket: None)
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    with pytest.raises(StorageFailed, match="/nowhere"):
+        store.open_writer("x", expected_bytes=1)
+
+
 @pytest.mark.parametrize("date", [None, "yesterday"])
 def test_a_server_that_does_not_tell_the_time_is_a_failure_of_storage(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, date: str | None

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 SLOT_BYTES = 4 << 20
+REMOTE_SLOT_BYTES = 8 << 20
+"""What is read from a server at once, which a request costs more than a disk. It mostly stays in
+memory of the client (`takes_loans`), and the slot is never touched."""
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -36,11 +39,11 @@ def _reserved(size_bytes: int) -> Mapping:
 class Landing:
     """Slots to read into, two for each of so many threads, until it is closed."""
 
-    slot_bytes = SLOT_BYTES
     lands_all = False
 
-    def __init__(self, threads: int) -> None:
-        self._mapping = _reserved(2 * threads * SLOT_BYTES + _HUGE_PAGE_BYTES)
+    def __init__(self, threads: int, slot_bytes: int = SLOT_BYTES) -> None:
+        self.slot_bytes = slot_bytes
+        self._mapping = _reserved(2 * threads * slot_bytes + _HUGE_PAGE_BYTES)
         self._first = -self._mapping.address % _HUGE_PAGE_BYTES
         self._slots = Slots()
         self._slots.add(range(2 * threads))
@@ -69,4 +72,4 @@ class Landing:
         return self._mapping.view[self._at(slot) : self._at(slot + 1)]
 
     def _at(self, slot: int) -> int:
-        return self._first + slot * SLOT_BYTES
+        return self._first + slot * self.slot_bytes

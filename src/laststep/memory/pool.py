@@ -23,7 +23,7 @@ import torch
 
 from laststep.errors import LaststepError, StorageFailed, Usage
 from laststep.memory import shared as memory
-from laststep.memory.landing import Landing
+from laststep.memory.landing import REMOTE_SLOT_BYTES, SLOT_BYTES, Landing
 from laststep.memory.slots import Slots
 from laststep.process import threads
 from laststep.terms import CHUNK_BYTES
@@ -147,7 +147,7 @@ class Pool:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def reading(self, threads: int) -> Iterator[Pool | Landing]:
+    def reading(self, threads: int, *, remote: bool = False) -> Iterator[Pool | Landing]:
         """Give a restore, which reads with so many threads, room to read into. Memory that is
         pinned is what a device needs: this pool's, of which only so much is made ready, without
         pauses, because nobody trains meanwhile. Else the pool rests, and leaves the cores to it."""
@@ -159,7 +159,8 @@ class Pool:
             if pinned:
                 yield self
             else:
-                with Landing(min(threads, self.cap_bytes // (2 * Landing.slot_bytes))) as room:
+                size = REMOTE_SLOT_BYTES if remote else SLOT_BYTES
+                with Landing(min(threads, self.cap_bytes // (2 * size)), size) as room:
                     yield room
         finally:
             with self._changed:

@@ -34,7 +34,6 @@ _Item = TypeVar("_Item")
 
 PART_BYTES = 8 << 20
 """Large enough for the overhead of a request, small enough that a slot is several at once."""
-_READ_BYTES = 4 << 20
 _MOST_PARTS = 10_000
 _MIB = 1 << 20
 
@@ -205,7 +204,10 @@ class SpooledWriter(_ObjectWriter):
         self.bucket, self.key, self.settle = bucket, key, settle
         self._part_bytes = part_bytes_of(expected_bytes)
         self._folder = tempfile.gettempdir()
-        self._file = tempfile.TemporaryFile(prefix="laststep-")  # noqa: SIM115 (closed by let_go)
+        try:
+            self._file = tempfile.TemporaryFile(prefix="laststep-")  # noqa: SIM115 (by let_go)
+        except OSError as error:
+            raise failed("keep a file until it is uploaded", self._folder, error) from error
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write to the local file."""
@@ -249,11 +251,11 @@ class ObjectReader:
             want = max(0, min(flat.nbytes, self.size_bytes - offset))
 
             def fetch(start: int) -> None:
-                size = min(_READ_BYTES, want - start)
+                size = min(PART_BYTES, want - start)
                 with flat[start : start + size] as piece, self.lend(offset + start, size) as got:
                     piece[:] = got
 
-            _at_once(self._pool, fetch, range(0, want, _READ_BYTES))
+            _at_once(self._pool, fetch, range(0, want, PART_BYTES))
         return want
 
     def lend(self, offset: int, size_bytes: int) -> memoryview:
