@@ -92,38 +92,38 @@ def test_memory_that_cannot_be_mapped_is_read(
     assert bool((restored(base, run_folder) == 7).all())
 
 
-def test_what_is_lent_is_what_a_read_gives(checkpoint: SealedCheckpoint) -> None:
+def test_what_lies_in_place_is_what_a_read_gives(checkpoint: SealedCheckpoint) -> None:
     reader = of_tensors(checkpoint)
     for first in (0, BLOCK_BYTES, CHUNK_BYTES, (CHUNKS * CHUNK_BYTES) - 5):
         size = min(BLOCK_BYTES, CHUNKS * CHUNK_BYTES - first)
-        lent = reader.lend(reader.header_bytes + first, size)
+        there = reader.in_place(reader.header_bytes + first, size)
         read = memoryview(bytearray(size))
         assert reader.read_into(reader.header_bytes + first, read) == size
-        assert lent == read
+        assert there == read
         assert bytes(read) == bytes([7]) * size
 
 
-def test_what_does_not_lie_together_in_memory_is_not_lent(checkpoint: SealedCheckpoint) -> None:
+def test_what_does_not_lie_together_in_memory_is_read(checkpoint: SealedCheckpoint) -> None:
     reader = of_tensors(checkpoint)
     header, tensors = reader.header_bytes, CHUNKS * CHUNK_BYTES
-    assert reader.lend(0, header) is None
-    assert reader.lend(header + CHUNK_BYTES - 1, 2) is None, "two slots"
-    assert reader.lend(header + tensors - 1, 2) is None, "behind the tensors"
-    assert reader.lend(header + tensors, 1) is None
+    assert reader.in_place(0, header) is None
+    assert reader.in_place(header + CHUNK_BYTES - 1, 2) is None, "two slots"
+    assert reader.in_place(header + tensors - 1, 2) is None, "behind the tensors"
+    assert reader.in_place(header + tensors, 1) is None
 
 
-def test_memory_that_was_cut_is_not_lent(base: Path, checkpoint: SealedCheckpoint) -> None:
+def test_memory_that_was_cut_is_read(base: Path, checkpoint: SealedCheckpoint) -> None:
     (pool,) = base.glob("*/*/pool")
     with pool.open("r+b") as file:
         file.truncate(0)
     reader = of_tensors(checkpoint)
-    assert reader.lend(reader.header_bytes, 1) is None
+    assert reader.in_place(reader.header_bytes, 1) is None
     with pytest.raises(laststep.Corrupt, match="shorter"):
         reader.read_into(reader.header_bytes, memoryview(bytearray(1)))
 
 
-def test_nobody_writes_into_what_was_lent(checkpoint: SealedCheckpoint) -> None:
+def test_nobody_writes_into_what_lies_in_place(checkpoint: SealedCheckpoint) -> None:
     reader = of_tensors(checkpoint)
-    lent = reader.lend(reader.header_bytes, BLOCK_BYTES)
-    assert lent is not None
-    assert lent.readonly
+    there = reader.in_place(reader.header_bytes, BLOCK_BYTES)
+    assert there is not None
+    assert there.readonly

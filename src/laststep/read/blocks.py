@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, block_digests, digest, digest_text
 from laststep.errors import Corrupt, LaststepError, StorageFailed
 from laststep.format.manifest import DAMAGE_REMEDY
-from laststep.storage.store import Lending
+from laststep.storage.store import InPlace
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
 
 if TYPE_CHECKING:
@@ -96,12 +96,12 @@ class Extent(NamedTuple):
         # Up to whole pages, where there is room: a direct read of these is not copied.
         return min(size, self.reader.read_into(self.start, into[: align_up(size, ALIGN_BYTES)]))
 
-    def lent(self) -> memoryview | None:
-        """Its bytes in memory of the reader, where that lends any and the file has all of them;
+    def in_place(self) -> memoryview | None:
+        """Its bytes in memory of the reader, where that has them and the file has all of them;
         whether they are right, `is_right` says."""
-        if self.stored_bytes < self.size_bytes or not isinstance(self.reader, Lending):
+        if self.stored_bytes < self.size_bytes or not isinstance(self.reader, InPlace):
             return None
-        return self.reader.lend(self.start, self.size_bytes)
+        return self.reader.in_place(self.start, self.size_bytes)
 
     def is_right(self, image: memoryview) -> bool:
         """Whether these are the bytes that were written."""

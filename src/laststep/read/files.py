@@ -21,7 +21,7 @@ from laststep.format.safetensors import region_bytes_of
 from laststep.read.blocks import OBJECT, Damage, Extent, Extents, damage_of, refuse
 from laststep.read.coded import CodedExtent
 from laststep.read.derived import Masters
-from laststep.storage.store import Lending
+from laststep.storage.store import InPlace
 from laststep.terms import BLOCK_BYTES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class DataFile:
     @property
     def in_memory(self) -> bool:
         """Whether nobody waits who reads it."""
-        return isinstance(self.reader, Lending) and self.reader.at_hand
+        return isinstance(self.reader, InPlace) and self.reader.at_hand
 
     def blocks(self, start: int, stop: int) -> Readable:
         """The whole blocks that hold bytes [start, stop) of its tensors."""

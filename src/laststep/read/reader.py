@@ -169,9 +169,9 @@ class _Pipeline:
 
     def _carry_out(self, read: Read) -> None:
         extent = self._files[read.file].blocks(read.start, read.stop)
-        lent = self._lent(extent)
-        if lent is not None:
-            self._hand_over(read, lent)
+        there = self._in_place(extent)
+        if there is not None:
+            self._hand_over(read, there)
             return
         slot = self._lease()
         if slot is None:
@@ -186,14 +186,14 @@ class _Pipeline:
         finally:
             self._room.release(slot)
 
-    def _lent(self, extent: Readable) -> memoryview | None:
+    def _in_place(self, extent: Readable) -> memoryview | None:
         """All of it in memory of its reader, where it may stay there and is right; else it is read,
         and what is wrong is told."""
         if self._room.lands_all or not isinstance(extent, Extent):
             return None
         with self._reading:
-            lent = extent.lent()
-        return lent if lent is not None and extent.is_right(lent) else None
+            there = extent.in_place()
+        return there if there is not None and extent.is_right(there) else None
 
     def _hand_over(self, read: Read, data: memoryview) -> None:
         if not self._stopped:

@@ -17,7 +17,7 @@ import msgspec
 
 from laststep.errors import Usage
 
-__all__ = ["FileReading", "FileWriting", "Lending", "Lock", "Store", "StoreEntry", "check_name"]
+__all__ = ["FileReading", "FileWriting", "InPlace", "Lock", "Store", "StoreEntry", "check_name"]
 
 
 class StoreEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -62,13 +62,13 @@ class FileReading(Protocol):
 
 
 @runtime_checkable
-class Lending(Protocol):
+class InPlace(Protocol):
     """A `FileReading` that has what it reads in memory of its own: who only looks saves a copy."""
 
     at_hand: bool
     """Whether it lies there before anybody asks, so that nobody waits for it."""
 
-    def lend(self, offset: int, size_bytes: int) -> memoryview | None:
+    def in_place(self, offset: int, size_bytes: int) -> memoryview | None:
         """These bytes, which the file MUST have; None where they do not lie together. Nobody writes
         into them."""
 

@@ -252,14 +252,17 @@ class ObjectReader:
 
             def fetch(start: int) -> None:
                 size = min(PART_BYTES, want - start)
-                with flat[start : start + size] as piece, self.lend(offset + start, size) as got:
+                with (
+                    flat[start : start + size] as piece,
+                    self.in_place(offset + start, size) as got,
+                ):
                     piece[:] = got
 
             _at_once(self._pool, fetch, range(0, want, PART_BYTES))
         return want
 
-    def lend(self, offset: int, size_bytes: int) -> memoryview:
-        """What the client has received, by one request: see `store.Lending`."""
+    def in_place(self, offset: int, size_bytes: int) -> memoryview:
+        """What the client has received, by one request: see `store.InPlace`."""
         self._check(offset)
         try:
             return self._bucket.read_range(self._key, offset, size_bytes)

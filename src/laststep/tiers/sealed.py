@@ -208,7 +208,7 @@ class _Memory:
 
 class SealedReader:
     """A data file out of shared memory, read at given offsets; see `store.FileReading`, and
-    `store.Lending`."""
+    `store.InPlace`."""
 
     alignment_bytes = 1
     at_hand = True
@@ -228,7 +228,7 @@ class SealedReader:
             done += self._some(offset + done, into[done:size])
         return done
 
-    def lend(self, offset: int, size_bytes: int) -> memoryview | None:
+    def in_place(self, offset: int, size_bytes: int) -> memoryview | None:
         at = offset - len(self._head)
         if at < 0 or at >= self._tensor_bytes or self._memory is None:
             return None

@@ -1,4 +1,4 @@
-"""Bytes that a reader lends: verified and delivered where they lie, and doubted like all others."""
+"""What a reader has in memory: verified and delivered where it lies, and doubted like all else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DATA = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.int32).view(torch.uint8).numpy().tobytes()
 
 
-class Lender:
+class InMemory:
     """A reader of bytes in memory; the first answers are wrong, or the file has lost its end."""
 
     alignment_bytes = 1
@@ -33,15 +33,15 @@ class Lender:
     def __init__(self, data: bytes, wrong: int = 0) -> None:
         self._data, self._wrong = data, wrong
         self.size_bytes = len(data)
-        self.lent = self.copied = 0
+        self.handed = self.copied = 0
 
     def _answer(self, offset: int, size: int) -> bytes:
         part = self._data[offset : offset + size]
         self._wrong -= 1
         return part if self._wrong < 0 else bytes([part[0] ^ 1]) + part[1:]
 
-    def lend(self, offset: int, size_bytes: int) -> memoryview:
-        self.lent += 1
+    def in_place(self, offset: int, size_bytes: int) -> memoryview:
+        self.handed += 1
         return memoryview(self._answer(offset, size_bytes))
 
     def read_into(self, offset: int, into: memoryview) -> int:
@@ -54,7 +54,7 @@ class Lender:
         pass
 
 
-def restored(reader: Lender, *, lands_all: bool = False) -> bytes:
+def restored(reader: InMemory, *, lands_all: bool = False) -> bytes:
     """What comes of all the blocks of a file."""
     digests = block_digests(memoryview(DATA))
     file = SimpleNamespace(
@@ -71,35 +71,35 @@ def restored(reader: Lender, *, lands_all: bool = False) -> bytes:
     return target.numpy().tobytes()
 
 
-def test_what_a_reader_lends_is_not_copied_into_a_slot() -> None:
-    reader = Lender(DATA)
+def test_what_a_reader_has_in_memory_is_not_copied_into_a_slot() -> None:
+    reader = InMemory(DATA)
     assert restored(reader) == DATA
-    assert (reader.lent, reader.copied) == (1, 0)
+    assert (reader.handed, reader.copied) == (1, 0)
 
 
-def test_nothing_is_lent_where_a_device_wants_pinned_memory() -> None:
-    reader = Lender(DATA)
+def test_all_lands_in_slots_where_a_device_wants_pinned_memory() -> None:
+    reader = InMemory(DATA)
     assert restored(reader, lands_all=True) == DATA
-    assert (reader.lent, reader.copied) == (0, 1)
+    assert (reader.handed, reader.copied) == (0, 1)
 
 
 @pytest.mark.parametrize("wrong", [1, 2])
-def test_what_was_lent_and_is_wrong_is_read_again(wrong: int) -> None:
-    reader = Lender(DATA, wrong)
+def test_what_was_in_memory_and_is_wrong_is_read_again(wrong: int) -> None:
+    reader = InMemory(DATA, wrong)
     assert restored(reader) == DATA
-    assert (reader.lent, reader.copied) == (1, wrong)
+    assert (reader.handed, reader.copied) == (1, wrong)
 
 
 def test_what_stays_wrong_is_damage_of_the_block() -> None:
     with pytest.raises(Corrupt, match="block 0"):
-        restored(Lender(DATA, 99))
+        restored(InMemory(DATA, 99))
 
 
-def test_a_file_that_has_lost_its_end_lends_nothing_and_is_damaged() -> None:
-    reader = Lender(DATA[:-1])
+def test_a_file_that_has_lost_its_end_has_nothing_in_place_and_is_damaged() -> None:
+    reader = InMemory(DATA[:-1])
     with pytest.raises(Corrupt, match="too short"):
         restored(reader)
-    assert reader.lent == 0
+    assert reader.handed == 0
 
 
 def test_a_tensor_over_bytes_that_nobody_may_write_keeps_them_and_warns_of_nothing() -> None:
