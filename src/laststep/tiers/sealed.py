@@ -10,6 +10,7 @@ with its own files; the first rank's manifest follows from what all of them have
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -32,6 +33,9 @@ from laststep.version import VERSION
 
 if TYPE_CHECKING:
     from laststep.memory.segments import Segment
+
+
+_MADV_POPULATE_READ = 22
 
 
 class SealedFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -198,12 +202,21 @@ class _Memory:
         weakref.finalize(self, os.close, self.fd)
 
     @cached_property
-    def mapped(self) -> memoryview:
-        """All of it; nothing where it cannot be mapped."""
+    def _map(self) -> mmap.mmap | None:
         try:
-            return memoryview(mmap.mmap(self.fd, 0, prot=mmap.PROT_READ))
+            return mmap.mmap(self.fd, 0, prot=mmap.PROT_READ)
         except (OSError, ValueError, MemoryError):  # `ulimit -v`; or somebody has cut it to nothing
-            return memoryview(b"")
+            return None
+
+    def part(self, start: int, size_bytes: int) -> memoryview | None:
+        """These bytes; None where they cannot be mapped. By one call for all of its pages: a fault
+        takes 16 of them, or one after somebody has dropped the caches of the machine."""
+        if self._map is None or start + size_bytes > len(self._map):
+            return None
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        with contextlib.suppress(OSError):  # the kernel is too old for that
+            self._map.madvise(_MADV_POPULATE_READ, first, start + size_bytes - first)
+        return memoryview(self._map)[start : start + size_bytes]
 
 
 class SealedReader:
@@ -233,9 +246,7 @@ class SealedReader:
         if at < 0 or at >= self._tensor_bytes or self._memory is None:
             return None
         place, there = self._place(at)
-        mapped = self._memory.mapped
-        is_whole = size_bytes <= there and place + size_bytes <= len(mapped)
-        return mapped[place : place + size_bytes] if is_whole else None
+        return self._memory.part(place, size_bytes) if size_bytes <= there else None
 
     def _place(self, at: int) -> tuple[int, int]:
         """Where in the memory a byte of the tensor area lies, and how many lie together there."""
