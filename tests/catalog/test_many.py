@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from laststep.format.manifest import Commit
+    from laststep.storage.store import StoreEntry
 
 MANY = 400
 
@@ -137,3 +139,18 @@ def test_a_new_writer_reads_no_manifest_of_another_before_its_first_save(
     assert left not in many.folder_names("")
     assert calls["read"] < 10
     assert calls["list"] < 20
+
+
+def test_folders_in_an_object_store_are_looked_at_side_by_side(many: DirectoryStore) -> None:
+    together = threading.Barrier(16)
+
+    class Remote(DirectoryStore):
+        same_everywhere = True
+
+        def list(self, folder: str) -> list[StoreEntry]:
+            if folder.startswith("step-"):
+                together.wait(30)  # broken if they come one after the other
+            return super().list(folder)
+
+    listed = Run.open(Remote(many.url)).checkpoints()
+    assert [one.step for one in listed] == [one.step for one in Run.open(many).checkpoints()]

@@ -33,7 +33,7 @@ from laststep.storage.store import StoreEntry
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from laststep.catalog.epochs import Epochs
     from laststep.storage.store import Store
@@ -42,6 +42,8 @@ _NEAREST = 6
 _VERY_MANY = 4096
 """A scan passes over the folders of ranks of a checkpoint that has more files."""
 _DATA_FILE = ".safetensors"
+_LOOKS_AT_ONCE = 16
+"""In an object store, where each of them is two requests or three."""
 
 
 class ScanDepth(enum.Enum):
@@ -196,14 +198,24 @@ class Scanner:
 
     def scan(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
         """Every attempt and what was decided about it."""
-        scanned = self._still_there(
-            tuple(self.look(name, entry, through) for name, entry in self.folders())
-        )
+        scanned = self._still_there(self._look_at(self.folders(), through))
         present = {item.name for item in scanned}
         for name in tuple(self._read):
             if name not in present:
                 self._read.pop(name, None)
         return scanned
+
+    def _look_at(
+        self, folders: Sequence[tuple[AttemptName, StoreEntry]], through: ScanDepth
+    ) -> tuple[ScannedAttempt, ...]:
+        """Look at all of these; at several at once where each look waits for a server."""
+        if not self._store.same_everywhere or len(folders) < 2:
+            return tuple(self.look(name, entry, through) for name, entry in folders)
+        from laststep.process.workers import Workers  # every start waits for what is imported
+
+        with Workers(min(len(folders), _LOOKS_AT_ONCE), "laststep-look") as workers:
+            looks = [workers.submit(self.look, name, entry, through) for name, entry in folders]
+        return tuple(look.result() for look in looks)
 
     def scan_undecided(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
         """The attempts that nothing was decided about. Of the others only names are read, which a
