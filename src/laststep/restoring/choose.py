@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
     from laststep.ranks.group import Ranks
     from laststep.storage.store import Store
-    from laststep.tiers.fetching import Held
+    from laststep.tiers.fetching import TierHas
     from laststep.tiers.nodes import Readers
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class Choosing:
         step: int | None,
         ranks: Ranks,
         saw: Callable[[Seen], None],
-        further: Sequence[Held] = (),
+        further: Sequence[TierHas] = (),
     ) -> None:
         """`NotFound` where the run has not that step. `saw` is told, on the first rank, which epoch
         was the newest, and its last commit, before the run was listed; that rank knows what

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from laststep.ranks.group import Ranks
     from laststep.restoring.restore import RestoreRequest
     from laststep.storage.store import Store
-    from laststep.tiers.fetching import Held
+    from laststep.tiers.fetching import TierHas
 
 
 def fetched(
     nearest: Store, wanted: RestoreRequest, ranks: Ranks, saw: Callable[[Seen], None]
-) -> tuple[Store, Callable[[Seen], None], list[Held]]:
+) -> tuple[Store, Callable[[Seen], None], list[TierHas]]:
     """Where all ranks read what is wanted, once the first one has brought home what only a further
     tier has: the nearest, or a tier with an excerpt. Who is told what was newest: at home, wherever
     it is read. And what further tiers have, which the first rank knows."""
     home = beneath(nearest)
-    found: list[Held] = []
+    found: list[TierHas] = []
 
     def look() -> str:
         if not ranks.rank.is_first:

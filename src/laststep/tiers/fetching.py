@@ -37,7 +37,7 @@ BRIEF_S = 30.0
 _TOLD_S = 5.0
 
 
-class Held(NamedTuple):
+class TierHas(NamedTuple):
     """What a further tier has."""
 
     url: str
@@ -50,7 +50,7 @@ class Held(NamedTuple):
 
 def fetch_back(
     home: Store, nearest: Store, tiers: Sequence[Tier], step: int | None, *, threads: int
-) -> list[Held]:
+) -> list[TierHas]:
     """See to it that home has what is to be restored, if any tier has it and nothing nearer does:
     the newest there is, or that step. Returns what tiers have. One that cannot be asked is told of
     in the log where there is something nearer, else it is an error."""
@@ -73,7 +73,7 @@ def fetch_back(
     return found
 
 
-def ask(url: str, within_s: float | None) -> Held:
+def ask(url: str, within_s: float | None) -> TierHas:
     """What a tier has; `StorageFailed` where it does not answer in time. A server that is away, or
     a mount that hangs, is left to its thread."""
     answered = threading.Event()
@@ -89,14 +89,14 @@ def ask(url: str, within_s: float | None) -> Held:
     return future.result()
 
 
-def _held(url: str) -> Held:
+def _held(url: str) -> TierHas:
     tier = open_store(url)
     there = [one for one in _listed(tier) if one.is_whole]
     whole, excerpts = ([o for o in there if bool(_lacking(o)) is some] for some in (False, True))
-    return Held(url, tier, tuple(whole), tuple(excerpts))
+    return TierHas(url, tier, tuple(whole), tuple(excerpts))
 
 
-def _fetch(home: Store, nearest: Store, held: Held, step: int | None, threads: int) -> None:
+def _fetch(home: Store, nearest: Store, held: TierHas, step: int | None, threads: int) -> None:
     here = _listed(nearest)
     damaged: LaststepError | None = None
     for one in _beyond(home, here, held, held.whole, step):
@@ -124,7 +124,7 @@ def _fetch(home: Store, nearest: Store, held: Held, step: int | None, threads: i
 def excerpt_beyond(
     home: Store,
     nearest: Store,
-    found: Sequence[Held],
+    found: Sequence[TierHas],
     step: int | None,
     takes: Callable[[str], bool],
 ) -> str | None:
@@ -153,7 +153,7 @@ def excerpt_beyond(
 
 
 def _beyond(
-    home: Store, here: Sequence[Listed], held: Held, there: Sequence[Listed], step: int | None
+    home: Store, here: Sequence[Listed], held: TierHas, there: Sequence[Listed], step: int | None
 ) -> Iterator[Listed]:
     """Of what a tier has, what is newer than all here, newest first; or that of a step that is not
     here. Of the lineage, if any is."""
@@ -172,7 +172,7 @@ def _beyond(
         yield (current or there)[-1]
 
 
-def _lineage(home: Store, here: Sequence[Listed], held: Held) -> frozenset[str]:
+def _lineage(home: Store, here: Sequence[Listed], held: TierHas) -> frozenset[str]:
     """The folders, of both, that the newest state of the run descends from, which is told by the
     place that has gone on; `Usage` where that is each of them, or they are two runs."""
     tier, there = held.tier, {one.folder: one for one in (*held.whole, *held.excerpts)}
