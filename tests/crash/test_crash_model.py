@@ -55,7 +55,12 @@ class _NoFolderSync(RecordingDisk):
 
 @pytest.mark.parametrize("disk", [_NoSync, _NoFolderSync])
 @pytest.mark.parametrize(
-    "scenario", [*SCENARIOS[:4], SCENARIOS[5], SCENARIOS[-1]], ids=lambda scenario: scenario.name
+    "scenario",
+    [
+        pytest.param(one, marks=[pytest.mark.long] if "groups of ranks" in one.name else [])
+        for one in (*SCENARIOS[:4], SCENARIOS[5], SCENARIOS[-1])
+    ],
+    ids=lambda scenario: scenario.name,
 )
 def test_the_model_catches_a_missing_sync(
     scenario: Scenario, disk: type[RecordingDisk], place: Path

@@ -197,8 +197,8 @@ def private_mounts() -> list[str]:
     [
         ("in_the_tensors", "thread"),  # the helper process cannot be given another `Disk`
         pytest.param("in_the_objects", "thread", marks=pytest.mark.long),
-        ("in_the_objects", "process"),
-        ("in_encoded_blocks", "process"),
+        pytest.param("in_the_objects", "process", marks=pytest.mark.long),
+        pytest.param("in_encoded_blocks", "process", marks=pytest.mark.long),
         ("at_the_commit", "process"),
     ],
 )

@@ -88,7 +88,13 @@ def test_ranks_bring_their_own_files_at_once(drained: Drained, ranks: int) -> No
     drained.check(laststep.open(drained.far).steps())
 
 
-@pytest.mark.parametrize(("ranks", "slow", "then"), [(2, 1, 4), (4, 2, 2), (4, 0, 4), (2, 1, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "slow", "then"),
+    [
+        (4, 2, 2),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((2, 1, 4), (4, 0, 4), (2, 1, 1))),
+    ],
+)
 def test_what_a_rank_died_in_the_middle_of_another_number_of_ranks_finishes(
     drained: Drained, ranks: int, slow: int, then: int
 ) -> None:

@@ -30,7 +30,13 @@ def proxy(s3: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[f
         yield state
 
 
-@pytest.mark.parametrize("kind", fault_proxy.KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        one if one in ("lost", "truncated") else pytest.param(one, marks=pytest.mark.long)
+        for one in fault_proxy.KINDS
+    ],
+)
 def test_a_run_is_saved_and_restored_through_faults_of_that_kind(
     proxy: fake_s3.Server, s3: str, tmp_path: Path, kind: str
 ) -> None:

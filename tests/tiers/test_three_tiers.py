@@ -65,7 +65,14 @@ class Job:
         return restored.step
 
 
-@pytest.mark.parametrize("lost", ["nothing", "memory", "disk", "memory and disk"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "nothing",
+        "memory and disk",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("memory", "disk")),
+    ],
+)
 def test_a_run_comes_back_from_what_is_left(
     server: fake_s3.Server, run_folder: Path, lost: str
 ) -> None:
