@@ -139,7 +139,7 @@ def test_where_home_is_lost_the_run_comes_back_from_the_tier(places: Places) -> 
         assert ckpt.restore().step == 2
         assert places.is_all(2)
         places.save(ckpt, 3)
-    assert places.steps(places.home) == [2, 3]
+    assert places.steps(places.home) == [3]
     assert places.steps(places.far)[-2:] == [2, 3]
 
 
@@ -374,7 +374,7 @@ def test_a_tier_that_cannot_be_reached_does_not_keep_a_run_from_its_restore(
     def fail(_: str) -> DirectoryStore:
         raise StorageFailed("the network is down")
 
-    monkeypatch.setattr("laststep.tiers.fetching.open_store", fail)
+    monkeypatch.setattr("laststep.tiers.further.open_store", fail)
     with places.open() as ckpt:
         assert ckpt.restore().step == 1
     assert "cannot look whether" in caplog.text

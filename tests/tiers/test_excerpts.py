@@ -318,7 +318,8 @@ def test_of_two_tiers_the_one_with_all_items_brings_the_whole_back(training: Tra
     shutil.rmtree(training.home)
     with training.open(*tiers) as ckpt:
         assert ckpt.restore().step == 1
-    assert commit_of(training.home, 1).left_out == ()
+        training.save(ckpt, 2)
+    assert commit_of(training.home, 2).left_out == ()
 
 
 def test_an_older_whole_counts_before_a_newer_excerpt(

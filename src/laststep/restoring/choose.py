@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from laststep.catalog.listing import Listed
     from laststep.ranks.group import Ranks
     from laststep.storage.store import Store
-    from laststep.tiers.fetching import TierHas
+    from laststep.tiers.further import TierHas
     from laststep.tiers.nodes import Readers
 
 log = logging.getLogger(__name__)
@@ -211,6 +211,8 @@ class Choosing:
             return None
         listed = self._left[-1]
         self._passed.add(listed.folder)
+        if isinstance(self._store, NearestStore) and (url := self._store.tier_of(listed.folder)):
+            log.warning("%s is read at %s", listed.folder, url)
         folders = [earlier.folder for earlier in self._lineage]
         until = folders.index(listed.folder) + 1 if listed.folder in folders else 0
         steps = tuple(earlier.step for earlier in self._lineage[:until]) or (listed.step,)
@@ -258,6 +260,9 @@ class Choosing:
             return False
         self._passed.discard(chosen.folder)
         self.list_again()
+        is_gone = self._ranks.rank.is_first and chosen.folder not in {o.folder for o in self._left}
+        if self._ranks.largest(is_gone):
+            self.stand_in(chosen, error)
         return True
 
     def stand_in(self, chosen: Chosen, error: LaststepError) -> bool:
@@ -271,7 +276,7 @@ class Choosing:
             return False
         if self._ranks.rank.is_first:
             why = error.without_remedy()
-            log.warning("%s is read at %s, being damaged here: %s", chosen.folder, url, why)
+            log.warning("%s is damaged, and is looked for at %s: %s", chosen.folder, url, why)
         store.stand_in(chosen.folder, together(self._ranks, lambda: open_store(url)))
         self._passed.discard(chosen.folder)
         self.list_again()

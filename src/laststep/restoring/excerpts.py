@@ -8,47 +8,61 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from laststep.catalog.run import newest_point
 from laststep.errors import Mismatch, Problems
 from laststep.ranks.group import together
 from laststep.restoring.fit import selection
 from laststep.storage.registry import open_store
-from laststep.tiers.fetching import excerpt_beyond, fetch_back
-from laststep.tiers.nearest import beneath
+from laststep.tiers.further import excerpt_beyond, look_further, only_there
+from laststep.tiers.nearest import NearestStore, beneath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from laststep.catalog.lineage import Seen
     from laststep.format.manifest import Commit
     from laststep.ranks.group import Ranks
     from laststep.restoring.restore import RestoreRequest
     from laststep.storage.store import Store
-    from laststep.tiers.fetching import TierHas
+    from laststep.tiers.further import TierHas
 
 
-def fetched(
+def found_further(
     nearest: Store, wanted: RestoreRequest, ranks: Ranks, saw: Callable[[Seen], None]
 ) -> tuple[Store, Callable[[Seen], None], list[TierHas]]:
-    """Where all ranks read what is wanted, once the first one has brought home what only a further
-    tier has: the nearest, or a tier with an excerpt. Who is told what was newest: at home, wherever
-    it is read. And what further tiers have, which the first rank knows."""
-    home = beneath(nearest)
+    """Where all ranks read what is wanted: the nearest, with what only further tiers have, or a
+    tier with an excerpt. Who is told what was newest: at home, wherever it is read. And what the
+    tiers have, which the first rank knows."""
     found: list[TierHas] = []
+    if not wanted.tiers:
+        return nearest, saw, found
+    home = beneath(nearest)
 
-    def look() -> str:
+    def look() -> tuple[dict[str, str], str]:
         if not ranks.rank.is_first:
-            return ""
-        found[:] = fetch_back(home, nearest, wanted.tiers, wanted.step, threads=wanted.threads)
-        return excerpt_beyond(home, nearest, found, wanted.step, takes) or ""
+            return {}, ""
+        found[:] = look_further(home, nearest, wanted.tiers)
+        places = only_there(home, nearest, found)
+        stand_in(places)
+        return places, excerpt_beyond(nearest, found, wanted.step, takes) or ""
 
     def takes(item: str) -> bool:
         return selection(wanted.only, item)[0]
 
-    url = ranks.tell(0, together(ranks, look).encode()).decode() if wanted.tiers else ""
-    if not url:
+    def stand_in(places: Mapping[str, str]) -> None:
+        assert isinstance(nearest, NearestStore)  # noqa: S101 (there are further tiers)
+        stores = {url: open_store(url) for url in {*places.values()}}
+        for folder, url in places.items():
+            nearest.stand_in(folder, stores[url])
+
+    told = ranks.tell(0, msgspec.msgpack.encode(together(ranks, look)))
+    places, excerpt = msgspec.msgpack.decode(told, type=tuple[dict[str, str], str])
+    together(ranks, lambda: None if ranks.rank.is_first else stand_in(places))
+    if not excerpt and not places:
         return nearest, saw, found
-    return open_store(url), lambda _: saw(newest_point(home)), []
+    return open_store(excerpt) if excerpt else nearest, lambda _: saw(newest_point(home)), found
 
 
 def refuse_excerpt(commit: Commit, only: Sequence[str] | None, where: str) -> None:

@@ -27,7 +27,7 @@ from laststep.restoring.choose import (
     open_run,
 )
 from laststep.restoring.exactness import refuse_rounded
-from laststep.restoring.excerpts import fetched, refuse_excerpt
+from laststep.restoring.excerpts import found_further, refuse_excerpt
 from laststep.restoring.fit import Fit, fit, judge_twins, warn_of_left_out
 from laststep.restoring.transfer import Transfer, state_of_rank
 from laststep.restoring.waiting import wait_for_writers
@@ -113,7 +113,7 @@ class RestoreRequest:
     allow_pickle: bool
     threads: int
     tiers: Sequence[Tier] = ()
-    """What only these have is fetched, or read there."""
+    """What only these have is read there."""
 
 
 def restore_into(
@@ -140,7 +140,7 @@ def restore_into(
         ),
     )  # fmt: skip
     together(ranks, lambda: wait_for_writers(beneath(store)) if ranks.rank.is_first else None)
-    store, saw, further = fetched(store, wanted, ranks, saw)
+    store, saw, further = found_further(store, wanted, ranks, saw)
     look_into_memory(store, ranks)
     # What was committed last, before any look at what there is.
     together(ranks, lambda: saw(newest_point(store)) if ranks.rank.is_first else None)

@@ -37,14 +37,12 @@ _log = logging.getLogger(__name__)
 class Copier:
     """Copies checkpoints of one run, one after the other: with all their items, or with these."""
 
-    def __init__(
-        self, route: CopyRoute, items: Sequence[str] | None = None, records: Records | None = None
-    ) -> None:
+    def __init__(self, route: CopyRoute, items: Sequence[str] | None = None) -> None:
         self._route = route
         self._source = route.source
         self._target = route.target
         self._originals = Originals(route.source, items)
-        self._records = records or Records(route.source, route.target)
+        self._records = Records(route.source, route.target)
         self._links = Links(route.target)
 
     def copy(self, folder: str) -> Moved | None:

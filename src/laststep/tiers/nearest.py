@@ -155,7 +155,7 @@ class NearestStore(Store):
         self.in_memory = base is not None
         """Whether it looks into shared memory."""
         self._elsewhere: dict[str, Store] = {}
-        """Where checkpoints are read that are damaged here."""
+        """Where checkpoints are read that are not here, or damaged."""
         self.has_marks, self.same_everywhere = store.has_marks, store.same_everywhere
         self._base = base
         self._own = own
@@ -245,8 +245,13 @@ class NearestStore(Store):
         return spoilt is not None
 
     def stand_in(self, folder: str, tier: Store) -> None:
-        """What a further tier has of a checkpoint is read there from now on, not here."""
+        """A checkpoint that is not here, or is damaged, is read at a further tier from now on."""
         self._elsewhere[folder] = tier
+
+    def tier_of(self, folder: str) -> str | None:
+        """The further tier at which it is read, if it is."""
+        is_there = folder in self._elsewhere and folder not in self.look()
+        return self._elsewhere[folder].url if is_there else None
 
     def _place(self, name: str) -> Store:
         return self._elsewhere.get(name.partition("/")[0], self.home)
@@ -270,6 +275,10 @@ class NearestStore(Store):
                 for name, one in sealed.items()
                 if name not in there
             ]  # fmt: skip
+            entries += [
+                StoreEntry(name=name, is_folder=True, size_bytes=0, modified_s=0.0)
+                for name in self._elsewhere.keys() - there - sealed.keys()
+            ]
         return sorted(entries, key=lambda entry: entry.name)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:

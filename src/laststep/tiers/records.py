@@ -37,32 +37,42 @@ class Records:
         """Bring the record of the run, and those of all epochs up to this one, or of all, with the
         endings of their starts; `Usage` where the target is not the same run."""
         self.check()
-        self._bring_run()
+        self.bring_run()
         known = Epochs(self._source)
         if numbers := [n for n in known.numbers() if epoch is None or n <= epoch]:
             epochs.make_folder(self._target)
+        folder = names.EPOCHS_FOLDER
+        there = {f"{folder}/{name}" for name in self._target.file_names(folder)} if numbers else ()
         for number in numbers:
             record = known.read(number)
-            self._bring(names.epoch_record_name(number))
+            wanted = [names.epoch_record_name(number)]
             if record is not None and record.start:
-                with contextlib.suppress(NotFound):
-                    self._bring(names.ending_name(record.start))
+                wanted.append(names.ending_name(record.start))
+            for name in wanted:
+                if name not in there:
+                    with contextlib.suppress(NotFound):  # a start that has not ended
+                        self._bring(name)
 
     def check(self) -> None:
         """`Usage` where an epoch of the target is not one of the source, or is another; or the run
-        is."""
+        is. Of the epochs that both have the newest is compared: each is of one start, so whoever
+        had gone on by itself before would have another one here."""
         if names.RUN_NAME not in self._same and all(
             names.RUN_NAME in store.file_names("") for store in (self._source, self._target)
         ):
             self._bring(names.RUN_NAME)
-        here = frozenset(Epochs(self._source).numbers())
-        for number in Epochs(self._target).numbers():
-            name = names.epoch_record_name(number)
-            if not self._may_be_ahead if number not in here else not self._is_same(name):
-                who = Epochs(self._target).described(number)
-                raise self._other(f"somebody has saved there by itself: {who}")
+        here, there = (frozenset(Epochs(store).numbers()) for store in (self._source, self._target))
+        wrong = [] if self._may_be_ahead else sorted(there - here)
+        wrong += [
+            number for number in sorted(here & there)[-1:]
+            if not self._is_same(names.epoch_record_name(number))
+        ]  # fmt: skip
+        if wrong:
+            who = Epochs(self._target).described(wrong[0])
+            raise self._other(f"somebody has saved there by itself: {who}")
 
-    def _bring_run(self) -> None:
+    def bring_run(self) -> None:
+        """Bring the record of the run."""
         try:
             self._bring(names.RUN_NAME)
         except NotFound:  # folders without a record are a run too

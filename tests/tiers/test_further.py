@@ -1,5 +1,4 @@
-"""What home has lost comes back from a further tier; nothing else takes the place of what it
-has."""
+"""What home has lost is read at a further tier; nothing else takes the place of what it has."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import torch
 
 import laststep
 from laststep.errors import StorageFailed
-from laststep.tiers import fetching
+from laststep.tiers import further
 from waiting import wait_until
 
 if TYPE_CHECKING:
@@ -127,7 +126,8 @@ def test_a_start_at_the_tier_that_knew_what_home_has_is_gone_on_from(job: Job) -
 
 
 def test_of_a_step_the_one_on_the_lineage_comes_back(job: Job) -> None:
-    job.start(1, 2, 3)
+    for step in (1, 2, 3):
+        job.start(step)
     job.start(2, at=1, value=22.0)
     job.start(4, at=3)
     job.lose_home()
@@ -160,9 +160,11 @@ def test_a_home_without_checkpoints_is_no_new_run_while_a_tier_cannot_be_asked(
         raise StorageFailed("the key is wrong")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetching, "open_store", fail)
-        with job.open() as ckpt, pytest.raises(StorageFailed, match="a further tier may have some"):
-            ckpt.restore()
+        patch.setattr(further, "open_store", fail)
+        for _ in range(2):  # whoever starts it again is told so again
+            told = pytest.raises(StorageFailed, match="a further tier may have some")
+            with job.open() as ckpt, told:
+                ckpt.restore()
     assert job.back() == 1
 
 
@@ -176,8 +178,8 @@ def test_a_tier_that_does_not_answer_holds_up_no_start_for_long(
         answers.wait()
         raise StorageFailed("too late")
 
-    monkeypatch.setattr(fetching, "BRIEF_S", 0.1)
-    monkeypatch.setattr(fetching, "open_store", stuck)
+    monkeypatch.setattr(further, "BRIEF_S", 0.1)
+    monkeypatch.setattr(further, "open_store", stuck)
     assert job.back() == 1
     answers.set()
     assert "does not answer" in caplog.text
@@ -212,11 +214,33 @@ def test_where_the_newest_at_the_tier_is_damaged_the_one_before_comes_back(job: 
     assert job.back() == before
 
 
+def test_where_the_newest_at_home_is_damaged_a_newer_one_at_the_tier_counts(job: Job) -> None:
+    for step in (1, 2, 3):
+        job.start(step)
+    with job.open(job.home) as ckpt:  # the tier was not reached that day
+        ckpt.restore()
+        job.save(ckpt, 4)
+    for folder in job.home.glob("step-*"):
+        if not folder.name.startswith(("step-00000001", "step-00000004")):
+            shutil.rmtree(folder)
+    flip(job.newest(job.home))
+    assert job.back() == 3
+
+
+def test_a_record_that_home_has_lost_comes_back_from_the_tier(job: Job) -> None:
+    for step in (1, 2):
+        job.start(step)
+    (job.home / "epochs" / "00000001.json").unlink()
+    job.start(3)
+    assert job.back() == 3
+    assert steps(job.far)[-1] == 3
+
+
 def test_damage_everywhere_is_no_new_run(job: Job) -> None:
     job.start(1)
     flip(job.newest(job.far))
     job.lose_home()
-    with job.open() as ckpt, pytest.raises(laststep.Corrupt, match="none at the tier"):
+    with job.open() as ckpt, pytest.raises(laststep.Corrupt, match="none of the 1 checkpoints"):
         ckpt.restore()
 
 
@@ -241,7 +265,7 @@ def test_what_is_damaged_at_home_is_read_at_the_tier(
     job.start(2)
     spoil(job.newest(job.home))  # type: ignore[operator]
     assert job.back(at=at) == 2
-    assert "being damaged here" in caplog.text
+    assert "is damaged, and is looked for at" in caplog.text
     job.start(3)
     assert job.back() == 3
 

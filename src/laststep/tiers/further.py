@@ -1,0 +1,179 @@
+"""What only further tiers have of a run: its disk may be a new one, or have lost some of it.
+
+The first rank of a job asks them before a restore looks at the run. Their checkpoints are read
+where they lie, beside those at home; nothing is copied. Where both have gone on, each by itself,
+home counts. A home without any checkpoint is no new run while a tier cannot be asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+from laststep.catalog.epochs import Epochs
+from laststep.catalog.run import Run
+from laststep.errors import LaststepError, NotFound, StorageFailed, Usage
+from laststep.process import interrupts
+from laststep.process.workers import Workers
+from laststep.storage.registry import open_store
+from laststep.tiers.records import Records
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from laststep.catalog.listing import Listed
+    from laststep.storage.store import Store
+    from laststep.tiers.tier import Tier
+
+log = logging.getLogger(__name__)
+
+BRIEF_S = 30.0
+"""How long a tier is waited for where home has a checkpoint to go on from."""
+_TOLD_S = 5.0
+
+
+class TierHas(NamedTuple):
+    """What a further tier has."""
+
+    url: str
+    """Of the tier, as the user has named it."""
+    tier: Store
+    whole: tuple[Listed, ...]
+    """The checkpoints of which all files are there, in the order of commits; excerpts are not."""
+    excerpts: tuple[Listed, ...]
+
+
+def look_further(home: Store, nearest: Store, tiers: Sequence[Tier]) -> list[TierHas]:
+    """What the further tiers have, nearest first. One that cannot be asked is told of in the log
+    where there is something nearer than any of them, else it is an error."""
+    has_some, found = bool(_listed(nearest)), []
+    for url in (tier.url for tier in tiers):
+        try:
+            found.append(ask(url, BRIEF_S if has_some else None))
+        except (LaststepError, OSError) as error:
+            if not has_some:
+                raise _unknown(home, url, error) from error
+            log.warning("cannot look whether %s has a newer checkpoint: %s", url, error)
+    return found
+
+
+def only_there(home: Store, nearest: Store, found: list[TierHas]) -> dict[str, str]:
+    """The checkpoints that nothing nearer lists, and at which tier each is to be read. Home gets
+    the records of epochs that it lacks: it becomes the run that it was. A tier that is another run,
+    or has gone on by itself, is `found` no more."""
+    here = {one.folder: one for one in _listed(nearest)}
+    has_some, places = bool(here), dict[str, str]()
+    for has in tuple(found):
+        more = {one.folder: one for one in has.whole if one.folder not in here}
+        try:
+            if has.whole or has.excerpts:
+                _make_same_run(home, tuple(here.values()), has)
+        except Usage as error:
+            if not has_some:
+                raise
+            log.warning("nothing is read at %s: %s", has.url, error)
+            found.remove(has)
+            continue
+        here |= more
+        places |= dict.fromkeys(more, has.url)
+    return places
+
+
+def ask(url: str, within_s: float | None) -> TierHas:
+    """What a tier has; `StorageFailed` where it does not answer in time. A server that is away, or
+    a mount that hangs, is left to its thread."""
+    answered = threading.Event()
+    future = Workers(1, "laststep-ask").submit(_held, url)
+    future.add_done_callback(lambda _: answered.set())
+    told_s = _TOLD_S if within_s is None else min(_TOLD_S, within_s)
+    if not interrupts.wait(answered, told_s):
+        log.warning("waiting for %s, to learn which checkpoints it has", url)
+        if not interrupts.wait(answered, None if within_s is None else within_s - told_s):
+            raise StorageFailed(
+                "a further tier does not answer", where=url, found=f"nothing within {within_s:g} s"
+            )
+    return future.result()
+
+
+def _held(url: str) -> TierHas:
+    tier = open_store(url)
+    there = [one for one in _listed(tier) if one.is_whole]
+    whole, excerpts = ([o for o in there if bool(_lacking(o)) is some] for some in (False, True))
+    return TierHas(url, tier, tuple(whole), tuple(excerpts))
+
+
+def excerpt_beyond(
+    nearest: Store, found: Sequence[TierHas], step: int | None, takes: Callable[[str], bool]
+) -> str | None:
+    """The tier that has an excerpt of what is to be restored, with all that is taken of it, where
+    the run itself has none of that. One that lacks some counts where the run has nothing at all, so
+    that who restores is told."""
+    here = _listed(nearest)
+    has_some = any(step in (None, one.step) for one in here)
+    for has in found:
+        for one in _beyond(here, has.excerpts, step):
+            if has_some and any(map(takes, _lacking(one))):
+                log.warning("%s is whole nowhere: %s has it without %s", one.folder, has.url,
+                            ", ".join(_lacking(one)))  # fmt: skip
+                continue
+            log.warning("%s is read at %s, which alone has it", one.folder, has.url)
+            return has.url
+    return None
+
+
+def _beyond(here: Sequence[Listed], there: Sequence[Listed], step: int | None) -> Sequence[Listed]:
+    """The newest there that is newer than all here, or that step if it is not here; if any."""
+    if step is None:
+        newest = max((listed.point for listed in here), default=(0, 0))
+        wanted = [listed for listed in there if listed.on_lineage and listed.point > newest]
+    else:
+        has_it = any(listed.step == step for listed in here)
+        wanted = [] if has_it else [listed for listed in there if listed.step == step]
+    return wanted[-1:]
+
+
+def _make_same_run(home: Store, here: Sequence[Listed], has: TierHas) -> None:
+    """Bring home what records of the run it lacks: of all epochs, also of those that have committed
+    nothing, so that the next one is none of them. `Usage` where home is another run, or both have
+    gone on: a start at the tier may have left behind what home has committed, if it knew that."""
+    there = {one.folder: one for one in (*has.whole, *has.excerpts)}
+    records = Records(has.tier, home, may_be_ahead=True)
+    records.check()
+    ours, theirs = (frozenset(Epochs(store).numbers()) for store in (home, has.tier))
+    if theirs <= ours:
+        records.bring_run()
+        return
+    names = {**there, **{one.folder: one for one in here}}.values()
+    known = {name.folder for name in Run.open(has.tier).would_descend(names)} | there.keys()
+    newest = max(here, key=lambda one: one.point).folder if here else None
+    if ours - theirs or not (newest is None or newest in known):
+        raise Usage(
+            "this run and a further tier have gone on, each by itself", where=home.url,
+            found=f"epochs {sorted(theirs - ours)} at {has.url} alone",
+            remedy="home counts; what was saved there by itself can be restored there, and another "
+            "place is wanted for the checkpoints of this run",
+        )  # fmt: skip
+    records.bring(None)
+
+
+def _unknown(home: Store, url: str, error: Exception) -> StorageFailed:
+    return StorageFailed(
+        "there is no checkpoint here, and a further tier may have some", where=home.url,
+        expected=f"an answer of {url}",
+        found=error.without_remedy() if isinstance(error, LaststepError) else str(error),
+        remedy="start again when it can be reached; or leave that tier out to begin anew",
+    )  # fmt: skip
+
+
+def _lacking(listed: Listed) -> tuple[str, ...]:
+    """The items that an excerpt lacks."""
+    return () if listed.commit is None else listed.commit.left_out
+
+
+def _listed(store: Store) -> tuple[Listed, ...]:
+    """All checkpoints, also those of which something is missing."""
+    try:
+        return Run.open(store).checkpoints()
+    except NotFound:
+        return ()
