@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,31 @@ def test_what_a_later_start_has_left_behind_goes(maker, own, laststep, base: str
     assert "left behind by a later start, removed" in laststep("rescue", "--base", base).out
     assert segments.found(base) == []
     assert library.open(maker.path).steps() == [8]
+
+
+@pytest.mark.parametrize("continues", [(1, 1), None])
+def test_what_a_start_that_has_committed_nothing_went_on_from_is_stored(
+    continues: tuple[int, int] | None, maker, own, laststep, base: str
+) -> None:
+    maker.seal(own().die(), 7)
+    maker.start(continues)  # it dies before its first save is whole
+    assert "would be stored" in laststep("rescue", "--base", base, "--dry-run").out
+    assert "stored now, removed" in laststep("rescue", "--base", base).out
+    assert library.open(maker.path).steps() == [7]
+
+
+def test_beside_a_later_start_that_lives_nothing_is_stored_nor_removed(
+    maker, own, laststep, base: str
+) -> None:
+    segment = own().die()
+    maker.seal(segment, 7)
+    with closing(maker.run.lock_epoch(maker.start((1, 1)))):
+        told = laststep("rescue", "--base", base)
+    assert (told.status, "NOT STORED" in told.out) == (1, True)
+    assert "taken over by another writer" in told.out
+    assert [one.folder for one in segments.found(base)] == [segment.folder]
+    assert laststep("rescue", "--base", base).status == 0
+    assert library.open(maker.path).steps() == [7]
 
 
 def gone(maker, segment: Segment) -> None:

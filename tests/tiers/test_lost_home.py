@@ -93,3 +93,77 @@ def test_memory_is_not_given_back_before_somebody_has_gone_on(base: Path, run_fo
     with trainer(base, run_folder, torch.zeros(5 * MB)) as ckpt:
         ckpt._work._start()
     assert [one.records() for one in segments.found(str(base))] == [["1-2"]]
+
+
+def trainer_of_three(
+    base: Path, run: Path, further: Path, state: torch.Tensor
+) -> laststep.Checkpointer:
+    return laststep.Checkpointer(
+        tiers=[f"shm://{base}", str(run), str(further)], items={"state": {"all": state}},
+        host_memory_bytes=160 * MB, progress=False, flush="thread",
+    )  # fmt: skip
+
+
+def test_memory_that_is_newer_than_a_further_tier_counts_and_is_stored(
+    tmp_path: Path, run_folder: Path
+) -> None:
+    base, further = tmp_path / "shm", tmp_path / "further"
+    base.mkdir()
+    state = torch.full((5 * MB,), 1.0)
+    with trainer_of_three(base, run_folder, further, state) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result()
+
+    def train() -> None:
+        with trainer(base, run_folder, state) as ckpt:  # a start that does not drain
+            ckpt.restore()
+            state.fill_(3)
+            ckpt.save(3).result()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    shutil.move(run_folder, tmp_path / "lost")
+    state.zero_()
+    with trainer_of_three(base, run_folder, further, state) as ckpt:
+        assert ckpt.restore().step == 3
+        assert bool((state == 3).all())
+    back = laststep.open(run_folder)
+    assert back.steps()[-1] == 3
+    assert back[3].verify().damage == ()
+    with trainer_of_three(base, run_folder, further, state) as ckpt:
+        assert ckpt.restore().step == 3
+        ckpt.save(4).result()
+    assert laststep.open(further).steps()[-2:] == [3, 4]
+    assert segments.found(str(base)) == []
+
+
+def test_memory_of_a_history_that_an_older_copy_of_the_run_has_replaced_does_not_count(
+    tmp_path: Path, run_folder: Path
+) -> None:
+    base = tmp_path / "shm"
+    base.mkdir()
+    state = torch.full((5 * MB,), 1.0)
+    with laststep.Checkpointer(run_folder, items={"state": {"all": state}}, progress=False) as ckpt:
+        ckpt.save(1).result()
+    shutil.copytree(run_folder, tmp_path / "older")
+
+    def train() -> None:
+        with trainer(base, run_folder, state) as ckpt:
+            ckpt.restore()
+            state.fill_(2)
+            ckpt.save(2).result()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    shutil.rmtree(run_folder)
+    shutil.move(tmp_path / "older", run_folder)
+    with laststep.Checkpointer(run_folder, items={"state": {"all": state}}, progress=False) as ckpt:
+        ckpt.restore()
+        state.fill_(22)
+        ckpt.save(2).result()  # by the same name, of another epoch 2
+    state.zero_()
+    with trainer(base, run_folder, state) as ckpt:
+        assert ckpt.restore().step == 2
+    assert bool((state == 22).all())

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import laststep
+from laststep.catalog.run import Run
 from laststep.errors import StorageFailed, Usage
 from laststep.memory import segments
 from laststep.memory.shared import Mapping
@@ -323,6 +324,27 @@ def test_another_start_that_has_taken_the_run_over_leaves_memory_behind(
     with opened(base, run_folder, state) as ckpt:
         assert ckpt.restore().step == 5
     assert laststep.open(run_folder).steps() == [5]
+
+
+@pytest.mark.parametrize("continues", [(1, 1), None])
+def test_a_start_that_dies_before_its_first_save_leaves_what_it_went_on_from(
+    continues: tuple[int, int] | None,
+    base: str,
+    run_folder: Path,
+    trainers: list[subprocess.Popen[str]],
+) -> None:
+    trainer = Trained(trainers, base, run_folder, 1, "stuck")
+    trainer.until("TierHolds", 0)
+    trainer.process.kill()
+    trainer.process.wait()
+    Run.open(DirectoryStore(run_folder)).claim_epoch(continues)
+    state = state_of()
+    with opened(base, run_folder, state) as ckpt:
+        assert ckpt.restore().step == 0
+        assert bool((state["weight"] == 0).all())
+        ckpt.save(1).result()
+    assert laststep.open(run_folder).steps() == [0, 1]
+    assert segments.found(base) == []
 
 
 def test_nobody_else_can_look_into_a_segment(base: str, run_folder: Path) -> None:

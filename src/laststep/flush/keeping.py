@@ -33,7 +33,7 @@ from laststep.process import threads
 from laststep.terms import CHUNK_BYTES
 from laststep.tiers import sealed
 from laststep.tiers.nearest import is_lost, sealed_of
-from laststep.tiers.rescue import found_anew, rescue
+from laststep.tiers.rescue import put_records, rescue
 from laststep.tiers.sealed import SealedFile, SealedSave
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ class Keeper:
         self._there = len(pool) // CHUNK_BYTES
         """How many slots there are, or can be."""
         self._more_comes = True
+        self._was_lost = False
+        """Whether there was nothing of the run when this began."""
         self._told_small = False
         self._chunks: queue.SimpleQueue[tuple[Save, Filled] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -136,7 +138,8 @@ class Keeper:
             return
         needed: set[str] = set()
         there = segments.found(self._segment.base, self._segment.owner.run)
-        if is_lost(store):  # who restores will say whether it is that run which goes on
+        self._was_lost = is_lost(store)
+        if self._was_lost:  # who restores will say whether it is that run which goes on
             needed.update(segment.folder for segment in there if segment.records())
         else:
             for checkpoint in sealed_of(store, self._segment.base):
@@ -152,14 +155,15 @@ class Keeper:
                 segment.remove()
 
     def continue_from(self, store: Store, after: AttemptName | None) -> None:
-        """The trainer goes on from there: where the run has lost it, with all the rest, it is
-        stored anew."""
-        if after is None or self._segment.owner.rank > 0 or not is_lost(store):
+        """The trainer goes on from there: where the run had lost it, with all the rest, it is
+        stored anew. A further tier may have brought some of the run back meanwhile."""
+        if after is None or self._segment.owner.rank > 0 or not self._was_lost:
             return
         for checkpoint in sealed_of(store, self._segment.base):
             with _trying(checkpoint):
                 if checkpoint.folder == after.folder:
-                    found_anew(store, checkpoint)
+                    put_records(store, checkpoint.save)
+                    rescue(store, checkpoint)
 
     def forget_predecessors(self) -> None:
         """A newer save is stored: nobody needs what earlier starts have left; none of this start

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from laststep.catalog.epochs import Epochs
 from laststep.catalog.run import Run
 from laststep.errors import LaststepError
 from laststep.format.manifest import Commit
@@ -229,7 +228,7 @@ class _Rescuer:
         try:
             if isinstance(run.decision(folder), Commit):
                 return (SaveFate.RESCUED if folder in self._rescued else SaveFate.STORED), None
-            if max(Epochs(run.store).numbers(), default=0) > save.at.epoch:
+            if rescuing.is_left_behind(run.store, save):
                 return SaveFate.LEFT_BEHIND, None
         except LaststepError as error:
             return SaveFate.NOT_STORED, str(error)

@@ -2,8 +2,9 @@
 
 A store that passes everything on to the run's own, but for the folders of saves that were sealed in
 segments which nobody writes to any more. Of these it has the manifest and the data files, whether
-or not they were ever stored. A job's counts if all of its ranks have sealed it, here. One that
-another start has left behind does not. Only for reading: what is written goes to the run.
+or not they were ever stored, and the records of run and epoch, where the store has lost them. A
+job's counts if all of its ranks have sealed it, here. One that another start has left behind does
+not. Only for reading: what is written goes to the run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from laststep.settings import WAIT_FOR_OTHERS_S
 from laststep.storage.store import Store, StoreEntry
 from laststep.terms import MANIFEST_NAME
 from laststep.tiers.nodes import left_here, node_of, put_together
+from laststep.tiers.rescue import is_left_behind, is_of_another
 from laststep.tiers.sealed import SealedCheckpoint, saves_in
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def sealed_of(store: Store, base: str, own: Segment | None = None) -> list[Seale
     if whole and is_lost(store):
         run = max((parts[0][1] for parts in whole), key=lambda save: save.created_s).run
     for parts in whole:
-        if parts[0][1].run == run and _counts(store, parts[0][1].at):
+        if parts[0][1].run == run and _counts(store, parts[0][1]):
             found += _opened(parts)
     return sorted(found, key=lambda checkpoint: checkpoint.save.at.point)
 
@@ -119,13 +121,15 @@ def _run_id(store: Store) -> str | None:
     return None
 
 
-def _counts(store: Store, at: AttemptName) -> bool:
-    """Whether a sealed save is part of the run: it was committed, or nobody has taken the run over
-    since it was sealed. That its own writers could not store it does not matter."""
+def _counts(store: Store, save: SealedSave) -> bool:
+    """Whether a sealed save is part of the run: it was committed, or nobody has gone on without it
+    since. That its own writers could not store it does not matter."""
+    if is_of_another(store, save):
+        return False
     with contextlib.suppress(Corrupt):  # whatever it said: this is sound
-        if isinstance(decision.read(store, at.folder), Commit):
+        if isinstance(decision.read(store, save.at.folder), Commit):
             return True
-    return max(Epochs(store).numbers(), default=0) <= at.epoch
+    return not is_left_behind(store, save)
 
 
 @contextlib.contextmanager
@@ -265,27 +269,35 @@ class NearestStore(Store):
                 StoreEntry(name=name, is_folder=False, size_bytes=size, modified_s=created)
                 for name, size in sorted(sizes.items())
             ]
-        entries = self._place(folder).list(folder)
+        entries = {entry.name: entry for entry in self._place(folder).list(folder)}
         if folder == "":
-            there = {entry.name for entry in entries}
-            entries += [
-                StoreEntry(
-                    name=name, is_folder=True, size_bytes=0, modified_s=one.save.created_s
-                )
-                for name, one in sealed.items()
-                if name not in there
-            ]  # fmt: skip
-            entries += [
-                StoreEntry(name=name, is_folder=True, size_bytes=0, modified_s=0.0)
-                for name in self._elsewhere.keys() - there - sealed.keys()
-            ]
-        return sorted(entries, key=lambda entry: entry.name)
+            nearer = {name: one.save.created_s for name, one in sealed.items()}
+            for name, created_s in {**dict.fromkeys(self._elsewhere, 0.0), **nearer}.items():
+                made = StoreEntry(name=name, is_folder=True, size_bytes=0, modified_s=created_s)
+                entries.setdefault(name, made)
+        for record, data in self._records().items():
+            inner, _, name = record.rpartition("/")
+            if inner == folder:
+                entry = StoreEntry(name=name, is_folder=False, size_bytes=len(data), modified_s=0)
+                entries.setdefault(name, entry)
+        return sorted(entries.values(), key=lambda entry: entry.name)
+
+    def _records(self) -> dict[str, bytes]:
+        """The records of runs and epochs that lie in memory."""
+        return {
+            name: data for one in self.look().values() for name, data in one.save.records
+        }  # fmt: skip
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         folder, _, file = name.partition("/")
         if folder in self.look() and file == MANIFEST_NAME:
             return self._manifest(folder)
-        return self._place(name).read(name, limit_bytes=limit_bytes)
+        try:
+            return self._place(name).read(name, limit_bytes=limit_bytes)
+        except NotFound:
+            if (record := self._records().get(name)) is None:
+                raise
+            return record
 
     def _manifest(self, folder: str) -> bytes:
         return manifest.encode(self.look()[folder].commit)

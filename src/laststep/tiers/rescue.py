@@ -1,8 +1,8 @@
 """Store what is whole in shared memory and nowhere else: what its own flusher would have done.
 
 Whoever rescues a save takes the lock of its epoch, whose writer is dead, makes its attempt anew and
-commits it, unless another start has taken the run over: by the same order of steps as any writer
-(`Run.begin`), so that of the two at most one wins. Knows nothing of torch.
+commits it, unless another start has gone on without it, or is about to: by the same order of steps
+as any writer (`Run.begin`), so that of the two at most one wins. Knows nothing of torch.
 """
 
 from __future__ import annotations
@@ -14,30 +14,54 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from laststep.catalog import epochs
-from laststep.catalog.run import Run
+from laststep.catalog.epochs import Epochs
+from laststep.catalog.lineage import order
+from laststep.catalog.names import RUN_NAME, epoch_record_name
+from laststep.catalog.run import Run, newest_point
 from laststep.codecs.digests import DIGEST_BYTES, block_digests
-from laststep.errors import Corrupt, Exists
+from laststep.errors import Aborted, Corrupt, Exists, NotFound
 from laststep.format.manifest import Commit
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, align_up
 
 if TYPE_CHECKING:
     from laststep.storage.store import Store
-    from laststep.tiers.sealed import SealedCheckpoint, SealedFile
+    from laststep.tiers.sealed import SealedCheckpoint, SealedFile, SealedSave
 
 log = logging.getLogger(__name__)
 
 
+def is_left_behind(store: Store, save: SealedSave) -> bool:
+    """Whether the run has gone on without a save that it has not committed: another start has that
+    epoch, or what was committed last does not descend from it. A start that has committed nothing
+    has decided nothing."""
+    if is_of_another(store, save):
+        return True
+    last = newest_point(store).commit
+    return save.at.point < last and not order([save.at], Epochs(store).chain(last[0]))
+
+
+def is_of_another(store: Store, save: SealedSave) -> bool:
+    """Whether its epoch is another start's here: the run was replaced by an older copy, which has
+    gone on since."""
+    epoch, known = save.at.epoch, dict(save.records)
+    with contextlib.suppress(Corrupt):  # that tells nothing
+        there, own = Epochs(store).read(epoch), known.get(epoch_record_name(epoch))
+        if there is not None and own is not None:
+            return there != epochs.decode(own, epoch=epoch, where="shared memory")
+    return False
+
+
 def rescue(store: Store, checkpoint: SealedCheckpoint) -> bool:
     """Store and commit it in its run; False where it is committed already."""
-    run, at = Run.open(store), checkpoint.save.at
+    run, save, at = Run.open(store), checkpoint.save, checkpoint.save.at
     if isinstance(run.decision(at.folder), Commit):
         return False
-    run.check_newest(at.epoch)
+    _check_not_gone_on(run, save)
+    put_records(store, save)
     with closing(run.lock_epoch(at.epoch)):
         if isinstance(run.decision(at.folder), Commit):
             return False  # somebody else has rescued it meanwhile
-        store.delete_folder(at.folder)  # what its writer has left is not whole
-        run.begin(step=at.step, epoch=at.epoch, attempt=at.attempt)
+        _begin(run, save)
         folders = {name.rpartition("/")[0] for name in checkpoint.files} - {""}
         for inner in sorted(folders):
             store.make_folder(f"{at.folder}/{inner}", parents=False)
@@ -45,24 +69,46 @@ def rescue(store: Store, checkpoint: SealedCheckpoint) -> bool:
             _write(store, checkpoint, file)
         for inner in ("", *folders):
             store.sync_folder(f"{at.folder}/{inner}".rstrip("/"))
-        run.check_newest(at.epoch)
+        _check_not_gone_on(run, save)
         run.commit(at.folder, checkpoint.commit)
     log.warning("step %d was stored out of shared memory, as %s", at.step, at.folder)
     return True
 
 
-def found_anew(store: Store, checkpoint: SealedCheckpoint) -> bool:
-    """Store it where all of its run was lost: first the records that make it that run, in the order
-    in which they were made. False where its writer has left none."""
-    save = checkpoint.save
-    if save.records:
-        epochs.make_folder(store)
+def put_records(store: Store, save: SealedSave) -> None:
+    """Bring the records, in the order in which they were made, that say which run it is and whose
+    epoch, where the run has lost them."""
     for name, data in save.records:
+        if name != RUN_NAME:
+            epochs.make_folder(store)
         with contextlib.suppress(Exists):
             store.create(name, data)
-    if not save.records or Run.open(store).id != save.run:
-        return False
-    return rescue(store, checkpoint)
+
+
+def _begin(run: Run, save: SealedSave) -> None:
+    """Make the folder, then see whether nobody has gone on; see `Run.begin`."""
+    folder, epoch = save.at.folder, save.at.epoch
+    if run.epoch(epoch) is None:
+        raise NotFound(
+            f"cannot store step {save.at.step}: the run is not the one that was saved to",
+            where=run.store.url, expected=f"its record of epoch {epoch}", found="none",
+            remedy="bring the record back from a copy of the run",
+        )  # fmt: skip
+    run.store.delete_folder(folder)  # what its writer has left is not whole
+    run.store.make_folder(folder)
+    try:
+        _check_not_gone_on(run, save)
+    except Aborted as error:
+        run.abort(folder, f"the run was taken over by {error.found}")
+        raise
+
+
+def _check_not_gone_on(run: Run, save: SealedSave) -> None:
+    """`Aborted` where another start has gone on without it, or lives and may."""
+    known, epoch = Epochs(run.store), save.at.epoch
+    living = run.live_writer()
+    if is_left_behind(run.store, save) or (living is not None and living.epoch > epoch):
+        raise known.superseded(max(known.numbers()), expected=f"nobody to go on since {epoch}")
 
 
 def _write(store: Store, checkpoint: SealedCheckpoint, file: SealedFile) -> None:
