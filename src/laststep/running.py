@@ -29,7 +29,7 @@ from laststep.memory.pool import Pool
 from laststep.process import interrupts, lifetimes, threads
 from laststep.saving import preflight as sizing
 from laststep.settings import WAIT_FOR_OTHERS_S, FlushIn
-from laststep.storage.registry import import_path, local_path
+from laststep.storage.registry import import_path, local_path, real_place
 from laststep.terms import CHUNK_BYTES, MEMORY
 from laststep.tiers.drains import DrainOrder
 from laststep.tiers.sealed import saves_in
@@ -175,7 +175,9 @@ def start_parts(
 ) -> RunningParts:
     """Start everything that runs for a new Checkpointer."""
     cap, expected, on_device = sizing.memory_for(providers, settings, rank)
-    pool, segment = pool_in(tiers.memory, cap, pinned=bool(on_device), run=store.url, rank=rank)
+    pool, segment = pool_in(
+        tiers.memory, cap, pinned=bool(on_device), run=real_place(store.url), rank=rank
+    )
     capturer = Capturer(pool, mode=settings.capture, margin_bytes=settings.device_margin_bytes)
     staged = capturer.start(on_device)
     if segment is not None:

@@ -32,7 +32,7 @@ from laststep.memory import segments
 from laststep.process import threads
 from laststep.terms import CHUNK_BYTES
 from laststep.tiers import sealed
-from laststep.tiers.nearest import is_lost, sealed_of
+from laststep.tiers.nearest import is_lost, sealed_of, segments_of
 from laststep.tiers.rescue import put_records, rescue
 from laststep.tiers.sealed import SealedFile, SealedSave
 
@@ -114,6 +114,8 @@ class Keeper:
         self._there = len(pool) // CHUNK_BYTES
         """How many slots there are, or can be."""
         self._more_comes = True
+        self._moved: list[Segment] = []
+        """What was left when the run was at another place."""
         self._was_lost = False
         """Whether there was nothing of the run when this began."""
         self._told_small = False
@@ -134,10 +136,11 @@ class Keeper:
         """Store what earlier starts have left in shared memory alone, before anybody goes on; the
         first rank does it for all. But for the newest, which is being restored, nobody needs it
         there any more: starts that die early would fill the memory."""
+        there = segments_of(store, self._segment.base)
+        self._moved = [one for one in there if one.owner.run != self._segment.owner.run]
         if self._segment.owner.rank > 0:
             return
         needed: set[str] = set()
-        there = segments.found(self._segment.base, self._segment.owner.run)
         self._was_lost = is_lost(store)
         if self._was_lost:  # who restores will say whether it is that run which goes on
             needed.update(segment.folder for segment in there if segment.records())
@@ -168,8 +171,11 @@ class Keeper:
     def forget_predecessors(self) -> None:
         """A newer save is stored: nobody needs what earlier starts have left; none of this start
         goes, whoever has died."""
-        for segment in segments.predecessors(self._segment):
-            segment.remove()
+        mine = self._segment.owner
+        moved = [one for one in self._moved if one.owner.rank % mine.ranks == mine.rank]
+        for segment in (*segments.predecessors(self._segment), *moved):
+            if not segment.is_alive():
+                segment.remove()
 
     def start(self, count: int) -> None:
         """Start the threads that digest, at least so many."""

@@ -42,7 +42,7 @@ class SegmentOwner(msgspec.Struct, frozen=True, kw_only=True):
     """Whose a segment is."""
 
     run: str
-    """The URL of the run that its saves go to."""
+    """The place of the run that its saves go to, with no link on the way."""
     rank: int
     ranks: int
     pid: int

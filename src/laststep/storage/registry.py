@@ -10,17 +10,14 @@ flusher's too; a callable opens a store that is this process's own. Knows nothin
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from laststep.errors import Usage
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.memory import MemoryStore
 from laststep.storage.paths import absolute, scheme_of
 from laststep.storage.store import Store
-
-if TYPE_CHECKING:
-    import os
 
 Opener = Callable[[str], Store]
 
@@ -95,6 +92,13 @@ def open_parent(place: str | os.PathLike[str]) -> tuple[Store, str]:
 def local_path(place: str | os.PathLike[str]) -> str | None:
     """The absolute path of a folder on this machine; None for what is somewhere else."""
     return absolute(place) if scheme_of(place) in (None, "file") else None
+
+
+def real_place(place: str | os.PathLike[str]) -> str:
+    """The same for every path that leads to a folder, by links too; a URL without what it can do
+    without."""
+    full = local_path(place)
+    return str(place).rstrip("/") if full is None else os.path.realpath(full)
 
 
 def import_path(url: str) -> str | None:

@@ -21,7 +21,7 @@ from laststep.storage.paths import absolute
 from laststep.storage.registry import open_store
 from laststep.storage.shared_memory import BASE
 from laststep.tiers import rescue as rescuing
-from laststep.tiers.nearest import sealed_of
+from laststep.tiers.nearest import sealed_of, segments_of
 from laststep.tiers.sealed import saves_in
 
 if TYPE_CHECKING:
@@ -133,12 +133,12 @@ def rescue(
     """Store what dead processes have left in shared memory alone, of one run or of all, and remove
     what nobody needs any more; with `keep` nothing is removed, with `dry_run` nothing is done."""
     place = absolute(base)
-    found = segments.found(place, None if run is None else open_store(run).url)
+    found = segments.found(place) if run is None else segments_of(open_store(run), place)
     alive = {one.folder for one in found if one.is_alive()}
-    runs = {one.owner.run: _Rescuer(one.owner.run) for one in found}
+    runs = {one.owner.run: _Rescuer(run or one.owner.run) for one in found}
     if not dry_run:
-        for url in {one.owner.run for one in found if one.folder not in alive}:
-            runs[url].store_all(place)
+        for before in {one.owner.run for one in found if one.folder not in alive}:
+            runs[before].store_all(place)
     left = []
     for segment in found:
         leftover = runs[segment.owner.run].judge(segment, is_alive=segment.folder in alive)
@@ -161,7 +161,7 @@ def _given_up(one: Leftover) -> Leftover:
 class _Rescuer:
     """One run, as far as shared memory has something of it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str | os.PathLike[str]) -> None:
         self._run: Run | None = None
         self._error: LaststepError | None = None
         """Why nothing can be stored in it."""

@@ -26,6 +26,7 @@ from laststep.format.manifest import Commit
 from laststep.memory import segments
 from laststep.process import interrupts
 from laststep.settings import WAIT_FOR_OTHERS_S
+from laststep.storage.registry import open_store, real_place
 from laststep.storage.store import Store, StoreEntry
 from laststep.terms import MANIFEST_NAME
 from laststep.tiers.nodes import left_here, node_of, put_together
@@ -50,7 +51,7 @@ def sealed_of(store: Store, base: str, own: Segment | None = None) -> list[Seale
     """What is whole in shared memory of the run in that store, oldest first: of segments whose
     processes are gone, and of this start's, whose `own` is one. Where the store has lost the run,
     that is the one that saved last. Close them when done."""
-    there = segments.found(base, store.url)
+    there = segments_of(store, base)
     _let_end(there)
     gone = {segment.folder for segment in there if not segment.is_alive()}
     mine = set() if own is None else {own.folder}
@@ -66,6 +67,28 @@ def sealed_of(store: Store, base: str, own: Segment | None = None) -> list[Seale
         if parts[0][1].run == run and _counts(store, parts[0][1]):
             found += _opened(parts)
     return sorted(found, key=lambda checkpoint: checkpoint.save.at.point)
+
+
+def segments_of(store: Store, base: str) -> list[Segment]:
+    """The segments of the run in that store: by its place, or by its id where it was moved."""
+    place, run = real_place(store.url), _run_id(store)
+    return [
+        segment
+        for segment in segments.found(base)
+        if segment.owner.run == place or _has_moved(segment, run, place)
+    ]
+
+
+def _has_moved(segment: Segment, run: str | None, place: str) -> bool:
+    """Whether it has saves of that run, which is at that place now. As long as the run is also
+    where they went to, one of the two is a copy, and that has no part in them."""
+    if not run or all(save.run != run for save in saves_in(segment)):
+        return False
+    before = segment.owner.run
+    try:
+        return real_place(before) == place or _run_id(open_store(before)) != run
+    except LaststepError:
+        return False  # nobody knows
 
 
 def is_lost(store: Store) -> bool:
@@ -208,7 +231,7 @@ class NearestStore(Store):
 
     def left_here(self) -> tuple[NodePart, ...]:
         """What the dead have left on this node."""
-        there = segments.found(self._base, self.home.url) if self._base else []
+        there = segments_of(self.home, self._base) if self._base else []
         _let_end(there)
         return left_here(there)
 
