@@ -95,10 +95,12 @@ def local_path(place: str | os.PathLike[str]) -> str | None:
 
 
 def real_place(place: str | os.PathLike[str]) -> str:
-    """The same for every path that leads to a folder, by links too; a URL without what it can do
-    without."""
+    """The same text for every path that leads to a folder, by links too, and for every way to
+    write a URL."""
     full = local_path(place)
-    return str(place).rstrip("/") if full is None else os.path.realpath(full)
+    if full is not None:
+        return os.path.realpath(full)
+    return f"{scheme_of(place)}://{str(place).partition('://')[2].rstrip('/')}"
 
 
 def import_path(url: str) -> str | None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import permutations
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta
 
+from laststep.catalog.names import EPOCHS_FOLDER, parse_folder
 from laststep.catalog.retention import Keep  # noqa: TC001 (fields are checked by their types)
 from laststep.checks import Checked, shown
 from laststep.errors import Usage
+from laststep.storage.registry import real_place
 from laststep.storage.shared_memory import BASE
 from laststep.terms import MEMORY
 
@@ -107,7 +110,29 @@ def arranged(
     if keep is not None and home.keep is not None:
         raise Usage("the first store among the tiers has two rules of retention",
                     found=f"keep={keep} and {home}", remedy="leave one of them out")  # fmt: skip
+    _refuse_same([tier.url for tier in stores])
     return Arranged(memory, home.url, home.keep or keep, tuple(further))
+
+
+def _refuse_same(urls: Sequence[str]) -> None:
+    """`Usage` where retention at one place would delete what lies at another."""
+    for (one, place), (other, second) in permutations([(url, _parts(url)) for url in urls], 2):
+        if place == second:
+            raise Usage(
+                "two tiers are the same place", where=one, found=f"{other}, which leads there too",
+                expected="another place for each", remedy="name each place once",
+            )  # fmt: skip
+        inner = second[len(place) :] if second[: len(place)] == place else ()
+        if inner and (inner[0] == EPOCHS_FOLDER or parse_folder(inner[0]) is not None):
+            raise Usage(
+                "a tier lies in what another keeps of its run", where=other,
+                expected=f"a place beside {one}", found="one in it", remedy="name another folder",
+            )  # fmt: skip
+
+
+def _parts(url: str) -> tuple[str, ...]:
+    """A place by the names that lead to it."""
+    return tuple(part for part in real_place(url).split("/") if part)
 
 
 def _text(tier: object) -> str:
