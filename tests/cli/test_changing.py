@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -89,13 +90,30 @@ def test_a_metric_that_no_checkpoint_has_is_told_and_keeps_all(ten, laststep: Ca
 
 def test_the_document_of_prune_has_these_fields(ten, laststep: Callable) -> None:
     dry = laststep("prune", ten.path, "--last", 9, "--dry-run", "--json").json()
-    assert dry.keys() == {"dry_run", "freed_bytes", "deleted", "checkpoints"}
+    assert dry.keys() == {"dry_run", "freed_bytes", "deleted", "copies", "checkpoints"}
     assert (dry["dry_run"], dry["deleted"]) == (True, [])
     assert dry["freed_bytes"] == dry["checkpoints"][0]["size_bytes"]
     assert dry["checkpoints"][0]["keep"] is False
     done = laststep("prune", ten.path, "--last", 9, "--yes", "--json").json()
     assert done["deleted"] == ["step-00000001.1-1"]
     assert done["freed_bytes"] == dry["freed_bytes"]
+
+
+def test_prune_removes_a_copy_that_nobody_goes_on_with(maker, laststep: Callable) -> None:
+    folder = maker.save(1, commit=False)
+    (folder / "copying.lock").touch()
+    assert laststep("prune", maker.path, "--last", 9, "-y", "--json").json()["copies"] == []
+    maker.save(2)
+    dry = laststep("prune", maker.path, "--last", 9, "--dry-run")
+    assert ("would remove 1 copy that nobody goes on with" in dry.out, folder.exists()) == (
+        True, True,
+    )  # fmt: skip
+    with closing(maker.run.store.lock(f"{folder.name}/copying.lock")):
+        laststep("prune", maker.path, "--last", 9, "-y")
+        assert folder.exists()
+    done = laststep("prune", maker.path, "--last", 9, "-y", "--json").json()
+    assert (done["copies"], folder.exists()) == ([folder.name], False)
+    assert steps(maker) == [2]
 
 
 def test_the_one_resumed_from_and_abandoned_ones_stay_until_asked_for(maker, laststep) -> None:

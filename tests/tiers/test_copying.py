@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -426,6 +426,35 @@ def test_no_writer_at_the_target_cleans_up_a_copy_under_way(run: Path, tmp_path:
     lock.close()
     there.clean(now_s=week_later)
     assert there.attempts() == ()
+
+
+class Mounted(DirectoryStore):
+    """A folder of a network, where nobody sees the locks of other machines."""
+
+    def locks_tell(self) -> bool:
+        return False
+
+
+def test_an_interrupted_copy_that_a_later_one_has_overtaken_goes_when_nobody_works_on_it(
+    run: Path, tmp_path: Path
+) -> None:
+    first, _, later = (folder.name for folder in folders(run)[:3])
+    store = DirectoryStore(tmp_path / "copy")
+    one = copier(run, tmp_path / "copy")
+    one.bring(first)  # and is then interrupted
+    assert Run.open(store).orphans() == ()
+    one.copy(later)
+    with closing(store.lock(f"{first}/{copying_name()}")):
+        assert Run.open(store).orphans() == ()  # somebody copies it now
+    there = Run.open(Mounted(tmp_path / "copy"))
+    assert there.orphans() == ()
+    hour_later = time.time() + cleaning.QUIET_S + 60
+    assert [orphan.name for orphan in there.orphans(now_s=hour_later)] == [first]
+    (gone,) = Run.open(store).clean()
+    assert (gone.name, gone.why) == (first, cleaning.RemovalReason.STALE_COPY)
+    assert not (tmp_path / "copy" / first).exists()
+    assert one.copy(first) is not None
+    check_sound(tmp_path / "copy")
 
 
 def test_what_was_given_up_at_the_target_is_copied_anew(run: Path, tmp_path: Path) -> None:

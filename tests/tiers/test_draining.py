@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -184,6 +186,27 @@ def test_the_next_start_brings_what_the_last_one_did_not(places: Places) -> None
         ckpt.restore()
         places.wait_for(2)
     assert places.steps(places.far) == [2]
+
+
+def test_drains_that_are_killed_leave_nothing_once_a_later_one_is_there(places: Places) -> None:
+    slow = Tier(str(places.far), keep=laststep.Keep(last=1), limit="1 kB/s")
+
+    def cut_off() -> int:
+        return len(list(places.far.glob("step-*/copying.lock")))
+
+    with places.open(slow, flush="process") as ckpt:
+        ckpt.restore()
+        for step in (1, 2, 3, 4):  # each flusher begins with what the one before has left undone
+            places.save(ckpt, step)
+            wait_until(lambda: cut_off() >= max(step - 1, 1))  # noqa: B023 (called here)
+            os.kill(ckpt._client.helper_pid, signal.SIGKILL)
+            wait_until(lambda: ckpt._client.dead is not None)
+    assert (places.steps(places.far), cut_off() >= 3) == ([], True)
+    with places.open(Tier(str(places.far), keep=laststep.Keep(last=1))) as ckpt:
+        ckpt.restore()
+        last = places.save(ckpt, 5).report.folder
+        places.wait_for(5)
+    assert [path.name for path in places.far.glob("step-*")] == [last]
 
 
 class Gate(DirectoryStore):

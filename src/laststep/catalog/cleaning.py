@@ -1,10 +1,11 @@
 """Find and remove what crashes leave behind in a run.
 
 That is only what no live writer can still want: attempts that were given up or whose writer is
-dead, copies that nobody has gone on with for a week, folders that somebody has deleted by half, and
-temporary names and free witnesses older than an hour. Committed checkpoints are never touched, and
-nothing that lies behind a link is. A free lock proves death only under the same kernel; the attempt
-of another machine must also have been quiet for an hour.
+dead, copies that nobody works on and that a later checkpoint has overtaken, or nobody has gone on
+with for a week, folders that somebody has deleted by half, and temporary names and free witnesses
+older than an hour. Committed checkpoints are never touched, and nothing that lies behind a link is.
+A free lock proves death only under the same kernel, or where the store says so; else an attempt
+must also have been quiet for an hour.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ QUIET_S = 3600.0
 """How long nothing must have changed, where nothing better shows that a writer is dead."""
 
 COPY_QUIET_S = 7 * 86400.0
-"""The same for a copy that was interrupted: until then, whoever copies again goes on with it."""
+"""The same for a copy that was interrupted: until then, whoever copies again goes on with it. Once
+a later checkpoint is there, nobody is expected to."""
 
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
 """What a store names files that it makes, and folders that it deletes; a user's names are his."""
@@ -65,7 +67,7 @@ def orphans(
 ) -> tuple[Orphan, ...]:
     """All that may be removed now; removes nothing. The scan MUST have looked through attempts. It
     need not look through checkpoints: data files never have temporary names."""
-    result = attempts_of_the_dead(epochs, scanned, now_s=now_s)
+    result = attempts_of_the_dead(epochs, scanned, now_s=now_s, locks_tell=store.locks_tell())
     for item in scanned:
         if item.is_committed and not item.is_link:
             result += _debris(item.entries, item.name.folder, now_s)
@@ -76,11 +78,17 @@ def orphans(
 
 
 def attempts_of_the_dead(
-    epochs: Epochs, scanned: tuple[ScannedAttempt, ...], *, now_s: float
+    epochs: Epochs,
+    scanned: tuple[ScannedAttempt, ...],
+    *,
+    now_s: float,
+    locks_tell: bool = False,
 ) -> list[Orphan]:
     """The scanned attempts that were given up or never decided, and whose writer is known to be
-    dead, or silent for long."""
+    dead, or silent for long. Copies that others have overtaken are told only where checkpoints were
+    scanned too."""
     liveness = functools.cache(lambda epoch: _liveness(epochs, epoch))
+    newest = max((item.name.point for item in scanned if item.is_committed), default=(0, 0))
     result = []
     for item in scanned:
         if item.is_link or item.is_committed:
@@ -89,7 +97,11 @@ def attempts_of_the_dead(
         why = RemovalReason.DEAD_WRITER
         if item.is_copy:  # the writer of its epoch is that of another place, and proves nothing
             why = RemovalReason.STALE_COPY
-            is_dead = not item.is_copied_now and quiet_s > COPY_QUIET_S
+            is_overtaken = item.name.point < newest
+            is_dead = not item.is_copied_now and (
+                (is_overtaken and locks_tell)
+                or quiet_s > (QUIET_S if is_overtaken else COPY_QUIET_S)
+            )
         else:
             writer = liveness(item.name.epoch)
             is_dead = writer is _Liveness.DEAD or (writer is _Liveness.SILENT and quiet_s > QUIET_S)

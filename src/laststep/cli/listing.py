@@ -75,7 +75,7 @@ def why_no_manifest(attempt: OpenAttempt, checkpoints: Sequence[Listed]) -> str:
     """What a folder without a manifest may be, where it is not in progress: the folder alone does
     not tell what never had one from what lost it."""
     if attempt.is_copy:
-        return "a copy that was interrupted; `laststep copy` goes on with it"
+        return "a copy that was interrupted; `laststep copy` goes on with it if its source has it"
     if _is_overtaken(attempt, checkpoints):
         return "a checkpoint that is partly deleted, or one whose manifest was lost"
     return "an unfinished save, or one whose manifest was lost"

@@ -1,10 +1,10 @@
 """`laststep prune`: delete what no rule keeps, and say for each checkpoint why it stays or goes.
 
-With --json: `dry_run`, `freed_bytes`, `deleted` (folders), and `checkpoints`, each with `step`,
-`folder`, `keep`, `reasons` and `size_bytes` (what it alone holds: deleting only this one frees it).
-Of files that several checkpoints share, `freed_bytes` counts those that go with the last of them.
-The newest good checkpoint, the one that the current job resumed from and pinned ones stay whatever
-is asked for.
+With --json: `dry_run`, `freed_bytes`, `deleted` (folders), `copies` (folders that interrupted ones
+have left, and nobody goes on with), and `checkpoints`, each with `step`, `folder`, `keep`,
+`reasons` and `size_bytes` (what it alone holds: deleting only this one frees it). Of files that
+several checkpoints share, `freed_bytes` counts those that go with the last of them. The newest good
+checkpoint, the one that the current job resumed from and pinned ones stay whatever is asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from laststep.catalog import cleaning
+from laststep.catalog.cleaning import RemovalReason
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import plan_prune
 from laststep.cli import output, places
@@ -73,6 +75,9 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
         _check_what_stays(opened)
         deleted = plan.execute()
         freed_bytes = sharing.freed_bytes(deleted)
+    copies = [orphan for orphan in opened.orphans() if orphan.why is RemovalReason.STALE_COPY]
+    if not dry_run:
+        copies = [orphan for orphan in copies if cleaning.remove(opened.store, orphan)]
     if as_json:
         checkpoints = [_document(verdict, sharing) for verdict in plan.verdicts]
         output.print_json(
@@ -80,6 +85,7 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
                 "dry_run": dry_run,
                 "freed_bytes": freed_bytes,
                 "deleted": list(deleted),
+                "copies": [orphan.name for orphan in copies],
                 "checkpoints": checkpoints,
             }
         )
@@ -89,6 +95,11 @@ def prune(  # noqa: PLR0913 (one parameter for each option)
         done, folders = ("would delete", plan.deletions) if dry_run else ("deleted", deleted)
         count = output.count_text(len(folders), "checkpoint")
         output.console().print(f"{done} {count}, {output.size_text(freed_bytes)}")
+    if copies and not as_json:
+        count = output.count_text(len(copies), "copy", "copies")
+        size = output.size_text(sum(orphan.size_bytes for orphan in copies))
+        done = "would remove" if dry_run else "removed"
+        output.console().print(f"{done} {count} that nobody goes on with, {size}")
 
 
 def _resumed_from(run: Run) -> str | None:

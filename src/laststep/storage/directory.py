@@ -82,6 +82,9 @@ class DirectoryStore(Store):
     def __repr__(self) -> str:
         return f"DirectoryStore({self._root!r})"
 
+    def locks_tell(self) -> bool:
+        return locks.are_all_seen(self._root)
+
     # Looking
 
     def list(self, folder: str) -> list[StoreEntry]:

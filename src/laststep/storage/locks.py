@@ -22,10 +22,14 @@ import threading
 import weakref
 
 from laststep.errors import Exists, StorageFailed
+from laststep.process import kernel
 from laststep.storage.disk import Disk, absent, failed, open_to_read
 
 _FLOCK = "@hhqqi"  # l_type, l_whence, l_start, l_len, l_pid of Linux on 64 bits
 _LAST_PLACE = (1 << 63) - 1
+_OF_ONE_MACHINE = frozenset(
+    ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
+)
 
 
 class _HeldLocks:
@@ -140,6 +144,11 @@ def adopt(fd: int, path: str) -> FileLock:
         lock = FileLock(fd, path)
         _held.locks.add(lock)
         return lock
+
+
+def are_all_seen(path: str) -> bool:
+    """Whether that lies on a filesystem that only this machine has, and so all who lock there."""
+    return kernel.filesystem_of(path) in _OF_ONE_MACHINE
 
 
 def is_held(path: str) -> bool:

@@ -115,6 +115,9 @@ class MemoryStore(Store):
         """As it was opened."""
         return self._url
 
+    def locks_tell(self) -> bool:
+        return True
+
     def list(self, folder: str) -> list[StoreEntry]:
         above = f"{self._at(folder) if folder else self._url}/"
         with _mutex:

@@ -47,6 +47,9 @@ class ObjectStore(Store):
     has_marks = False
     same_everywhere = True
 
+    def locks_tell(self) -> bool:
+        return True
+
     def __init__(self, url: str, patience: Patience | None = None) -> None:
         self._bucket = Bucket(url, patience or Patience())
         self._leases = Leases(self._bucket)

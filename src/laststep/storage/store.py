@@ -81,6 +81,10 @@ class Store(Protocol):
     same_everywhere: bool = False
     """Whether all machines see the same, as no mount can promise: then one rank looks for all."""
 
+    def locks_tell(self) -> bool:
+        """Whether a lock that is free proves that nobody holds it, on whatever machine."""
+        return False
+
     @property
     @abstractmethod
     def url(self) -> str:

@@ -67,6 +67,8 @@ class Drain:
         self._left: AttemptName | None = None
         """What an earlier start has left undone."""
         self._ends = False
+        self._is_clean = False
+        """Whether no drain that was cut off can have left something at the tier."""
         self._thread = threading.Thread(target=self._run, name="laststep-drain", daemon=True)
 
     def start(self) -> None:
@@ -153,6 +155,7 @@ class Drain:
             log.warning("%s is not brought to %s: %s", at.folder, self._order.url, error)
         except (LaststepError, OSError) as error:
             log.warning("%s is not at %s yet: %s", at.folder, self._order.url, error)
+            self._is_clean = False
             self._tell(DrainFailed(at=at, tier=self._order.url, reason=str(error)))
             return False
         with self._changed:
@@ -219,10 +222,14 @@ class Drain:
         return True
 
     def _retain(self) -> None:
-        if self._order.keep is None:
-            return
+        """Remove from the tier what its rules do not keep, and what was cut off."""
         try:
-            plan_prune(Run.open(self._target()), self._order.keep).execute()
+            run = Run.open(self._target())
+            if self._order.keep is not None:
+                plan_prune(run, self._order.keep).execute()
+            if not self._is_clean:
+                run.clean()
+                self._is_clean = True
         except (LaststepError, OSError) as error:
             log.warning("retention at %s failed: %s", self._order.url, error)
 
