@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from laststep.catalog.retention import Keep
     from laststep.commit.thread import CommitThread
     from laststep.events import Bus
-    from laststep.flush.client import Helper, Launch
     from laststep.flush.handle import SaveHandle
+    from laststep.flush.launch import Helper, Launch
     from laststep.flush.saves import Saves
     from laststep.memory.segments import Segment
     from laststep.ranks.rank import Rank

@@ -14,8 +14,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from laststep.catalog.lineage import Seen
 from laststep.errors import LaststepError, StorageFailed, from_wire
@@ -59,12 +58,13 @@ from laststep.process import interrupts, threads
 from laststep.tiers.drains import Drained, DrainFailed, Draining
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from laststep.capture.job import CaptureTiming
     from laststep.catalog.failures import Past
     from laststep.catalog.starts import Start
     from laststep.flush.handle import SaveHandle
+    from laststep.flush.launch import Helper, Launch
     from laststep.flush.saves import SaveUnderWay, SealParts
     from laststep.memory.pool import Pool
     from laststep.plan.files import SavePlan
@@ -76,25 +76,6 @@ _LAST_WORDS_S = 1.0
 """So long a flusher that has hung up may take to end by itself, so that it is known how."""
 _END_S = 60.0
 """So long one that was killed may take to be dead: a disk that hangs keeps it."""
-
-
-class Helper(Protocol):
-    """The running flusher."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-    @property
-    def pidfd(self) -> int | None: ...
-
-    def join(self, timeout_s: float) -> bool: ...
-
-    def end(self, timeout_s: float) -> bool: ...
-
-    def how_it_ended(self) -> str: ...
-
-
-Launch = Callable[[socket.socket], Helper]
 
 
 class Client:

@@ -9,12 +9,14 @@ import contextlib
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import xxhash
@@ -26,10 +28,7 @@ from laststep.process import logs, threads
 from laststep.storage.registry import import_path
 
 if TYPE_CHECKING:
-    import socket
-
     from laststep.catalog.epochs import Trainer
-    from laststep.flush.client import Helper
     from laststep.flush.protocol import Orders
 
 _BARE = ("-S", "-P", "-c")
@@ -42,6 +41,25 @@ _CODE = (
 )
 """msgspec takes `typing_extensions` where it finds it, else `typing`, which is the same here; but
 the former brings `inspect` with it, and the two are a tenth of a start. A store may need it."""
+
+
+class Helper(Protocol):
+    """The running flusher."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def pidfd(self) -> int | None: ...
+
+    def join(self, timeout_s: float) -> bool: ...
+
+    def end(self, timeout_s: float) -> bool: ...
+
+    def how_it_ended(self) -> str: ...
+
+
+Launch = Callable[[socket.socket], Helper]
 
 
 class HelperProcess:

@@ -26,6 +26,7 @@ from laststep.flush import lending
 from laststep.flush.coder import Compressor
 from laststep.flush.deriving import Misses
 from laststep.flush.epoch import WriterEpoch
+from laststep.flush.freeing import FreedSlots
 from laststep.flush.protocol import (
     Begin,
     Begun,
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.2
-_FREED_TOGETHER = 8
 
 
 class Flusher:
@@ -121,8 +121,7 @@ class Flusher:
         self._chunks: queue.SimpleQueue[tuple[Save, Filled, bytes] | None] = queue.SimpleQueue()
         self._passing = threading.Lock()
         self._order: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
-        self._freed: list[int] = []
-        self._freeing = threading.Lock()
+        self._freed = FreedSlots(self._send)
         self._threads = [
             threading.Thread(target=self._write, name=f"laststep-write-{n}", daemon=True)
             for n in range(orders.writers)
@@ -315,21 +314,11 @@ class Flusher:
             if save.flush is not None and save.error is None and save.dropped is None:
                 save.flush.write(chunk.file, chunk.start, image, chunk.size_bytes, sums)
             if self._keeper.release(chunk.slot):
-                self._free(chunk.slot)
+                self._freed.add(chunk.slot, more_comes=not self._chunks.empty())
             self._report(save)
             with save.changed:
                 save.pending -= 1
                 save.changed.notify_all()
-
-    def _free(self, slot: int) -> None:
-        """Give slots back a few at a time, since each message takes the trainer's GIL; but keep
-        none when nothing is left to write, for then the trainer may be waiting for them."""
-        with self._freeing:
-            self._freed.append(slot)
-            if len(self._freed) < _FREED_TOGETHER and not self._chunks.empty():
-                return
-            freed, self._freed = self._freed, []
-        self._send(Freed(slots=freed))
 
     def free(self, slots: Iterable[int]) -> None:
         """Give slots back that were kept."""
