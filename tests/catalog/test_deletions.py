@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.run import Run
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.format.manifest import Abort
 from laststep.read.content import Content

@@ -9,8 +9,8 @@ import pytest
 
 from laststep.catalog import groups
 from laststep.catalog.groups import files_of
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import plan_prune
 from laststep.errors import Corrupt, Exists, NotFound, StorageFailed
 from laststep.format.manifest import Commit, FileRecord
 from laststep.read.verify import verify_checkpoint

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from laststep.catalog.listing import nearest_steps
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
 from laststep.storage.directory import DirectoryStore
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from laststep.catalog.run import Run
 
 Save = Callable[..., str]
 

@@ -10,8 +10,9 @@ import pytest
 
 import laststep
 from laststep.catalog import epochs
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.run import Run
 from laststep.codecs.digests import digest_text
 from laststep.errors import Usage
 from laststep.format.envelope import seal

@@ -10,8 +10,9 @@ import pytest
 
 from laststep.catalog.lineage import Seen
 from laststep.catalog.names import AttemptName
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.run import Run
 from laststep.format import manifest
 from laststep.storage.directory import DirectoryStore
 

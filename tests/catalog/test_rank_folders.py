@@ -13,8 +13,9 @@ import pytest
 
 from laststep.catalog import listing
 from laststep.catalog.cleaning import QUIET_S, RemovalReason
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.run import Run
 from laststep.errors import LaststepError
 from laststep.format.manifest import Commit, FileRecord
 from laststep.storage.directory import DirectoryStore

@@ -17,8 +17,9 @@ import pytest
 from laststep.catalog import epochs
 from laststep.catalog.cleaning import RemovalReason
 from laststep.catalog.epochs import this_writer
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.run import Run
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
 from laststep.format.manifest import Abort, Commit
 from laststep.storage.directory import DirectoryStore

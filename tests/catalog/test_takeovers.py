@@ -13,8 +13,9 @@ import pytest
 
 from laststep.catalog.epochs import Trainer, new_start
 from laststep.catalog.lineage import Seen
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.run import Run
 from laststep.errors import Aborted, StorageFailed
 from laststep.storage.directory import DirectoryStore
 

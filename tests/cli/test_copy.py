@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.run import Run
 from laststep.errors import Exists
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore

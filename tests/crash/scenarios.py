@@ -21,8 +21,9 @@ import msgspec
 
 from laststep.catalog import groups
 from laststep.catalog.groups import files_of
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.run import Run
 from laststep.errors import LaststepError, NotFound
 from laststep.flush import lending
 from laststep.flush.coder import Compressor

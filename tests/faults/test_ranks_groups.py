@@ -15,8 +15,9 @@ from rank_jobs import check, folders
 
 import laststep
 from laststep.catalog.groups import files_of
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.run import Run
 from laststep.storage.directory import DirectoryStore
 
 if TYPE_CHECKING:

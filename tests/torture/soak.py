@@ -22,8 +22,9 @@ from tally import Violation
 
 import laststep
 import state
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.run import Run
 from laststep.cli.processes import children_of
 from laststep.errors import LaststepError
 from laststep.storage.directory import DirectoryStore

@@ -22,6 +22,7 @@ from laststep.terms import MANIFEST_NAME
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from laststep.catalog.run import Run
     from laststep.catalog.sharing import Sharing
 
 _log = logging.getLogger(__name__)
@@ -71,6 +72,18 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
             if each is not None:
                 each(folder)
         return tuple(deleted)
+
+
+def plan_prune(
+    run: Run,
+    keep: Keep,
+    *,
+    resumed_from: str | None = None,
+    in_use: frozenset[str] = frozenset(),
+) -> PrunePlan:
+    """What the rules would delete now; `in_use` are folders that a save under way refers to."""
+    listed, _ = run.look()
+    return plan(run.store, listed, keep, resumed_from=resumed_from, pinned=in_use)
 
 
 def plan(

@@ -1,6 +1,6 @@
 """A run: the way to its checkpoints, its writers, its commits and its cleaning.
 
-Ties `epochs`, `listing`, `decision`, `cleaning` and `prune` to one store and adds only the order in
+Ties `epochs`, `listing`, `decision` and `cleaning` to one store and adds only the order in
 which they act. Knows nothing of tensors, data files or processes. What it remembers never changes
 on disk, so any thread may call any method.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from laststep.catalog import cleaning, decision, lineage, listing, prune
+from laststep.catalog import cleaning, decision, lineage, listing
 from laststep.catalog.epochs import (
     RECORD_LIMIT_BYTES,
     EpochRecord,
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from laststep.catalog.epochs import Trainer
     from laststep.catalog.lineage import Chain, Point
     from laststep.catalog.listing import ScannedAttempt
-    from laststep.catalog.prune import PrunePlan
-    from laststep.catalog.retention import Keep
     from laststep.storage.store import Lock, Store
 
 _log = logging.getLogger(__name__)
@@ -454,18 +452,6 @@ def _is_committed(store: Store, name: AttemptName) -> bool:
         raise
     except LaststepError:
         return True
-
-
-def plan_prune(
-    run: Run,
-    keep: Keep,
-    *,
-    resumed_from: str | None = None,
-    in_use: frozenset[str] = frozenset(),
-) -> PrunePlan:
-    """What the rules would delete now; `in_use` are folders that a save under way refers to."""
-    listed, _ = run.look()
-    return prune.plan(run.store, listed, keep, resumed_from=resumed_from, pinned=in_use)
 
 
 def _read_record(store: Store) -> RunRecord | None:

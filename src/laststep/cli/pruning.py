@@ -15,8 +15,8 @@ import typer
 
 from laststep.catalog import cleaning
 from laststep.catalog.cleaning import RemovalReason
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import plan_prune
 from laststep.cli import output, places
 from laststep.errors import Corrupt
 from laststep.read.verify import verify_checkpoint

@@ -16,8 +16,9 @@ import msgspec
 from laststep.catalog import epochs
 from laststep.catalog.lineage import Seen
 from laststep.catalog.names import RUN_NAME, AttemptName, epoch_record_name
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.run import Run
 from laststep.errors import Aborted, LaststepError, StorageFailed
 from laststep.flush.protocol import Continue, NoMetric, Removed
 from laststep.format.manifest import Abort

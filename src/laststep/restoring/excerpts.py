@@ -43,8 +43,8 @@ def found_further(
     def look() -> tuple[dict[str, str], str]:
         if not ranks.rank.is_first:
             return {}, ""
-        found[:] = look_further(home, nearest, wanted.tiers)
-        places = only_there(home, nearest, found)
+        found[:] = look_further(nearest, wanted.tiers)
+        places = only_there(nearest, found)
         stand_in(places)
         return places, excerpt_beyond(nearest, found, wanted.step, takes) or ""
 

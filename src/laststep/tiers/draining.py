@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from laststep.catalog import decision
 from laststep.catalog.names import AttemptName, copying_name, parse_folder
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.prune import plan_prune
+from laststep.catalog.run import Run
 from laststep.errors import Aborted, Corrupt, LaststepError, NotFound, StorageFailed
 from laststep.process import threads
 from laststep.storage.registry import open_store

@@ -44,7 +44,7 @@ class TierHas(NamedTuple):
     excerpts: tuple[Listed, ...]
 
 
-def look_further(home: Store, nearest: Store, tiers: Sequence[Tier]) -> list[TierHas]:
+def look_further(nearest: Store, tiers: Sequence[Tier]) -> list[TierHas]:
     """What the further tiers have, nearest first. One that cannot be asked is told of in the log
     where there is something nearer than any of them, else it is an error."""
     has_some, found = bool(_listed(nearest)), []
@@ -53,12 +53,12 @@ def look_further(home: Store, nearest: Store, tiers: Sequence[Tier]) -> list[Tie
             found.append(ask(url, BRIEF_S if has_some else None))
         except (LaststepError, OSError) as error:
             if not has_some:
-                raise _unknown(home, url, error) from error
+                raise _unknown(nearest, url, error) from error
             log.warning("cannot look whether %s has a newer checkpoint: %s", url, error)
     return found
 
 
-def only_there(home: Store, nearest: Store, found: list[TierHas]) -> dict[str, str]:
+def only_there(nearest: Store, found: list[TierHas]) -> dict[str, str]:
     """The checkpoints that nothing nearer lists, and at which tier each is to be read. Home gets
     the records of epochs that it lacks: it becomes the run that it was. A tier that is another run,
     or has gone on by itself, is `found` no more."""
@@ -68,7 +68,7 @@ def only_there(home: Store, nearest: Store, found: list[TierHas]) -> dict[str, s
         more = {one.folder: one for one in has.whole if one.folder not in here}
         try:
             if has.whole or has.excerpts:
-                _make_same_run(home, tuple(here.values()), has)
+                _make_same_run(nearest, tuple(here.values()), has)
         except Usage as error:
             if not has_some:
                 raise
@@ -133,23 +133,26 @@ def _beyond(here: Sequence[Listed], there: Sequence[Listed], step: int | None) -
     return wanted[-1:]
 
 
-def _make_same_run(home: Store, here: Sequence[Listed], has: TierHas) -> None:
+def _make_same_run(nearest: Store, here: Sequence[Listed], has: TierHas) -> None:
     """Bring home what records of the run it lacks: of all epochs, also of those that have committed
     nothing, so that the next one is none of them. `Usage` where home is another run, or both have
     gone on: a start at the tier may have left behind what home has committed, if it knew that."""
     there = {one.folder: one for one in (*has.whole, *has.excerpts)}
-    records = Records(has.tier, home, may_be_ahead=True)
+    records = Records(has.tier, nearest, may_be_ahead=True)
     records.check()
-    ours, theirs = (frozenset(Epochs(store).numbers()) for store in (home, has.tier))
+    ours, theirs = (frozenset(Epochs(store).numbers()) for store in (nearest, has.tier))
     if theirs <= ours:
         records.bring_run()
+        return
+    if ours - theirs and min(ours - theirs) > max(theirs):  # older records were lost here
+        records.bring(None)
         return
     names = {**there, **{one.folder: one for one in here}}.values()
     known = {name.folder for name in Run.open(has.tier).would_descend(names)} | there.keys()
     newest = max(here, key=lambda one: one.point).folder if here else None
     if ours - theirs or not (newest is None or newest in known):
         raise Usage(
-            "this run and a further tier have gone on, each by itself", where=home.url,
+            "this run and a further tier have gone on, each by itself", where=nearest.url,
             found=f"epochs {sorted(theirs - ours)} at {has.url} alone",
             remedy="home counts; what was saved there by itself can be restored there, and another "
             "place is wanted for the checkpoints of this run",
@@ -157,9 +160,9 @@ def _make_same_run(home: Store, here: Sequence[Listed], has: TierHas) -> None:
     records.bring(None)
 
 
-def _unknown(home: Store, url: str, error: Exception) -> StorageFailed:
+def _unknown(nearest: Store, url: str, error: Exception) -> StorageFailed:
     return StorageFailed(
-        "there is no checkpoint here, and a further tier may have some", where=home.url,
+        "there is no checkpoint here, and a further tier may have some", where=nearest.url,
         expected=f"an answer of {url}",
         found=error.without_remedy() if isinstance(error, LaststepError) else str(error),
         remedy="start again when it can be reached; or leave that tier out to begin anew",

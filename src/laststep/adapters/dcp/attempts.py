@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from laststep.catalog.epochs import Epochs
+from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
-from laststep.catalog.run import Run, plan_prune
+from laststep.catalog.run import Run
 from laststep.errors import Aborted, Exists, LaststepError, StorageFailed
 from laststep.format.manifest import Abort
 from laststep.storage.registry import open_store
