@@ -236,14 +236,6 @@ def test_a_record_that_home_has_lost_comes_back_from_the_tier(job: Job) -> None:
     assert steps(job.far)[-1] == 3
 
 
-def test_damage_everywhere_is_no_new_run(job: Job) -> None:
-    job.start(1)
-    flip(job.newest(job.far))
-    job.lose_home()
-    with job.open() as ckpt, pytest.raises(laststep.Corrupt, match="none of the 1 checkpoints"):
-        ckpt.restore()
-
-
 def _without_a_file(folder: Path) -> None:
     (folder / "state.safetensors").unlink()
 
@@ -254,6 +246,25 @@ def _cut_off(folder: Path) -> None:
 
 def _without_a_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_bytes(b"xx")
+
+
+@pytest.mark.parametrize("spoil", [flip, _without_a_file, _cut_off, _without_a_manifest])
+def test_damage_everywhere_is_no_new_run(job: Job, spoil: object) -> None:
+    job.start(1)
+    spoil(job.newest(job.far))  # type: ignore[operator]
+    job.lose_home()
+    with job.open() as ckpt, pytest.raises(laststep.Corrupt, match="none of the 1 checkpoints"):
+        ckpt.restore()
+
+
+def test_what_is_damaged_at_one_tier_is_read_at_the_next(job: Job) -> None:
+    third = job.far.with_name("third")
+    with job.open(job.home, job.far, third) as ckpt:
+        ckpt.restore()
+        job.save(ckpt, 1)
+    flip(job.newest(job.far))
+    job.lose_home()
+    assert job.back(job.home, job.far, third) == 1
 
 
 @pytest.mark.parametrize("at", [None, 2])

@@ -283,13 +283,13 @@ class Choosing:
         return True
 
     def _other_place(self, chosen: Chosen) -> str:
-        for at, held in enumerate(self._further):
-            for one in held.whole:
+        for at, has in enumerate(self._further):
+            for one in has.listed:
                 stored = b"" if one.commit is None else manifest.encode(one.commit)
                 if one.folder == chosen.folder and chosen.manifest in (b"", stored):
-                    whole = tuple(other for other in held.whole if other is not one)
-                    self._further[at] = held._replace(whole=whole)
-                    return held.url
+                    listed = tuple(other for other in has.listed if other is not one)
+                    self._further[at] = has._replace(listed=listed)
+                    return has.url
         return ""
 
     def list_again(self) -> None:

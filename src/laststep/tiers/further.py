@@ -39,9 +39,10 @@ class TierHas(NamedTuple):
     url: str
     """Of the tier, as the user has named it."""
     tier: Store
-    whole: tuple[Listed, ...]
-    """The checkpoints of which all files are there, in the order of commits; excerpts are not."""
+    listed: tuple[Listed, ...]
+    """The checkpoints that have all items, in the order of commits; something may be missing."""
     excerpts: tuple[Listed, ...]
+    """Those that have some, and of which all files are there."""
 
 
 def look_further(nearest: Store, tiers: Sequence[Tier]) -> list[TierHas]:
@@ -65,9 +66,9 @@ def only_there(nearest: Store, found: list[TierHas]) -> dict[str, str]:
     here = {one.folder: one for one in _listed(nearest)}
     has_some, places = bool(here), dict[str, str]()
     for has in tuple(found):
-        more = {one.folder: one for one in has.whole if one.folder not in here}
+        more = {one.folder: one for one in has.listed if one.folder not in here}
         try:
-            if has.whole or has.excerpts:
+            if has.listed or has.excerpts:
                 _make_same_run(nearest, tuple(here.values()), has)
         except Usage as error:
             if not has_some:
@@ -98,9 +99,9 @@ def ask(url: str, within_s: float | None) -> TierHas:
 
 def _held(url: str) -> TierHas:
     tier = open_store(url)
-    there = [one for one in _listed(tier) if one.is_whole]
-    whole, excerpts = ([o for o in there if bool(_lacking(o)) is some] for some in (False, True))
-    return TierHas(url, tier, tuple(whole), tuple(excerpts))
+    listed = _listed(tier)
+    excerpts = tuple(one for one in listed if _lacking(one) and one.is_whole)
+    return TierHas(url, tier, tuple(one for one in listed if not _lacking(one)), excerpts)
 
 
 def excerpt_beyond(
@@ -137,7 +138,7 @@ def _make_same_run(nearest: Store, here: Sequence[Listed], has: TierHas) -> None
     """Bring home what records of the run it lacks: of all epochs, also of those that have committed
     nothing, so that the next one is none of them. `Usage` where home is another run, or both have
     gone on: a start at the tier may have left behind what home has committed, if it knew that."""
-    there = {one.folder: one for one in (*has.whole, *has.excerpts)}
+    there = {one.folder: one for one in (*has.listed, *has.excerpts)}
     records = Records(has.tier, nearest, may_be_ahead=True)
     records.check()
     ours, theirs = (frozenset(Epochs(store).numbers()) for store in (nearest, has.tier))
