@@ -161,8 +161,12 @@ class Soak:
                 state = {name: checkpoint.tensor(f"state/{name}")[:] for name in state_of(0)}
                 if checkpoint.verify().damage or not is_of(state, step):
                     self.wrong.append(f"{url}: step {step} is not what was saved")
-        if segments.found(run=self.home):
+        # What the home did not get, since its disk was full, has to stay.
+        left = laststep.rescue(self.home, dry_run=True).segments
+        if any(one.is_alive or not one.is_needed for one in left):
             self.wrong.append("shared memory is left behind")
+        if not laststep.rescue(self.home).ok or segments.found(run=self.home):
+            self.wrong.append("what shared memory alone has cannot be stored")
         takes = self._trainer.takes
         half = len(takes) // 2
         for name in takes[0] if half > 1 else ():

@@ -226,6 +226,8 @@ class _Rescuer:
                 f"its run is gone: what lies at {run.store.url} is another one",
             )
         try:
+            if rescuing.is_of_another(run.store, save):
+                return SaveFate.LEFT_BEHIND, None
             if isinstance(run.decision(folder), Commit):
                 return (SaveFate.RESCUED if folder in self._rescued else SaveFate.STORED), None
             if rescuing.is_left_behind(run.store, save):

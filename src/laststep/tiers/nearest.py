@@ -250,7 +250,9 @@ class NearestStore(Store):
         return [
             folder
             for folder, one in sealed.items()
-            if one.save.run == run and isinstance(decision.read(self.home, folder), Commit)
+            if one.save.run == run
+            and not is_of_another(self.home, one.save)
+            and isinstance(decision.read(self.home, folder), Commit)
         ]
 
     def readers(self, folder: str) -> Readers | None:
