@@ -69,42 +69,49 @@ class Interval(NamedTuple):
 def intervals(tiers: Sequence[TierCost], most_share: float) -> tuple[Interval, ...]:
     """The intervals that lose least, one for each tier; farther tiers never get more saves than
     nearer ones, since each of their saves is one to the nearer ones too."""
-    best = _best(tiers)
-    apart = itertools.accumulate((APART * tier.latency_s for tier in tiers), max)
-    floors = list(apart)
+    floors = list(itertools.accumulate((APART * tier.latency_s for tier in tiers), max))
 
-    def stretched(factor: float) -> list[float]:
-        return [max(floor, factor * one) for floor, one in zip(floors, best, strict=True)]
+    def share(factor: float, floors: Sequence[float] = floors) -> float:
+        return cost_share(tiers, [seconds for seconds, _ in _best(tiers, floors, factor)])
 
     # Where saves cost too much in all, the intervals that lose least are these, all stretched by
     # one factor: the bound is a higher price of a save, and the root of a price is a factor.
-    least, most = 1.0, max(cost_share(tiers, best) / most_share, 1.0)
-    if cost_share(tiers, stretched(1.0)) <= most_share:
-        most = 1.0
+    least, most = 1.0, 1.0
+    if share(1.0) > most_share:  # floors only make it less
+        most = max(share(1.0, [0.0] * len(tiers)) / most_share, 1.0)
     while most - least > 1e-9 * most:
         middle = (least + most) / 2
-        if cost_share(tiers, stretched(middle)) > most_share:
+        if share(middle) > most_share:
             least = middle
         else:
             most = middle
     why = Bound.SHARE if most > 1.0 else Bound.LEAST
-    return tuple(
-        Interval(seconds, Bound.LATENCY if seconds > most * one else why)
-        for seconds, one in zip(stretched(most), best, strict=True)
-    )
+    found = _best(tiers, floors, most)
+    return tuple(Interval(one, Bound.LATENCY if is_floor else why) for one, is_floor in found)
 
 
-def _best(tiers: Sequence[TierCost]) -> list[float]:
-    """sqrt(2·C·M) of each tier. A tier that would be saved to more often than a nearer one, whose
-    failures it survives too, shares one interval with that: of their costs and rates together."""
-    pools: list[tuple[float, float, int]] = []
-    for tier in tiers:
-        cost, rate, count = tier.cost_s, 1 / tier.mtbf_s, 1
-        while pools and _optimum(*pools[-1][:2]) >= _optimum(cost, rate):
+def _best(
+    tiers: Sequence[TierCost], floors: Sequence[float], factor: float
+) -> list[tuple[float, bool]]:
+    """sqrt(2·C·M) of each tier, stretched, and not below its floor; and whether it is the floor. A
+    tier that would be saved to more often than a nearer one, whose failures it survives too, shares
+    one interval with that: of their costs and rates together."""
+
+    def interval(cost_s: float, rate: float, floor_s: float) -> float:
+        return max(factor * _optimum(cost_s, rate), floor_s)
+
+    pools: list[tuple[float, float, float, int]] = []
+    for tier, floor_s in zip(tiers, floors, strict=True):
+        cost_s, rate, count = tier.cost_s, 1 / tier.mtbf_s, 1
+        while pools and interval(*pools[-1][:3]) >= interval(cost_s, rate, floor_s):
             before = pools.pop()
-            cost, rate, count = cost + before[0], rate + before[1], count + before[2]
-        pools.append((cost, rate, count))
-    return [_optimum(cost, rate) for cost, rate, count in pools for _ in range(count)]
+            cost_s, rate, count = cost_s + before[0], rate + before[1], count + before[3]
+        pools.append((cost_s, rate, floor_s, count))
+    return [
+        (interval(cost_s, rate, floor_s), floor_s > factor * _optimum(cost_s, rate))
+        for cost_s, rate, floor_s, count in pools
+        for _ in range(count)
+    ]
 
 
 def _optimum(cost_s: float, rate: float) -> float:
