@@ -425,7 +425,7 @@ class Checkpointer(single.OnlyOne):
         found = outcome.chosen
         # A part taken from an older checkpoint in mid-run does not turn the run back to it.
         if only is None or not (self._resumed or self._work.preflight):
-            self._client.continue_from(continuing(found, self._seen))
+            self._client.continue_from(continuing(found, self._seen, was_read=outcome.was_read))
             self._steps.restored(found.step, found.lineage_steps)
             self._resumed = True
         return outcome.told()

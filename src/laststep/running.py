@@ -145,13 +145,15 @@ def client_of(
     return Client(launch, pool, bus, start, kept, drain_orders(tiers) if rank.is_first else ())
 
 
-def continuing(found: AttemptName | None, seen: Seen, *, resumed: bool = True) -> Continue:
+def continuing(
+    found: AttemptName | None, seen: Seen, *, resumed: bool = True, was_read: bool = True
+) -> Continue:
     """What saves continue from: what was found when that was the newest, or nothing."""
     if found is None:
         return Continue(seen=seen)
     return Continue(
         after=AttemptName(step=found.step, epoch=found.epoch, attempt=found.attempt), seen=seen,
-        resumed_from=found.folder if resumed else None,
+        resumed_from=found.folder if resumed else None, was_read=was_read,
     )  # fmt: skip
 
 

@@ -281,6 +281,24 @@ def test_what_is_damaged_at_home_is_read_at_the_tier(
     assert job.back() == 3
 
 
+def test_nothing_is_borrowed_of_what_is_damaged_at_home(job: Job) -> None:
+    for at in range(2):
+        with job.open() as ckpt:
+            ckpt.restore()
+            job.state["s"].fill_(at)  # what is large does not change
+            ckpt.save(at).result()
+    home = job.newest(job.home)
+    largest = max(home.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    largest.write_bytes(data)
+    with job.open() as ckpt:
+        assert ckpt.restore().step == 1
+        job.state["s"].fill_(2)
+        ckpt.save(2).result()
+    assert laststep.open(job.home)[2].verify().damage == ()
+
+
 def test_what_is_damaged_in_both_places_is_passed_over(job: Job) -> None:
     job.start(1)
     job.start(2)

@@ -145,7 +145,7 @@ class Keeper:
         if self._was_lost:  # who restores will say whether it is that run which goes on
             needed.update(segment.folder for segment in there if segment.records())
         else:
-            for checkpoint in sealed_of(store, self._segment.base):
+            for checkpoint in sealed_of(store, self._segment.base, flusher_of=self._segment):
                 with _trying(checkpoint):
                     rescue(store, checkpoint)
                     needed.clear()
@@ -162,7 +162,7 @@ class Keeper:
         stored anew. A further tier may have brought some of the run back meanwhile."""
         if after is None or self._segment.owner.rank > 0 or not self._was_lost:
             return
-        for checkpoint in sealed_of(store, self._segment.base):
+        for checkpoint in sealed_of(store, self._segment.base, flusher_of=self._segment):
             with _trying(checkpoint):
                 if checkpoint.folder == after.folder:
                     put_records(store, checkpoint.save)

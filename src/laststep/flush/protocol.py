@@ -182,6 +182,9 @@ class Continue(_Message, frozen=True, kw_only=True):
     commits anything since, the run is its own."""
     resumed_from: str | None = None
     """The checkpoint that the trainer restored, which retention keeps."""
+    was_read: bool = True
+    """Whether all of it was read in the run itself, and found sound; else nothing is borrowed of
+    it, which may be damaged there."""
 
 
 class Witness(_Message, frozen=True, kw_only=True):

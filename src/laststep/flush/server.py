@@ -114,6 +114,8 @@ class Flusher:
         self._witness = WitnessHold(self._store, connection)
         self._given_up = False
         self._lending: tuple[int, dict[str, Lender]] = (0, {})
+        self._unread: str | None = None
+        """The folder of a checkpoint that nobody has read here."""
         """The files of the last checkpoint that this flusher committed, or went on from, and the
         number of the save that committed it; 0 where that was another flusher's. One value: two
         threads set it."""
@@ -166,9 +168,11 @@ class Flusher:
         if isinstance(message, Begin):
             self._begin(message)
         elif isinstance(message, Continue):
-            # What it goes on from has just been read, and found sound; others may have been passed
-            # over as damaged.
+            # What it goes on from was just read, and found sound, or is not borrowed of. Others may
+            # have been passed over as damaged.
             self._lending = (0, {})
+            unread = None if message.was_read else message.after
+            self._unread = None if unread is None else unread.folder
             self._epoch.continue_from(message)
             self._keeper.continue_from(self._store, message.after)
         elif isinstance(message, Witness):
@@ -243,7 +247,7 @@ class Flusher:
         assert save.at is not None  # noqa: S101 (the caller knows it)
         files, before = save.begin.files, self._epoch.before
         save.lender, lenders = self._lending
-        if not lenders and before is not None:
+        if not lenders and before is not None and before != self._unread:
             names = [file.name for file in files]
             save.lender, lenders = 0, lending.of_checkpoint(self._store, before, names)
         return SaveFlush(

@@ -252,6 +252,11 @@ class Choosing:
         store = self._store
         return store.readers(chosen.folder) if isinstance(store, NearestStore) else None
 
+    def is_at_home(self, chosen: Chosen) -> bool:
+        """Whether it is read in the run itself."""
+        store = self._store
+        return not isinstance(store, NearestStore) or store.is_at_home(chosen.folder)
+
     def spoil(self, chosen: Chosen, error: LaststepError) -> bool:
         """Whether it came out of shared memory, which is damaged: then it is listed again as the
         store of the run has it, if that has it."""
@@ -283,10 +288,11 @@ class Choosing:
         return True
 
     def _other_place(self, chosen: Chosen) -> str:
+        """The next tier to try. It is the same run, so what has that name there is the same save,
+        though other files of it may have been borrowed."""
         for at, has in enumerate(self._further):
             for one in has.listed:
-                stored = b"" if one.commit is None else manifest.encode(one.commit)
-                if one.folder == chosen.folder and chosen.manifest in (b"", stored):
+                if one.folder == chosen.folder:
                     listed = tuple(other for other in has.listed if other is not one)
                     self._further[at] = has._replace(listed=listed)
                     return has.url

@@ -89,6 +89,8 @@ class Outcome:
     skipped: tuple[Skipped, ...]
     problems: Problems
     mixed: bool
+    was_read: bool
+    """Whether all of it was read in the run itself, not in memory or at a further tier."""
 
     def told(self) -> Restored:
         """The same as a user is told it."""
@@ -229,6 +231,8 @@ class _Attempts:
             together(ranks, give)
         outcome = Outcome(
             chosen=chosen, commit=content.commit, skipped=(), problems=fitted.problems,
+            was_read=self._choosing.is_at_home(chosen) and wanted.only is None
+            and not fitted.problems,
             # What a damaged checkpoint had put in place may lie beyond what this one covers.
             mixed=changed_before and (bool(fitted.problems) or wanted.only is not None),
         )  # fmt: skip

@@ -47,12 +47,16 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.02
 
 
-def sealed_of(store: Store, base: str, own: Segment | None = None) -> list[SealedCheckpoint]:
+def sealed_of(
+    store: Store, base: str, own: Segment | None = None, flusher_of: Segment | None = None
+) -> list[SealedCheckpoint]:
     """What is whole in shared memory of the run in that store, oldest first: of segments whose
     processes are gone, and of this start's, whose `own` is one. Where the store has lost the run,
-    that is the one that saved last. Close them when done."""
+    that is the one that saved last. Close them when done. A flusher, whose trainer may have died
+    meanwhile, says which segment is its: it would wait for itself."""
     there = segments_of(store, base)
-    _let_end(there)
+    served = None if flusher_of is None else flusher_of.folder
+    _let_end([segment for segment in there if segment.folder != served])
     gone = {segment.folder for segment in there if not segment.is_alive()}
     mine = set() if own is None else {own.folder}
     whole = [
@@ -276,6 +280,10 @@ class NearestStore(Store):
     def stand_in(self, folder: str, tier: Store) -> None:
         """A checkpoint that is not here, or is damaged, is read at a further tier from now on."""
         self._elsewhere[folder] = tier
+
+    def is_at_home(self, folder: str) -> bool:
+        """Whether it is read in the run's own store."""
+        return folder not in self._elsewhere and folder not in self.look()
 
     def tier_of(self, folder: str) -> str | None:
         """The further tier at which it is read, if it is."""
