@@ -16,7 +16,7 @@ from laststep.ranks.group import together
 from laststep.restoring.fit import selection
 from laststep.storage.registry import open_store
 from laststep.tiers.further import excerpt_beyond, look_further, only_there
-from laststep.tiers.nearest import NearestStore, beneath
+from laststep.tiers.nearest import NearestStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +33,11 @@ def found_further(
     nearest: Store, wanted: RestoreRequest, ranks: Ranks, saw: Callable[[Seen], None]
 ) -> tuple[Store, Callable[[Seen], None], list[TierHas]]:
     """Where all ranks read what is wanted: the nearest, with what only further tiers have, or a
-    tier with an excerpt. Who is told what was newest: at home, wherever it is read. And what the
-    tiers have, which the first rank knows."""
+    tier with an excerpt. Who is told what was newest: nearer than any tier, wherever it is read.
+    And what the tiers have, which the first rank knows."""
     found: list[TierHas] = []
     if not wanted.tiers:
         return nearest, saw, found
-    home = beneath(nearest)
 
     def look() -> tuple[dict[str, str], str]:
         if not ranks.rank.is_first:
@@ -62,7 +61,12 @@ def found_further(
     together(ranks, lambda: None if ranks.rank.is_first else stand_in(places))
     if not excerpt and not places:
         return nearest, saw, found
-    return open_store(excerpt) if excerpt else nearest, lambda _: saw(newest_point(home)), found
+
+    def saw_nearer(_: Seen) -> None:
+        assert isinstance(nearest, NearestStore)  # noqa: S101 (as above)
+        saw(newest_point(nearest.without_tiers()))
+
+    return open_store(excerpt) if excerpt else nearest, saw_nearer, found
 
 
 def refuse_excerpt(commit: Commit, only: Sequence[str] | None, where: str) -> None:

@@ -281,6 +281,12 @@ class NearestStore(Store):
         """A checkpoint that is not here, or is damaged, is read at a further tier from now on."""
         self._elsewhere[folder] = tier
 
+    def without_tiers(self) -> NearestStore:
+        """The same, but for what is read at further tiers."""
+        nearer = NearestStore(self.home, self._base, self._own)
+        nearer._sealed = self.look()
+        return nearer
+
     def is_at_home(self, folder: str) -> bool:
         """Whether it is read in the run's own store."""
         return folder not in self._elsewhere and folder not in self.look()
