@@ -332,7 +332,7 @@ class Checkpointer(single.OnlyOne):
             self._work.wait()  # Ctrl-C here leaves it open
             with self._turn.of("close"):
                 self._closed = True
-                self._work.ends_well = well
+                self._work.ends_well = self._client.drains_last = well
                 self._client.ends_well = well and self._schedule.end()
                 self._work.close()  # Ctrl-C here leaves the rest to the next call
                 self._dropped.detach()

@@ -51,6 +51,15 @@ def test_a_tier_that_is_behind_says_what_is_at_risk(maker, laststep, tiers, tmp_
     assert re.search(r" 20 +[0-9.]+ d +2 ", told[2])
 
 
+def test_where_the_run_itself_is_lost_other_places_are_listed(maker, tiers, tmp_path: Path) -> None:
+    maker.save(10)
+    further = tmp_path / "further"
+    shutil.move(maker.path, further)
+    assert tiers(further) == {
+        str(maker.path): (None, 0, None, None), str(further): (10, 1, 0, 0.0),
+    }  # fmt: skip
+
+
 def test_shared_memory_is_the_nearest_tier(maker, own, tiers, base: str) -> None:
     maker.save(10)
     assert list(tiers()) == [str(maker.path)]

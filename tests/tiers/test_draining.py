@@ -381,6 +381,14 @@ def attempt_of(handle: laststep.SaveHandle) -> AttemptName:
     return AttemptName(step=int(step), epoch=int(epoch), attempt=int(attempt))
 
 
+def test_the_last_checkpoint_of_a_job_goes_to_all_tiers(places: Places) -> None:
+    with places.open(Tier(str(places.far), every=10)) as ckpt:
+        ckpt.restore()
+        for step in (1, 2, 3):
+            places.save(ckpt, step)
+    assert places.steps(places.far) == [1, 3]
+
+
 @pytest.mark.parametrize("limit", ["200 MB/s", "1.5GiB/s", "10 kB/s"])
 def test_a_limit_is_a_rate(limit: str) -> None:
     rate = Tier("far", limit=limit).limit_bytes_per_s

@@ -162,7 +162,7 @@ def test_a_home_without_checkpoints_is_no_new_run_while_a_tier_cannot_be_asked(
     with monkeypatch.context() as patch:
         patch.setattr(further, "open_store", fail)
         for _ in range(2):  # whoever starts it again is told so again
-            told = pytest.raises(StorageFailed, match="a further tier may have some")
+            told = pytest.raises(StorageFailed, match="far may have some")
             with job.open() as ckpt, told:
                 ckpt.restore()
     assert job.back() == 1

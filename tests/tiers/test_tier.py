@@ -67,3 +67,17 @@ def test_a_tier_in_a_folder_that_a_run_needs_for_itself_is_refused(
 )
 def test_places_of_their_own_are_taken(folder: Path, places: tuple[str, ...]) -> None:
     assert len(arranged(None, list(places), None).further) == len(places) - 1
+
+
+@pytest.mark.parametrize("place", ["s3://key:hidden@bucket/run", "gs://hidden@bucket/run"])
+def test_a_url_with_a_secret_is_refused_and_not_told(place: str, tmp_path: Path) -> None:
+    for tier in (place, Tier(place)):
+        with pytest.raises(laststep.Usage, match="a user or a password") as told:
+            laststep.Checkpointer(tiers=[str(tmp_path / "home"), tier], state={})
+        assert "hidden" not in str(told.value)
+
+
+@pytest.mark.parametrize("place", ["s3:/bucket/run", "s3:bucket", "shm:/dev/shm"])
+def test_a_url_that_lacks_a_slash_is_no_folder(place: str, tmp_path: Path) -> None:
+    with pytest.raises(laststep.Usage, match="looks like a URL"):
+        laststep.Checkpointer(tiers=[str(tmp_path / "home"), place], state={})

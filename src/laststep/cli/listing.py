@@ -37,12 +37,13 @@ def ls(
     as_json: output.AsJson = False,
 ) -> None:
     """List the checkpoints of a run, newest last; or its tiers, nearest first."""
-    opened = places.open_run(run)
     if tiers:
+        opened = places.open_or_lost(run) if urls else places.open_run(run)
         print_tiers(opened, urls or (), as_json=as_json)
         return
     if urls:
         raise typer.BadParameter("several places are listed by --tiers", param_hint="URL")
+    opened = places.open_run(run)
     checkpoints, attempts = opened.look()
     if as_json:
         output.print_json(

@@ -50,6 +50,14 @@ class CheckpointPath:
     """All checkpoints of that run."""
 
 
+def open_or_lost(path: str) -> Run:
+    """The same, and where there is none, one without any checkpoint: other places may have some."""
+    try:
+        return open_run(path)
+    except NotFound:
+        return Run(open_store(path), None)
+
+
 def open_run(path: str) -> Run:
     """The run in that folder; `NotFound` where there is none."""
     local = local_path(path)

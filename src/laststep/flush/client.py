@@ -111,6 +111,8 @@ class Client:
         self._closing = False
         self.ends_well = False
         """Whether this start, when it closes, has not failed; others want to know."""
+        self.drains_last = False
+        """Whether all further tiers get the last checkpoint, due there or not."""
         self._continues: Continue | None = None
         self._slots: PoolSlots | None = None
         pool.tell_slots = self._tell_slots
@@ -243,6 +245,8 @@ class Client:
             was_closing, self._closing = self._closing, True
         if self._helper is not None:
             if not was_closing:  # else an interrupt came while this waited
+                if self.drains_last and (last := self.drains.newest_save()) is not None:
+                    self.drain_last(last)
                 self.send(Bye())
             while not (ended := interrupts.wait(self._heard_all, _END_S)):
                 if not self.drains.was_heard_within(_END_S):

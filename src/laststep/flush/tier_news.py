@@ -73,9 +73,13 @@ class TierNews:
 
     def last_save(self, step: int) -> SaveHandle | None:
         """The last that was committed, if it is of that step."""
-        with self._lock:
-            last = self._handles[-1][1] if self._handles else None
+        last = self.newest_save()
         return last if last is not None and last.step == step else None
+
+    def newest_save(self) -> SaveHandle | None:
+        """The last that was committed."""
+        with self._lock:
+            return self._handles[-1][1] if self._handles else None
 
     def hear(self, message: Drained | Draining | DrainFailed) -> None:
         """What the flusher says of a drain."""

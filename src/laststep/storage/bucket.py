@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from laststep.errors import Corrupt, Usage
+from laststep.storage.paths import refuse_secrets
 from laststep.storage.retrying import Patience, Trouble, persist
 from laststep.storage.store import check_name
 
@@ -308,13 +309,8 @@ class Bucket:
 
 def parse(url: str) -> tuple[str, str, str]:
     """Scheme, bucket and prefix of a URL; `Usage` for one that says more, or less."""
+    refuse_secrets(url)
     parts = urlsplit(url)
-    if "@" in parts.netloc:
-        raise Usage(
-            "refused a URL with a user or a password", where=f"{parts.scheme}://…",
-            expected="credentials by the environment, where no log and no manifest has them",
-            remedy="docs/guides/object-storage.md has the variables",
-        )  # fmt: skip
     prefix = parts.path.strip("/")
     if not parts.netloc or parts.query or parts.fragment or parts.scheme not in ("s3", *_OTHERS):
         raise Usage(

@@ -9,12 +9,24 @@ import re
 from laststep.errors import Usage
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ONE_SLASH = re.compile(r"(?:s3|gs|az|shm):/?[^/]")
 
 
 def scheme_of(place: object) -> str | None:
     """The scheme of a URL, in small letters; None for anything else."""
     match = _SCHEME.match(place) if isinstance(place, str) else None
     return None if match is None else match[1].lower()
+
+
+def refuse_secrets(url: str) -> None:
+    """`Usage` for a URL with a user or a password, which would end in logs and manifests."""
+    scheme = scheme_of(url)
+    if scheme is not None and "@" in url.partition("://")[2].partition("/")[0]:
+        raise Usage(
+            "refused a URL with a user or a password", where=f"{scheme}://…",
+            expected="credentials by the environment, where no log and no manifest has them",
+            remedy="docs/guides/object-storage.md has the variables",
+        )  # fmt: skip
 
 
 def absolute(path: object) -> str:
@@ -38,6 +50,12 @@ def absolute(path: object) -> str:
             "this path is no text", expected="a path that is valid UTF-8", found=ascii(text),
             remedy="rename the folder, or make a link to it with another name",
         ) from None  # fmt: skip
+    if _ONE_SLASH.match(text):
+        raise Usage(
+            "this looks like a URL and is none", found=repr(path),
+            expected="two slashes behind the colon, or the path of a folder",
+            remedy=f"a folder of that name is ./{text}",
+        )  # fmt: skip
     scheme = scheme_of(text)
     if scheme == "file":
         from urllib.parse import unquote  # not in a flusher, which is given a path

@@ -92,7 +92,10 @@ def ask(url: str, within_s: float | None) -> TierHas:
         log.warning("waiting for %s, to learn which checkpoints it has", url)
         if not interrupts.wait(answered, None if within_s is None else within_s - told_s):
             raise StorageFailed(
-                "a further tier does not answer", where=url, found=f"nothing within {within_s:g} s"
+                "a further tier does not answer",
+                where=url,
+                found=f"nothing within {within_s:g} s",
+                remedy="look at the server and at the network",
             )
     return future.result()
 
@@ -162,11 +165,12 @@ def _make_same_run(nearest: Store, here: Sequence[Listed], has: TierHas) -> None
 
 
 def _unknown(nearest: Store, url: str, error: Exception) -> StorageFailed:
+    told, remedy = str(error), "start again when it can be reached"
+    if isinstance(error, LaststepError):
+        told, remedy = error.without_remedy(), error.remedy or remedy
     return StorageFailed(
-        "there is no checkpoint here, and a further tier may have some", where=nearest.url,
-        expected=f"an answer of {url}",
-        found=error.without_remedy() if isinstance(error, LaststepError) else str(error),
-        remedy="start again when it can be reached; or leave that tier out to begin anew",
+        f"there is no checkpoint here, and {url} may have some", where=nearest.url, found=told,
+        remedy=f"{remedy}; to begin anew without it, leave that tier out",
     )  # fmt: skip
 
 

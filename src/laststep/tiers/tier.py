@@ -17,6 +17,7 @@ from laststep.catalog.names import EPOCHS_FOLDER, parse_folder
 from laststep.catalog.retention import Keep  # noqa: TC001 (fields are checked by their types)
 from laststep.checks import Checked, shown
 from laststep.errors import Usage
+from laststep.storage.paths import refuse_secrets
 from laststep.storage.registry import real_place
 from laststep.storage.shared_memory import BASE
 from laststep.terms import MEMORY
@@ -77,6 +78,8 @@ def arranged(
     run: str | os.PathLike[str] | None, tiers: Sequence[object], keep: Keep | None
 ) -> Arranged:
     """What a user has named, as the place of a run or as several tiers."""
+    for tier in tiers if isinstance(tiers, list | tuple) else ():
+        refuse_secrets(tier.url if isinstance(tier, Tier) else str(tier))
     if run is not None and not tiers:
         return Arranged(None, run, keep)
     if run is not None or not tiers or not isinstance(tiers, list | tuple):
