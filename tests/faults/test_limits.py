@@ -22,7 +22,9 @@ HOW = {"host_memory_bytes": 64 << 20, "progress": False}
 
 
 # Shared memory counts as a file; a load needs none.
-@pytest.mark.parametrize(("limit", "fail"), [("RLIMIT_FSIZE", 2), ("RLIMIT_AS", 3)])
+@pytest.mark.parametrize(
+    ("limit", "fail"), [("RLIMIT_FSIZE", 2), pytest.param("RLIMIT_AS", 3, marks=pytest.mark.long)]
+)
 def test_limits_that_leave_no_memory_are_told_with_a_remedy(
     limit: str, fail: int, run_folder: Path
 ) -> None:
@@ -80,6 +82,7 @@ print(laststep.open(run).steps())
     assert (done.returncode, done.stdout) == (0, "told\n[1]\n"), done.stderr
 
 
+@pytest.mark.long
 def test_too_little_memory_to_look_into_a_run_is_told_and_says_nothing_about_it(
     run_folder: Path,
 ) -> None:

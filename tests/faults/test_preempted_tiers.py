@@ -140,7 +140,7 @@ def test_within_the_grace_all_tiers_get_it_and_nothing_stays_in_memory(
     assert segments.found(str(tiers.base)) == []
 
 
-@pytest.mark.parametrize("full", ["far", "home"])
+@pytest.mark.parametrize("full", ["home", *long("far")])
 def test_a_tier_that_fails_at_once_is_waited_for_no_longer(
     told: Callable[..., Told], tiers: Tiers, full: str
 ) -> None:

@@ -178,7 +178,8 @@ def test_saves_that_wait_behind_others_do_not_eat_the_grace(
 ) -> None:
     trainer = told(phase="flush", until="called off", step_s=0.1, settings={"writers": 1})
     trainer.hear("at", "flush")
-    trainer.hear("steps")
+    if ["steps"] not in trainer.said:  # another thread says the first
+        trainer.hear("steps")
     trainer.send()
     report = trainer.report()
     trainer.end()

@@ -106,7 +106,7 @@ def test_what_one_rank_has_sealed_ahead_of_the_others_takes_nothing_from_them(
     assert restored_by(starts()) == 1
 
 
-@pytest.mark.parametrize("with_flushers", [True, False])
+@pytest.mark.parametrize("with_flushers", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_after_all_ranks_are_killed_the_newest_that_all_had_sealed_comes_back(
     starts: Starts, *, with_flushers: bool
 ) -> None:

@@ -79,7 +79,7 @@ def restored_by(job: Job, item: str = "") -> int:
     return int(found)
 
 
-@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_ranks_that_come_back_to_their_nodes_read_what_lies_there(
     nodes: Nodes, *, sharded: bool
 ) -> None:
@@ -96,7 +96,7 @@ def test_ranks_that_come_back_to_their_nodes_read_what_lies_there(
     assert laststep.open(nodes.run).steps() == [1, 2]
 
 
-@pytest.mark.parametrize("then", [(1, 1, 0, 0), (1, 0)])
+@pytest.mark.parametrize("then", [(1, 1, 0, 0), pytest.param((1, 0), marks=pytest.mark.long)])
 def test_what_lies_on_another_node_is_read_there_and_passed_on(
     nodes: Nodes, then: tuple[int, ...]
 ) -> None:

@@ -472,6 +472,7 @@ with laststep.Checkpointer(
 """
 
 
+@pytest.mark.long
 def test_what_a_kill_left_of_an_excerpt_is_no_checkpoint_and_the_next_start_ends_it(
     training: Training,
 ) -> None:

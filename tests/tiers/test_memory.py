@@ -159,7 +159,7 @@ def test_at_the_end_of_a_job_what_is_in_memory_alone_is_rescued(
     assert all(bool((tensor == 0).all()) for tensor in state.values())
 
 
-@pytest.mark.parametrize("with_flusher", [True, False])
+@pytest.mark.parametrize("with_flusher", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_after_a_kill_the_newest_that_was_sealed_comes_back(
     base: str, run_folder: Path, trainers: list[subprocess.Popen[str]], *, with_flusher: bool
 ) -> None:

@@ -15,7 +15,13 @@ TORTURE = Path(__file__).with_name("torture.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "seed", "faults"),
-    [("kills", 0, 10), ("flips", 1, 50), ("crashes", 1, 20), ("model", 301, 5), ("system", 5, 3)],
+    [
+        pytest.param("kills", 0, 10, marks=pytest.mark.long),
+        ("flips", 1, 50),
+        ("crashes", 1, 20),
+        ("model", 301, 5),
+        ("system", 5, 3),
+    ],
 )
 def test_a_part_of_the_torture_violates_nothing(
     part: str, seed: int, faults: int, run_folder: Path
