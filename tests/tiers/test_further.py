@@ -227,6 +227,19 @@ def test_where_the_newest_at_home_is_damaged_a_newer_one_at_the_tier_counts(job:
     assert job.back() == 3
 
 
+def test_a_record_that_is_nowhere_any_more_is_told_of(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        with job.open(job.home) as ckpt:
+            ckpt.restore()
+            job.save(ckpt, step)
+    (job.home / "epochs" / "00000002.json").unlink()
+    assert job.back(job.home) == 1
+    assert "there is no record of its epoch" in caplog.text
+    assert job.back(job.home, at=2) == 2
+
+
 def test_a_record_that_home_has_lost_comes_back_from_the_tier(job: Job) -> None:
     for step in (1, 2):
         job.start(step)

@@ -155,11 +155,19 @@ class Run:
         own = [name for name in names if name.epoch in recorded]
         newest_first = sorted(own, key=lambda name: name.point, reverse=True)
         last = next((name for name in newest_first if is_committed(name)), None)
+        beyond = [name for name in names if numbers and name.epoch > numbers[-1]]
+        self._tell_unrecorded(filter(is_committed, beyond))
         if last is None:
             return self._epochs.chain(None)
         if numbers[-1] > last.epoch:
             self._tell_undecided(numbers[-1], last)
         return self._epochs.chain(last.epoch)
+
+    def _tell_unrecorded(self, committed: Iterable[AttemptName]) -> None:
+        """Say so where a checkpoint is newer than every epoch that there is a record of."""
+        for name in sorted(committed, key=lambda name: name.point)[-1:]:
+            why = "does not count, as there is no record of its epoch; restore(%d) takes it"
+            _log.warning(f"%s of %s {why}", name.folder, self.store.url, name.step)  # noqa: G004
 
     def _tell_undecided(self, epoch: int, last: AttemptName) -> None:
         """Say so where the newest epoch, which has no commit, continues another than the last."""
