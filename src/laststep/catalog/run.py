@@ -167,7 +167,7 @@ class Run:
         """Say so where a checkpoint is newer than every epoch that there is a record of."""
         for name in sorted(committed, key=lambda name: name.point)[-1:]:
             why = "does not count, as there is no record of its epoch; restore(%d) takes it"
-            _log.warning(f"%s of %s {why}", name.folder, self.store.url, name.step)  # noqa: G004
+            _log.warning(f"%s of %s {why}", name.folder, self.store.url, name.step)
 
     def _tell_undecided(self, epoch: int, last: AttemptName) -> None:
         """Say so where the newest epoch, which has no commit, continues another than the last."""
