@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SLOT_BYTES = 4 << 20
 REMOTE_SLOT_BYTES = 8 << 20
 """What is read from a server at once, which a request costs more than a disk. It mostly stays in
-memory of the client (`takes_loans`), and the slot is never touched."""
+memory of the client (`store.InPlace`), and the slot is never touched."""
 _HUGE_PAGE_BYTES = 2 << 20
 
 

@@ -25,9 +25,9 @@ from laststep.format.manifest import Commit
 from laststep.process import interrupts
 from laststep.ranks.group import together
 from laststep.read.content import Content
+from laststep.restoring.places import seen_in
 from laststep.storage.registry import open_store
 from laststep.tiers.nearest import NearestStore
-from laststep.tiers.nodes import NodePart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,8 +45,6 @@ PATIENCE_S = 60.0
 """So long ranks are given to see what the first one sees: filesystems of networks keep what they
 have seen of a folder for up to a minute."""
 PAUSE_S = 0.5
-_RECORDS_BYTES = 64 << 20
-"""Of more than so much, which is a job of very many ranks, nodes do not tell each other."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,43 +101,6 @@ def check_asked(ranks: Ranks, asked: Asked) -> None:
             )  # fmt: skip
 
 
-def look_into_memory(store: Store, ranks: Ranks) -> None:
-    """Have all ranks see the same in shared memory: what the first rank finds there, as far as
-    every other one can open it; or what all nodes have together."""
-    if not isinstance(store, NearestStore) or not store.in_memory:
-        return
-    nodes = [note.decode() for note in ranks.gather(store.node.encode())]
-    if len(set(nodes)) > 1:
-        _look_into_nodes(store, nodes, ranks)
-        return
-    found = together(ranks, lambda: store.look() if ranks.rank.is_first else {})
-    if ranks.size == 1:
-        return
-    places = {folder: checkpoint.segments for folder, checkpoint in found.items()}
-    told = ranks.tell(0, msgspec.msgpack.encode(places))
-    named = msgspec.msgpack.decode(told, type=dict[str, tuple[str, ...]])
-    together(ranks, lambda: None if ranks.rank.is_first else store.open(named))
-    notes = ranks.gather(msgspec.msgpack.encode(list(store.look())))
-    store.keep(set.intersection(*(set(msgspec.msgpack.decode(note)) for note in notes)))
-
-
-def _look_into_nodes(store: NearestStore, nodes: Sequence[str], ranks: Ranks) -> None:
-    """The same where ranks are on several nodes: the first of each says what is there."""
-    leaders = {node: nodes.index(node) for node in nodes}
-    leads = ranks.rank.number in leaders.values()
-    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.Decoder(tuple[NodePart, ...]).decode
-    note = together(ranks, lambda: encode(store.left_here()) if leads else b"")
-    sizes = ranks.gather(encode(len(note)))
-    parts: dict[str, tuple[NodePart, ...]] = {}
-    if sum(map(msgspec.msgpack.decode, sizes)) <= _RECORDS_BYTES:
-        parts = {node: decode(ranks.tell(leader, note)) for node, leader in leaders.items()}
-    together(ranks, lambda: store.open_parts(nodes, parts))
-    committed = together(ranks, lambda: store.committed() if ranks.rank.is_first else [])
-    stored = set(msgspec.msgpack.decode(ranks.tell(0, encode(committed))))
-    notes = ranks.gather(encode(list(store.look())))
-    store.keep(stored.intersection(*(msgspec.msgpack.decode(note) for note in notes)))
-
-
 def open_run(store: Store, ranks: Ranks) -> Run:
     """The run, at which only the first rank has looked; `NotFound` where there is none.
     `StorageFailed` where the first rank sees none and another does: that one would be abandoned."""
@@ -180,6 +141,7 @@ class Choosing:
         was the newest, and its last commit, before the run was listed; that rank knows what
         `further` tiers have."""
         self._store = run.store
+        self._near = run.store if isinstance(run.store, NearestStore) else None
         self.url = run.store.url
         self._run = run
         self._step = step
@@ -196,7 +158,7 @@ class Choosing:
     def _list(self) -> None:
         if not self._ranks.rank.is_first:
             return
-        self._saw(self._run.newest_point())
+        self._saw(seen_in(self._store))
         self._lineage = self._run.lineage()
         to_try = self._lineage if self._step is None else (_named(self._run, self._step),)
         self._left = [listed for listed in to_try if listed.folder not in self._passed]
@@ -211,7 +173,7 @@ class Choosing:
             return None
         listed = self._left[-1]
         self._passed.add(listed.folder)
-        if isinstance(self._store, NearestStore) and (url := self._store.tier_of(listed.folder)):
+        if self._near is not None and (url := self._near.tier_of(listed.folder)) is not None:
             log.warning("%s is read at %s", listed.folder, url)
         folders = [earlier.folder for earlier in self._lineage]
         until = folders.index(listed.folder) + 1 if listed.folder in folders else 0
@@ -249,19 +211,21 @@ class Choosing:
 
     def readers(self, chosen: Chosen) -> Readers | None:
         """Which ranks can read whose files of it, where not all can read all."""
-        store = self._store
-        return store.readers(chosen.folder) if isinstance(store, NearestStore) else None
+        return None if self._near is None else self._near.readers(chosen.folder)
 
     def is_at_home(self, chosen: Chosen) -> bool:
         """Whether it is read in the run itself."""
-        store = self._store
-        return not isinstance(store, NearestStore) or store.is_at_home(chosen.folder)
+        return self._near is None or self._near.is_at_home(chosen.folder)
+
+    def where(self, chosen: Chosen) -> str:
+        """The place where it is read, for errors."""
+        tier = None if self._near is None else self._near.tier_of(chosen.folder)
+        return f"{tier or self.url}/{chosen.folder}"
 
     def spoil(self, chosen: Chosen, error: LaststepError) -> bool:
         """Whether it came out of shared memory, which is damaged: then it is listed again as the
         store of the run has it, if that has it."""
-        store, why = self._store, error.without_remedy()
-        if not isinstance(store, NearestStore) or not store.spoil(chosen.folder, why):
+        if self._near is None or not self._near.spoil(chosen.folder, error.without_remedy()):
             return False
         self._passed.discard(chosen.folder)
         self.list_again()
@@ -273,8 +237,7 @@ class Choosing:
     def stand_in(self, chosen: Chosen, error: LaststepError) -> bool:
         """Whether a further tier has the very checkpoint that is damaged here: then it is listed
         again as that tier has it. Each is tried once."""
-        store = self._store
-        if not isinstance(store, NearestStore):
+        if self._near is None:
             return False
         url = self._ranks.tell(0, self._other_place(chosen).encode()).decode()
         if not url:
@@ -282,7 +245,7 @@ class Choosing:
         if self._ranks.rank.is_first:
             why = error.without_remedy()
             log.warning("%s is damaged, and is looked for at %s: %s", chosen.folder, url, why)
-        store.stand_in(chosen.folder, together(self._ranks, lambda: open_store(url)))
+        self._near.stand_in(chosen.folder, together(self._ranks, lambda: open_store(url)))
         self._passed.discard(chosen.folder)
         self.list_again()
         return True

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from laststep.catalog.run import Run, newest_point
+from laststep.catalog.run import Run
 from laststep.errors import Corrupt, LaststepError, NotFound, Problems
 from laststep.events import Bus, PassedOver
 from laststep.events import Restored as RestoredEvent
@@ -23,12 +23,12 @@ from laststep.restoring.choose import (
     Choosing,
     StandsOrGone,
     check_asked,
-    look_into_memory,
     open_run,
 )
 from laststep.restoring.exactness import refuse_rounded
-from laststep.restoring.excerpts import found_further, refuse_excerpt
+from laststep.restoring.excerpts import refuse_excerpt
 from laststep.restoring.fit import Fit, fit, judge_twins, warn_of_left_out
+from laststep.restoring.places import look_at_tiers, look_into_memory, seen_in
 from laststep.restoring.transfer import Transfer, state_of_rank
 from laststep.restoring.waiting import wait_for_writers
 from laststep.saving.describe import naming
@@ -142,10 +142,10 @@ def restore_into(
         ),
     )  # fmt: skip
     together(ranks, lambda: wait_for_writers(beneath(store)) if ranks.rank.is_first else None)
-    store, saw, further = found_further(store, wanted, ranks, saw)
+    further = look_at_tiers(store, wanted, ranks)
     look_into_memory(store, ranks)
     # What was committed last, before any look at what there is.
-    together(ranks, lambda: saw(newest_point(store)) if ranks.rank.is_first else None)
+    together(ranks, lambda: saw(seen_in(store)) if ranks.rank.is_first else None)
     try:
         run = open_run(store, ranks)
     except NotFound:
@@ -210,7 +210,7 @@ class _Attempts:
         """Restore that one, on all ranks, and count the bytes; what fails on one fails on all."""
         wanted, ranks, room = self._wanted, self._ranks, self._room
         with self._choosing.open(chosen) as content:
-            where = f"{self._choosing.url}/{chosen.folder}"
+            where = self._choosing.where(chosen)
             refuse_excerpt(content.commit, wanted.only, where)
             fitted = fit(
                 content, self._providers, wanted.only, strict=wanted.strict, where=where,

@@ -59,10 +59,13 @@ def look_further(nearest: Store, tiers: Sequence[Tier]) -> list[TierHas]:
     return found
 
 
-def only_there(nearest: Store, found: list[TierHas]) -> dict[str, str]:
-    """The checkpoints that nothing nearer lists, and at which tier each is to be read. Home gets
-    the records of epochs that it lacks: it becomes the run that it was. A tier that is another run,
-    or has gone on by itself, is `found` no more."""
+def only_there(
+    nearest: Store, found: list[TierHas], step: int | None, takes: Callable[[str], bool]
+) -> dict[str, str]:
+    """The checkpoints that nothing nearer lists, and at which tier each is to be read; of excerpts
+    the one that is to be restored, if any is, by what is taken of it. Home gets the records of
+    epochs that it lacks: it becomes the run that it was. A tier that is another run, or has gone on
+    by itself, is `found` no more."""
     here = {one.folder: one for one in _listed(nearest)}
     has_some, places = bool(here), dict[str, str]()
     for has in tuple(found):
@@ -78,7 +81,7 @@ def only_there(nearest: Store, found: list[TierHas]) -> dict[str, str]:
             continue
         here |= more
         places |= dict.fromkeys(more, has.url)
-    return places
+    return places | _excerpt_beyond(tuple(here.values()), found, step, takes)
 
 
 def ask(url: str, within_s: float | None) -> TierHas:
@@ -107,23 +110,24 @@ def _held(url: str) -> TierHas:
     return TierHas(url, tier, tuple(one for one in listed if not _lacking(one)), excerpts)
 
 
-def excerpt_beyond(
-    nearest: Store, found: Sequence[TierHas], step: int | None, takes: Callable[[str], bool]
-) -> str | None:
-    """The tier that has an excerpt of what is to be restored, with all that is taken of it, where
-    the run itself has none of that. One that lacks some counts where the run has nothing at all, so
+def _excerpt_beyond(
+    here: Sequence[Listed],
+    found: Sequence[TierHas],
+    step: int | None,
+    takes: Callable[[str], bool],
+) -> dict[str, str]:
+    """The excerpt of what is to be restored, with all that is taken of it, where nothing that is
+    here counts for that; and its tier. One that lacks some counts where there is nothing at all, so
     that who restores is told."""
-    here = _listed(nearest)
     has_some = any(step in (None, one.step) for one in here)
     for has in found:
         for one in _beyond(here, has.excerpts, step):
             if has_some and any(map(takes, _lacking(one))):
                 log.warning("%s is whole nowhere: %s has it without %s", one.folder, has.url,
                             ", ".join(_lacking(one)))  # fmt: skip
-                continue
-            log.warning("%s is read at %s, which alone has it", one.folder, has.url)
-            return has.url
-    return None
+            else:
+                return {one.folder: has.url}
+    return {}
 
 
 def _beyond(here: Sequence[Listed], there: Sequence[Listed], step: int | None) -> Sequence[Listed]:
