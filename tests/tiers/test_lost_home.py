@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 from typing import TYPE_CHECKING
@@ -11,6 +12,10 @@ import torch
 
 import laststep
 from laststep.memory import segments
+from laststep.storage.directory import DirectoryStore
+from laststep.tiers import nearest
+from tiers.failed_job import fail_after, job
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,30 +23,12 @@ if TYPE_CHECKING:
 MB = 1 << 20
 
 
-def trainer(base: Path, run: Path, state: torch.Tensor) -> laststep.Checkpointer:
-    return laststep.Checkpointer(
-        tiers=[f"shm://{base}", str(run)], items={"state": {"all": state}}, progress=False,
-        host_memory_bytes=160 * MB, flush="thread",
-    )  # fmt: skip
-
-
 @pytest.fixture
 def base(tmp_path: Path, run_folder: Path) -> Path:
     """Where a job has left steps 4 and 5 when it failed; its home was lost after that."""
-    place = tmp_path / "shm"
+    place, state = tmp_path / "shm", torch.zeros(5 * MB)
     place.mkdir()
-
-    def train() -> None:
-        state = torch.full((5 * MB,), 4.0)
-        with trainer(place, run_folder, state) as ckpt:
-            ckpt.restore()
-            ckpt.save(4).result()
-            state.fill_(5)
-            ckpt.save(5).result()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train()
+    fail_after(job(place, run_folder, state), state, {4: 4.0, 5: 5.0})
     shutil.move(run_folder, tmp_path / "lost")
     return place
 
@@ -50,7 +37,7 @@ def test_the_run_comes_back_out_of_memory_and_is_stored_again(
     base: Path, run_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = torch.zeros(5 * MB)
-    with trainer(base, run_folder, state) as ckpt, caplog.at_level(logging.WARNING):
+    with job(base, run_folder, state) as ckpt, caplog.at_level(logging.WARNING):
         restored = ckpt.restore()
         assert (restored.step, restored.skipped) == (5, ())
         assert bool((state == 5).all())
@@ -66,7 +53,7 @@ def test_the_run_comes_back_out_of_memory_and_is_stored_again(
 
 
 def test_it_is_stored_though_nothing_is_saved_after_it(base: Path, run_folder: Path) -> None:
-    with trainer(base, run_folder, torch.zeros(5 * MB)) as ckpt:
+    with job(base, run_folder, torch.zeros(5 * MB)) as ckpt:
         ckpt.restore()
     assert laststep.open(run_folder).steps() == [5]
 
@@ -74,7 +61,7 @@ def test_it_is_stored_though_nothing_is_saved_after_it(base: Path, run_folder: P
 def test_a_start_that_does_not_restore_begins_a_run_of_its_own(
     base: Path, run_folder: Path
 ) -> None:
-    with trainer(base, run_folder, torch.zeros(5 * MB)) as ckpt:
+    with job(base, run_folder, torch.zeros(5 * MB)) as ckpt:
         ckpt.save(0).result()
     assert laststep.open(run_folder).steps() == [0]
     assert segments.found(str(base)) == []
@@ -84,24 +71,15 @@ def test_a_home_that_another_run_has_taken_since_counts_alone(base: Path, run_fo
     state = torch.full((5 * MB,), 1.0)
     with laststep.Checkpointer(run_folder, items={"state": {"all": state}}, progress=False) as ckpt:
         ckpt.save(1).result()
-    with trainer(base, run_folder, torch.zeros(5 * MB)) as ckpt:
+    with job(base, run_folder, torch.zeros(5 * MB)) as ckpt:
         assert ckpt.restore().step == 1
     assert laststep.open(run_folder).steps() == [1]
 
 
 def test_memory_is_not_given_back_before_somebody_has_gone_on(base: Path, run_folder: Path) -> None:
-    with trainer(base, run_folder, torch.zeros(5 * MB)) as ckpt:
+    with job(base, run_folder, torch.zeros(5 * MB)) as ckpt:
         ckpt._work._start()
     assert [one.records() for one in segments.found(str(base))] == [["1-2"]]
-
-
-def trainer_of_three(
-    base: Path, run: Path, further: Path, state: torch.Tensor
-) -> laststep.Checkpointer:
-    return laststep.Checkpointer(
-        tiers=[f"shm://{base}", str(run), str(further)], items={"state": {"all": state}},
-        host_memory_bytes=160 * MB, progress=False, flush="thread",
-    )  # fmt: skip
 
 
 def test_memory_that_is_newer_than_a_further_tier_counts_and_is_stored(
@@ -110,28 +88,20 @@ def test_memory_that_is_newer_than_a_further_tier_counts_and_is_stored(
     base, further = tmp_path / "shm", tmp_path / "further"
     base.mkdir()
     state = torch.full((5 * MB,), 1.0)
-    with trainer_of_three(base, run_folder, further, state) as ckpt:
+    with job(base, run_folder, state, further) as ckpt:
         ckpt.restore()
         ckpt.save(1).result()
 
-    def train() -> None:
-        with trainer(base, run_folder, state) as ckpt:  # a start that does not drain
-            ckpt.restore()
-            state.fill_(3)
-            ckpt.save(3).result()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train()
+    fail_after(job(base, run_folder, state), state, {3: 3.0})  # which does not drain
     shutil.move(run_folder, tmp_path / "lost")
     state.zero_()
-    with trainer_of_three(base, run_folder, further, state) as ckpt:
+    with job(base, run_folder, state, further) as ckpt:
         assert ckpt.restore().step == 3
         assert bool((state == 3).all())
     back = laststep.open(run_folder)
     assert back.steps()[-1] == 3
     assert back[3].verify().damage == ()
-    with trainer_of_three(base, run_folder, further, state) as ckpt:
+    with job(base, run_folder, state, further) as ckpt:
         assert ckpt.restore().step == 3
         ckpt.save(4).result()
     assert laststep.open(further).steps()[-2:] == [3, 4]
@@ -149,7 +119,7 @@ def test_memory_of_a_history_that_an_older_copy_of_the_run_has_replaced_does_not
     shutil.copytree(run_folder, tmp_path / "older")
 
     def train() -> None:
-        with trainer(base, run_folder, state) as ckpt:
+        with job(base, run_folder, state) as ckpt:
             ckpt.restore()
             state.fill_(2)
             ckpt.save(2).result()
@@ -164,6 +134,42 @@ def test_memory_of_a_history_that_an_older_copy_of_the_run_has_replaced_does_not
         state.fill_(22)
         ckpt.save(2).result()  # by the same name, of another epoch 2
     state.zero_()
-    with trainer(base, run_folder, state) as ckpt:
+    with job(base, run_folder, state) as ckpt:
         assert ckpt.restore().step == 2
     assert bool((state == 22).all())
+
+
+def test_what_memory_has_damaged_is_read_at_a_further_tier(
+    tmp_path: Path, run_folder: Path
+) -> None:
+    base, further, state = tmp_path / "shm", tmp_path / "further", torch.zeros(5 * MB)
+    base.mkdir()
+    ckpt = job(base, run_folder, state, further)
+    fail_after(ckpt, state, {1: 1.0}, lambda: wait_until(lambda: is_at(further, 1)))
+    (segment,) = segments.found(str(base))
+    with open(segment.pool_path, "r+b") as memory:  # noqa: PTH123 (a str)
+        memory.write(b"damage")
+    shutil.rmtree(next(run_folder.glob("step-*")))
+    state.zero_()
+    with job(base, run_folder, state, further) as ckpt:
+        assert ckpt.restore().step == 1
+    assert bool((state == 1).all())
+
+
+def is_at(place: Path, step: int) -> bool:
+    with contextlib.suppress(laststep.NotFound):  # it is being made
+        return step in laststep.open(place).steps()
+    return False
+
+
+def test_a_flusher_does_not_wait_for_itself(
+    base: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (own,) = segments.found(str(base))
+    monkeypatch.setattr(nearest, "WAIT_FOR_OTHERS_S", 0.1)
+    monkeypatch.setattr(segments.Segment, "is_ending", lambda _: True)  # its trainer has died
+    store = DirectoryStore(run_folder)
+    nearest.sealed_of(store, str(base), flusher_of=own)
+    assert "does not end" not in caplog.text
+    nearest.sealed_of(store, str(base))
+    assert "does not end" in caplog.text

@@ -15,6 +15,7 @@ from laststep.storage.directory import DirectoryStore
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 from laststep.tiers import sealed
 from laststep.tiers.nearest import sealed_of
+from tiers.failed_job import fail_after, job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,27 +26,12 @@ if TYPE_CHECKING:
 CHUNKS = 2
 
 
-def trainer(base: Path, run: Path, state: torch.Tensor) -> laststep.Checkpointer:
-    return laststep.Checkpointer(
-        tiers=[f"shm://{base}", str(run)], items={"state": {"all": state}}, progress=False,
-        host_memory_bytes=8 * CHUNK_BYTES, flush="thread",
-    )  # fmt: skip
-
-
 @pytest.fixture
 def base(tmp_path: Path, run_folder: Path) -> Path:
     """Where a job that failed has left a save of bytes that are all 7."""
-    place = tmp_path / "shm"
+    place, state = tmp_path / "shm", torch.zeros(CHUNKS * CHUNK_BYTES, dtype=torch.uint8)
     place.mkdir()
-
-    def train() -> None:
-        with trainer(place, run_folder, torch.full((CHUNKS * CHUNK_BYTES,), 7).byte()) as ckpt:
-            ckpt.restore()
-            ckpt.save(1).result()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train()
+    fail_after(job(place, run_folder, state), state, {1: 7})
     return place
 
 
@@ -63,7 +49,7 @@ def of_tensors(checkpoint: SealedCheckpoint) -> SealedReader:
 
 def restored(base: Path, run_folder: Path) -> torch.Tensor:
     state = torch.zeros(CHUNKS * CHUNK_BYTES, dtype=torch.uint8)
-    with trainer(base, run_folder, state) as ckpt:
+    with job(base, run_folder, state) as ckpt:
         assert ckpt.restore().step == 1
     return state
 
