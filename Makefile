@@ -16,7 +16,9 @@ WORKERS ?= 4
 ONEDNN_MAX_CPU_ISA ?= AVX2
 export ONEDNN_MAX_CPU_ISA
 
-.PHONY: help install demo test test-long format lint types layers tests soak torture bench clean
+FRAMEWORKS := .venv-frameworks
+
+.PHONY: help install demo test test-long test-frameworks format lint types layers tests soak torture bench clean
 
 help:
 	@echo "make install   $(VENV) with all that is needed; the others do it first. It downloads torch:"
@@ -25,6 +27,7 @@ help:
 	@echo "make demo      train, kill, resume: what laststep does, in a minute"
 	@echo "make test      everything that must be green: style, types, layers, tests"
 	@echo "make test-long more pairs of layouts, more ranks with DCP"
+	@echo "make test-frameworks  the adapters, with the real frameworks, in $(FRAMEWORKS): gigabytes, half an hour"
 	@echo "make torture   tests/torture: more than 10,000 faults of every kind, in two hours"
 	@echo "make soak      an hour of saves to three tiers, with faults in each"
 	@echo "make bench     measure on this machine"
@@ -80,6 +83,21 @@ tests: $(STAMP)
 test-long: $(STAMP)
 	@echo "== pytest -m long"
 	@$(BIN)/python -m pytest -q --tb=short -m long $(PYTEST_ARGS)
+
+# In an environment of their own: they bring much, and ask for versions of each other. DeepSpeed looks
+# at torch while it is built, so it sees the one that is installed.
+$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt
+	@echo "== install into $(FRAMEWORKS): laststep, torch and the frameworks"
+	@test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt hatchling editables setuptools wheel torch
+	@DS_BUILD_OPS=0 $(FRAMEWORKS)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt \
+		-e '.[dev,frameworks]'
+	@touch $@
+
+test-frameworks: $(FRAMEWORKS)/.installed
+	@echo "== pytest tests/frameworks tests/adapters"
+	@$(FRAMEWORKS)/bin/python -m pytest -q --tb=short -n 2 --dist loadfile -m "long or not long" \
+		tests/frameworks tests/adapters $(PYTEST_ARGS)
 
 soak: $(STAMP)
 	@echo "== tests/soak/soak.py"

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 from laststep.version import VERSION as __version__  # noqa: N811 (every package has this name)
 
 if TYPE_CHECKING:
+    from laststep.adapters import dcp as dcp
+    from laststep.adapters import deepspeed as deepspeed
+    from laststep.adapters import megatron as megatron
     from laststep.browse import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
     from laststep.catalog.retention import Keep
     from laststep.checkpointer import Checkpointer
@@ -66,6 +69,10 @@ _WHERE = {
     "laststep.tiers.tier": ("Tier",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _WHERE.items() for name in names}
+_ADAPTERS = frozenset({
+    "accelerate", "dcp", "deepspeed", "hf", "lightning", "megatron", "ray", "torchtitan",
+})  # fmt: skip
+"""Of frameworks: `laststep.hf` is `laststep.adapters.hf`, and needs what its extra installs."""
 
 __all__ = [
     "ABSENT",
@@ -120,12 +127,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    value: object
+    if name in _ADAPTERS:
+        value = importlib.import_module(f"laststep.adapters.{name}")
+    elif name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    else:
         raise AttributeError(f"module 'laststep' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_ADAPTERS})

@@ -1,0 +1,68 @@
+"""Versions, seams and stamps, on a framework that is always there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import re
+
+import pytest
+
+import laststep
+from laststep.adapters.framework import Framework
+
+
+class Trainer:
+    def save(self, step: int, path: str = "") -> None: ...
+
+    @staticmethod
+    def now(clock: object) -> None: ...
+
+
+def known(first: str, last: str, package: str = "numpy") -> Framework:
+    return Framework(package=package, extra="np", first=first, last=last)
+
+
+def test_a_framework_that_is_not_there_is_told_with_the_extra_that_brings_it() -> None:
+    with pytest.raises(laststep.Usage, match=re.escape("pip install 'laststep[np]'")):
+        known("1", "2", "no-such-package").check()
+
+
+def test_a_version_that_is_too_old_is_refused() -> None:
+    with pytest.raises(laststep.Usage, match=r"too old.*numpy 999 to 999\.1"):
+        known("999", "999.1").check()
+
+
+@pytest.mark.parametrize(("last", "told"), [("0.1", True), ("999", False), ("installed", False)])
+def test_a_version_that_is_newer_than_all_tried_is_told(
+    last: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed = ".".join(importlib.metadata.version("numpy").split(".")[:2])
+    with caplog.at_level(logging.WARNING):
+        known("0", installed if last == "installed" else last).check()
+    assert ("newer" in caplog.text) is told
+
+
+def test_a_seam_that_is_as_it_was_passes() -> None:
+    known("0", "999").seam(Trainer, "save", "step")
+    known("0", "999").seam(Trainer, "save", "step", "path")
+    known("0", "999").seam(Trainer, "now", "clock")
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"), [("save", ("path",)), ("save", ("step", "path", "x")), ("gone", ())]
+)
+def test_a_seam_that_has_changed_is_refused_by_its_name(
+    method: str, parameters: tuple[str, ...]
+) -> None:
+    with pytest.raises(laststep.Usage, match=rf"Trainer\.{method} of numpy .* is not the one"):
+        known("0", "999").seam(Trainer, method, *parameters)
+
+
+def test_a_stamp_is_known_again_and_another_framework_s_is_refused() -> None:
+    one, other = known("0", "999"), known("0", "9", "torch")
+    assert one.own(one.stamp(epoch=3), "runs/a")["epoch"] == 3
+    with pytest.raises(laststep.Mismatch, match="one of torch"):
+        one.own(other.stamp(), "runs/a")
+    with pytest.raises(laststep.Mismatch, match="one of a loop of its own"):
+        one.own(None, "runs/a")
