@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from laststep.flush.handle import SaveHandle, SaveReport
     from laststep.oneoff import load, save
     from laststep.plan.frequency import Reckoning
-    from laststep.restoring.restore import Restored, Skipped
+    from laststep.restoring.attempts import Skipped
+    from laststep.restoring.restore import Peeked, Restored
     from laststep.saving.preempting import Preempted
     from laststep.settings import Capture, CompareReplicas, FlushIn, OnBusy, Preemption
+    from laststep.state.late import Late
     from laststep.state.layouts import Flat, Mesh, Replicate, Shard, Sharded
     from laststep.state.provider import ABSENT, State, StateProvider
     from laststep.state.tensors import Laid, register_tensor_type
@@ -51,7 +53,8 @@ _WHERE = {
     "laststep.oneoff": ("load", "save"),
     "laststep.browse": ("Catalog", "Checkpoint", "StoredTensor", "open"),
     "laststep.plan.frequency": ("Reckoning",),
-    "laststep.restoring.restore": ("Restored", "Skipped"),
+    "laststep.restoring.attempts": ("Skipped",),
+    "laststep.restoring.restore": ("Peeked", "Restored"),
     "laststep.saving.preempting": ("Preempted",),
     "laststep.settings": ("Capture", "CompareReplicas", "FlushIn", "OnBusy", "Preemption"),
     "laststep.flush.handle": ("SaveHandle", "SaveReport"),
@@ -60,6 +63,7 @@ _WHERE = {
         "StorageFailed", "Torn", "Usage",
     ),
     "laststep.state.provider": ("ABSENT", "State", "StateProvider"),
+    "laststep.state.late": ("Late",),
     "laststep.state.layouts": ("Flat", "Mesh", "Replicate", "Shard", "Sharded"),
     "laststep.state.tensors": ("Laid", "register_tensor_type"),
     "laststep.state.values": ("RNG", "PerRank"),
@@ -91,10 +95,12 @@ __all__ = [
     "Keep",
     "Laid",
     "LaststepError",
+    "Late",
     "Mesh",
     "Mismatch",
     "NotFound",
     "OnBusy",
+    "Peeked",
     "PerRank",
     "Preempted",
     "Preemption",

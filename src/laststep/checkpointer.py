@@ -15,7 +15,6 @@ import time
 from typing import TYPE_CHECKING, Never, Self, SupportsIndex
 
 from laststep import arguments
-from laststep.catalog.lineage import Seen
 from laststep.checks import seconds
 from laststep.commit import meeting as teaming
 from laststep.errors import Aborted, LaststepError, brief
@@ -23,11 +22,10 @@ from laststep.events import Bus, SaveSkipped, SaveStarted, Subscriber
 from laststep.flush.saves import SaveUnderWay
 from laststep.process import interrupts, lifetimes, shortage
 from laststep.process import only_one as single
-from laststep.ranks.group import together
 from laststep.ranks.rank import leaves_cores, ranks_on_this_node, this_rank
 from laststep.restoring import neighbours
-from laststep.restoring.restore import Restored, RestoreRequest, newest_of, restore_into
-from laststep.running import RunningParts, continuing, start_parts
+from laststep.resuming import Resuming
+from laststep.running import RunningParts, start_parts
 from laststep.saving import backlog as queueing
 from laststep.saving import place as places
 from laststep.saving import preempting
@@ -39,8 +37,8 @@ from laststep.saving.prepare import Preparer, rehearse
 from laststep.saving.saved_steps import SavedSteps
 from laststep.settings import DEFAULTS, FlushIn, OnBusy, Settings
 from laststep.state.items import providers_for
+from laststep.state.late import Late
 from laststep.storage.registry import open_store
-from laststep.tiers.nearest import nearest
 from laststep.tiers.tier import Tier, arranged
 from laststep.watching import watch
 
@@ -55,8 +53,8 @@ if TYPE_CHECKING:
     from laststep.flush.handle import SaveHandle
     from laststep.plan.files import SavePlan
     from laststep.ranks.board import Board
-    from laststep.ranks.group import Ranks
     from laststep.ranks.rank import Rank
+    from laststep.restoring.restore import Peeked, Restored, RestoreRequest
     from laststep.settings import Capture, CompareReplicas, Preemption
     from laststep.state.tensors import CollectCache
 
@@ -114,7 +112,6 @@ class Checkpointer(single.OnlyOne):
         excerpts = arguments.excerpts(self._tiers.further, named, self._settings.derived)
         subscribers = arguments.callables(subscribers)
         self._rank = self._who()
-        self._group: Ranks | None = None
         self._preparer = Preparer(
             self._rank, derived=self._settings.derived, lossy=self._settings.lossy,
             excerpts=excerpts,
@@ -123,17 +120,13 @@ class Checkpointer(single.OnlyOne):
         """By which the state of each item is known again at its next save."""
         self._turn = queueing.Turn()
         self._steps = SavedSteps()
-        self._mixed: str | None = None
-        self._seen = Seen()
-        self._resumed = False
-        self._knows_lineage = self._settings.new_lineage
-        """Whether it is decided what the first save continues."""
         self._closed = False
         self._pid = os.getpid()
         by_others = self._rank.ranks > 1 or self._settings.flush is FlushIn.PROCESS
         self._store = open_store(self._tiers.home, shared=by_others)
         self.path = self._store.url
         self._providers = providers_for(named)
+        self._late = [one for one in self._providers.values() if isinstance(one, Late)]
         teaming.check_own(self._providers, self._rank)
         if self._rank.is_first or not self._store.same_everywhere:
             places.look_at(self._store)
@@ -153,9 +146,13 @@ class Checkpointer(single.OnlyOne):
         self._pool, self._capturer, self._client = work.pool, work.capturer, work.client
         self._team = work.team
         self._capturer.at_optimizer_step(1, self._work.start_early)
-        if self._team is None and all(provider.cheap for provider in self._providers.values()):
+        if self._team is None:
             self._capturer.at_optimizer_step(_REHEARSAL_STEP, lifetimes.weakly(self._rehearse))
         self._dropped = self._work.outlive(self)
+        self._resuming = Resuming(
+            self._store, self._tiers, self._providers, self._settings, self._rank, self._bus, work,
+            self._steps,
+        )  # fmt: skip
         self._schedule = scheduling.Schedule(
             self._settings, self._rank, self._client.past, may_only_end=self._ending is not None
         )
@@ -225,7 +222,7 @@ class Checkpointer(single.OnlyOne):
         if last is not None and all(provider.passive for provider in self._providers.values()):
             early = self._capturer.start_early(last.copies)
         try:
-            self._check_lineage()
+            self._resuming.saves()
             taken = take_state(
                 self._providers, self._caches, asked.metrics, asked.metadata,
                 allow_pickle=self._settings.allow_pickle,
@@ -294,7 +291,7 @@ class Checkpointer(single.OnlyOne):
     def _meet(self) -> scheduling.Notes:
         """Bring the ranks together for `step()`, when it is first called or after a restore."""
         with interrupts.held():
-            team, ranks = self._team, self._all_ranks("step()")
+            team, ranks = self._team, self._resuming.all_ranks("step()")
             return scheduling.OwnNotes() if team is None else team.notes(ranks)
 
     @property
@@ -306,7 +303,7 @@ class Checkpointer(single.OnlyOne):
     def _meet_to_stop(self) -> Board:
         """Bring several ranks together, so that they can agree on the step at which they stop."""
         with interrupts.held():
-            return teaming.board_to_stop(self._team, self._all_ranks("step()"))
+            return teaming.board_to_stop(self._team, self._resuming.all_ranks("step()"))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all saves are committed; False when the time is up. Raises what failed."""
@@ -384,89 +381,60 @@ class Checkpointer(single.OnlyOne):
         starting = self._work.starting(beside=leaves_cores(self._rank))
         with interrupts.held(), self._turn.of("restore"), shortage.told("restore"), starting:
             self._check_usable("restore", mixed_is_fine=True)
-            here = ranks_on_this_node(self._rank)
-            wanted = arguments.restore_request(
-                step, only, self._settings, here, strict=strict, exact=exact,
-                remote=self._store.same_everywhere, tiers=self._tiers.further,
-            )  # fmt: skip
-            return self._restore(wanted)
+            wanted = self._request(step, only, strict=strict, exact=exact)
+            restored = self._resuming.restore(wanted, self._begin_anew)
+            self._look_at_late()
+            return restored
 
-    def _restore(self, wanted: RestoreRequest) -> Restored:
-        mixed, only = self._mixed, wanted.only
-        self._work.wait()
-        neighbours.wait_for_others(self._work, self.path)
-        near = nearest(
-            self._store, self._tiers.memory, self._work.segment,
-            has_further=bool(self._tiers.further),
-        )  # fmt: skip
-        reading = self._pool.reading(wanted.threads, remote=self._store.same_everywhere)
-        with without_collection(), reading as room, near as store:
-            known = self._group is not None
-            group = self._all_ranks("restore()")
-            if known:  # else they arrived where it was made
-                group.arrive()
-            together(group, self._ready)
-            self._schedule.anew()
-            if self._ending is not None:
-                self._ending.anew()
-            outcome = restore_into(
-                store, self._providers, room, self._bus, wanted, ranks=group,
-                touched=functools.partial(setattr, self, "_mixed"),
-                saw=functools.partial(setattr, self, "_seen"),
-            )  # fmt: skip
-        self._knows_lineage = True
-        if outcome is None:
-            self._steps.restored(0)
-            self._client.continue_from(continuing(None, self._seen))
-            return Restored(step=None, next_step=0)
-        # A part that was restored does not make whole what an earlier restore left mixed.
-        if not outcome.mixed:
-            self._mixed = None if only is None else mixed
-        found = outcome.chosen
-        # A part taken from an older checkpoint in mid-run does not turn the run back to it.
-        if only is None or not (self._resumed or self._work.preflight):
-            self._client.continue_from(continuing(found, self._seen, was_read=outcome.was_read))
-            self._steps.restored(found.step, found.lineage_steps)
-            self._resumed = True
-        return outcome.told()
+    def peek(self) -> Peeked | None:
+        """The newest checkpoint that opens, with its metadata, before any state is restored; None
+        in a new run. On all ranks, as with `restore()`.
+
+        Each `restore()` that follows, up to the next save, reads this very one, of which it names a
+        part or not. One that finds it damaged raises `Corrupt`, and `peek()` then gives the next
+        older one.
+        """
+        lifetimes.check_process("peek", self._pid)
+        with interrupts.held(), self._turn.of("peek"), shortage.told("peek"):
+            self._check_usable("peek", mixed_is_fine=True)
+            return self._resuming.peek(self._request(None, None, strict=True, exact=False))
 
     def continue_newest(self) -> None:
         """Let saves continue the newest checkpoint without restoring it, as an import does."""
-        seen = self._client.newest_point()
-        newest = newest_of(self._store)
-        self._client.continue_from(continuing(newest, seen, resumed=False))
-        self._knows_lineage = True
+        self._resuming.continue_newest()
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _all_ranks(self, call: str) -> Ranks:
-        """Those that restore together, and meet for `step()`; brought together by that call."""
-        if self._group is None:
-            self._group = teaming.all_ranks(self._rank, self._settings, self._team, call)
-        return self._group
+    def _request(
+        self, step: SupportsIndex | None, only: object, *, strict: bool, exact: bool
+    ) -> RestoreRequest:
+        return arguments.restore_request(
+            step, only, self._settings, ranks_on_this_node(self._rank), strict=strict, exact=exact,
+            remote=self._store.same_everywhere, tiers=self._tiers.further,
+        )  # fmt: skip
+
+    def _begin_anew(self) -> None:
+        """The ranks of this job are here to restore."""
+        self._schedule.anew()
+        if self._ending is not None:
+            self._ending.anew()
+
+    def _look_at_late(self) -> None:
+        """Have ready what items need that did not exist at construction, once all do."""
+        if self._late and all(one.is_made for one in self._late):
+            self._late.clear()
+            teaming.check_own(self._providers, self._rank)
+            self._work.expect(self._providers, self._settings, self._rank)
 
     def _check_usable(self, what: str, *, mixed_is_fine: bool = False) -> None:
         lifetimes.check_process(what, self._pid)
-        mixed = None if mixed_is_fine else self._mixed
+        mixed = None if mixed_is_fine else self._resuming.mixed
         places.refuse_unusable(what, closed=self._closed, mixed=mixed)
 
     def _raise_failed(self) -> None:
         """Raise the first failure that nobody has seen, of saves that are over."""
         self._steps.take_over(self._client.saves)
         queueing.raise_first(self._client.saves.tell())
-
-    def _ready(self) -> None:
-        """All saves are over: raise what failed, or see to it that more can be made."""
-        self._raise_failed()
-        self._work.revive(self._settings)
-
-    def _check_lineage(self) -> None:
-        """Before the first save without a restore(): it may leave nothing behind."""
-        if not self._knows_lineage:
-            seen = self._client.newest_point()
-            places.refuse_to_leave(newest_of(self._store), self.path)
-            self._client.continue_from(continuing(None, seen))
-            self._knows_lineage = True
 
     def _make_room(self, save: SaveUnderWay) -> float:
         """Wait for, or give way to, earlier saves that stand in the way; returns the seconds."""
@@ -493,6 +461,8 @@ class Checkpointer(single.OnlyOne):
     def _rehearse(self) -> bool:
         """Prepare what the first save needs, at an early optimizer step."""
         if self._closed or self._work.preflight or os.getpid() != self._pid:
+            return True
+        if not all(provider.cheap for provider in self._providers.values()):
             return True
         return rehearse(
             self._providers, self._caches, self._preparer, self._pool, self._capturer,

@@ -275,6 +275,14 @@ class RunningParts:
                 return False
         return True
 
+    def expect(
+        self, providers: Mapping[str, StateProvider], settings: Settings, rank: Rank
+    ) -> None:
+        """Have memory ready for items that were made after construction."""
+        _cap, expected, on_device = sizing.memory_for(providers, settings, rank)
+        staged = self.capturer.expect(on_device)
+        self.pool.want(_sets(self.segment) * expected, without_pauses=not staged)
+
     def prepare_for(self, size_bytes: int, store: Store, keep: Keep | None, bus: Bus) -> None:
         """A save of that size comes: have memory for it, and for the one before beside it where
         that is kept. Before the first one, look whether there is room for all of it."""

@@ -419,9 +419,9 @@ def filled_with(model: nn.Module) -> set[float]:
     return {x for p in model.parameters() for x in p.full_tensor().flatten().tolist()}
 
 
-def save_sharded(run: str, steps: int) -> None:
+def save_sharded(run: str, steps: int, **more: object) -> None:
     model = sharded_model()
-    with opened(run, model=model, flush="process") as c:
+    with opened(run, model=model, flush="process", **more) as c:
         for step in range(1, steps + 1):
             fill(model, step)
             c.save(step).wait()
@@ -442,6 +442,29 @@ def load_damaged(run: str, *, touched: bool) -> dict[str, object]:
         c.save(3).wait()
     skipped = [(one.step, one.reason) for one in restored.skipped]
     return {"named": named, "step": restored.step, "skipped": skipped, "found": found}
+
+
+def peek_at_damaged(run: str) -> dict[str, object]:
+    """The newest opens; reading finds that a rank's part of it is damaged."""
+    model, plain = sharded_model(), {"n": -1}
+    late = laststep.Late(lambda: model)
+    with opened(run, model=late, plain=plain) as c:
+        steps = [c.peek().step]
+        error = kinds(lambda: c.restore(only="model"))
+        mixed = kinds(lambda: c.save(5))
+        steps.append(c.peek().step)
+        c.restore(only="plain")
+        restored = c.restore(only="model")
+        steps.append(restored.step)
+        found = filled_with(model)
+        c.save(3).wait()
+    return {"steps": steps, "error": error, "mixed": mixed[0], "found": found}
+
+
+def peek_or_restore(run: str) -> tuple[str, str]:
+    """One rank peeks where the others restore."""
+    with opened(run, model=sharded_model()) as c:
+        return kinds(c.peek if dist.get_rank() == 1 else c.restore)
 
 
 def load_nothing_good(run: str) -> tuple[str, str]:

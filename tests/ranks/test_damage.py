@@ -71,6 +71,25 @@ def test_all_ranks_pass_over_what_one_ranks_file_lost(
         assert reason
 
 
+def test_ranks_that_peek_are_offered_the_next_older_one_where_one_rank_finds_damage(
+    crew: Crew, run_folder: Path
+) -> None:
+    crew("tasks:save_sharded", 3, run=str(run_folder), steps=2, plain={"n": 1})
+    DAMAGE["tensor"](file_of(run_folder, 2, 1))
+    for found in crew("tasks:peek_at_damaged", 3, run=str(run_folder)):
+        assert found["steps"] == [2, 1, 1]
+        assert found["error"][0] == "Corrupt"
+        assert "peek() again" in found["error"][1]
+        assert found["mixed"] == "Usage"
+        assert found["found"] == {1.0}
+
+
+def test_a_rank_that_peeks_where_others_restore_is_told(crew: Crew, saved: Path) -> None:
+    for kind, text in crew("tasks:peek_or_restore", 3, run=str(saved)):
+        assert kind == "Usage"
+        assert "peek() of the newest on rank 1" in text
+
+
 def test_a_damaged_table_is_passed_over_and_found_by_verify(
     crew: Crew, saved: Path, run_folder: Path
 ) -> None:

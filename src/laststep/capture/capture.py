@@ -68,8 +68,15 @@ class Capturer:
         self._thread = threading.Thread(target=self._work, name="laststep-capture", daemon=True)
 
     def start(self, expected_bytes: dict[str, int]) -> bool:
-        """Begin; what is expected on each device is set aside now, if it is spare. False where it
-        is not, or not wanted: then captures will need all their host memory at once."""
+        """Begin, with what is expected."""
+        staged = self.expect(expected_bytes)
+        self._devices = tuple(expected_bytes)
+        threads.start(self._thread)
+        return staged
+
+    def expect(self, expected_bytes: dict[str, int]) -> bool:
+        """Set aside what is expected on each device, if it is spare. False where it is not, or not
+        wanted: then captures will need all their host memory at once."""
         wanted = staged = self._mode in (Capture.AUTO, Capture.DEVICE)
         for device, size in expected_bytes.items():
             staging = self._staging_on(device)
@@ -77,8 +84,6 @@ class Capturer:
             staged = staged and fits
             if not fits and self._mode in (Capture.AUTO, Capture.LAZY):
                 staging.set_aside(min(RING_CHUNKS * CHUNK_BYTES, size))
-        self._devices = tuple(expected_bytes)
-        threads.start(self._thread)
         return staged
 
     @shortage.told("capture the state")

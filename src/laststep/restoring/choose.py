@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -58,9 +58,13 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it looks at shared memory first."""
     tiers: int = 0
     """In how many further ones it looks."""
+    peeked: str | None = None
+    """The checkpoint that it has peeked at."""
+    call: str = "restore()"
 
     def __str__(self) -> str:
-        text = "the newest" if self.step is None else f"step {self.step}"
+        text = f"{self.call} of " + ("the newest" if self.step is None else f"step {self.step}")
+        text += "" if self.peeked is None else f", which is to be {self.peeked}"
         text += "" if self.only is None else f" with only={list(self.only)}"
         text += "" if self.strict else " with strict=False"
         text += " with exact=True" if self.exact else ""
@@ -75,6 +79,15 @@ class Chosen(AttemptName, frozen=True, kw_only=True):
     """As it is stored; nothing where the first rank cannot read it."""
     lineage_steps: tuple[int, ...]
     """The steps up to it that the state has then come by."""
+
+
+class Which(NamedTuple):
+    """Which checkpoint is asked for: the newest that is not known to be damaged, a step, or the one
+    that was peeked at."""
+
+    step: int | None = None
+    peeked: str | None = None
+    damaged: frozenset[str] = frozenset()
 
 
 class StandsOrGone(enum.Enum):
@@ -95,9 +108,9 @@ def check_asked(ranks: Ranks, asked: Asked) -> None:
     for rank, note in enumerate(notes):
         if note != notes[0]:
             raise Usage(
-                "the ranks of this job do not ask for the same", where="restore()",
+                "the ranks of this job do not ask for the same", where=asked.call,
                 found=f"{decode(notes[0])} on rank 0, {decode(note)} on rank {rank}",
-                remedy="call restore() with the same arguments on every rank",
+                remedy=f"call {asked.call} with the same arguments on every rank",
             )  # fmt: skip
 
 
@@ -132,25 +145,25 @@ class Choosing:
     def __init__(
         self,
         run: Run,
-        step: int | None,
+        which: Which,
         ranks: Ranks,
         saw: Callable[[Seen], None],
         further: Sequence[TierHas] = (),
     ) -> None:
-        """`NotFound` where the run has not that step. `saw` is told, on the first rank, which epoch
-        was the newest, and its last commit, before the run was listed; that rank knows what
+        """`NotFound` where the run has not what is named. `saw` is told, on the first rank, which
+        epoch was the newest, and its last commit, before the run was listed; that rank knows what
         `further` tiers have."""
         self._store = run.store
         self._near = run.store if isinstance(run.store, NearestStore) else None
         self.url = run.store.url
         self._run = run
-        self._step = step
+        self._which = which
         self._ranks = ranks
         self._saw = saw
         self._further = list(further)
         self._lineage: tuple[Listed, ...] = ()
         self._left: list[Listed] = []
-        self._passed: set[str] = set()
+        self._passed: set[str] = set(which.damaged)
         self._unseen_s: float | None = None
         """Since when a rank has not seen what the first one sees."""
         together(ranks, self._list)
@@ -160,7 +173,11 @@ class Choosing:
             return
         self._saw(seen_in(self._store))
         self._lineage = self._run.lineage()
-        to_try = self._lineage if self._step is None else (_named(self._run, self._step),)
+        to_try = self._lineage
+        if self._which.peeked is not None:
+            to_try = (_peeked(self._run, self._which.peeked),)
+        elif self._which.step is not None:
+            to_try = (_named(self._run, self._which.step),)
         self._left = [listed for listed in to_try if listed.folder not in self._passed]
 
     def next(self) -> Chosen | None:
@@ -305,6 +322,17 @@ class Choosing:
 def _is_there(store: Store, name: str) -> bool:
     folder, _, last = name.rpartition("/")
     return any(entry.name == last for entry in store.list(folder))
+
+
+def _peeked(run: Run, folder: str) -> Listed:
+    """The checkpoint of that folder."""
+    for listed in run.checkpoints():
+        if listed.folder == folder:
+            return listed
+    raise NotFound(
+        "the checkpoint that was peeked at is gone", where=f"{run.store.url}/{folder}",
+        remedy="peek() again, and restore what it gives from the beginning",
+    )  # fmt: skip
 
 
 def _named(run: Run, step: int) -> Listed:

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from laststep.catalog.run import Run
-from laststep.errors import Corrupt, LaststepError, NotFound, Problems
-from laststep.events import Bus, PassedOver
+from laststep.errors import LaststepError, NotFound, Problems
+from laststep.events import Bus
 from laststep.events import Restored as RestoredEvent
-from laststep.process import interrupts
 from laststep.ranks.group import together
+from laststep.restoring.attempts import Attempts, Skipped
 from laststep.restoring.choose import (
     Asked,
     Choosing,
-    StandsOrGone,
+    Which,
     check_asked,
     open_run,
 )
@@ -55,15 +55,6 @@ _REMEDY = "pass strict=False to restore what fits, or only=[…] to restore a pa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
-    """A newer checkpoint that was passed over."""
-
-    step: int
-    folder: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """What `restore()` did."""
 
@@ -81,6 +72,20 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Peeked:
+    """The checkpoint that `peek()` has found, and that each `restore()` after it reads."""
+
+    step: int
+    next_step: int
+    """The step to go on with, where steps are counted from 0 as they begin."""
+    folder: str
+    skipped: tuple[Skipped, ...]
+    """Newer checkpoints that were passed over, and why."""
+    metrics: dict[str, float | int | str | bool]
+    metadata: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What was restored."""
 
@@ -89,14 +94,17 @@ class Outcome:
     skipped: tuple[Skipped, ...]
     problems: Problems
     mixed: bool
+    was_at_home: bool
+    """Whether what was read was read in the run itself, not in memory or at a further tier, and all
+    that was wanted of it fitted."""
     was_read: bool
-    """Whether all of it was read in the run itself, not in memory or at a further tier."""
+    """Whether that is all of it."""
 
-    def told(self) -> Restored:
-        """The same as a user is told it."""
+    def told(self, skipped: tuple[Skipped, ...] = ()) -> Restored:
+        """The same as a user is told it, with what was passed over before."""
         commit = self.commit
         return Restored(
-            step=commit.step, next_step=commit.step + 1, skipped=self.skipped,
+            step=commit.step, next_step=commit.step + 1, skipped=(*skipped, *self.skipped),
             problems=self.problems, folder=self.chosen.folder, metrics=commit.metrics,
             metadata=commit.metadata,
         )  # fmt: skip
@@ -116,6 +124,10 @@ class RestoreRequest:
     threads: int
     tiers: Sequence[Tier] = ()
     """What only these have is read there."""
+    peeked: str | None = None
+    """The folder of the one that was peeked at, which is restored, or none."""
+    damaged: frozenset[str] = frozenset()
+    """Those that peeking leaves out."""
 
 
 def restore_into(
@@ -132,13 +144,50 @@ def restore_into(
     """Restore; None where there is nothing yet and no step was asked for. `touched` is called with
     the folder's name before the first live byte changes, `saw`, on the first rank, with the newest
     epoch before each look at what there is. All ranks are here, and their saves are over."""
+    choosing = _choosing(store, wanted, saw, ranks, "restore()")
+    if choosing is None:
+        return None
+    restoring = _Restoring(choosing, providers, room, bus, wanted, ranks, touched)
+    named = wanted.step is not None or wanted.peeked is not None
+    found = Attempts(choosing, bus, named=named).until_one_succeeds(restoring.restore)
+    return None if found is None else replace(found[0], skipped=found[1])
+
+
+def peek_into(
+    store: Store, bus: Bus, wanted: RestoreRequest, *, saw: Callable[[Seen], None], ranks: Ranks
+) -> Peeked | None:
+    """The checkpoint that a restore would take, opened on all ranks: its manifest, the headers of
+    its files and all that is no tensor are verified. None where there is nothing yet."""
+    choosing = _choosing(store, wanted, saw, ranks, "peek()")
+    if choosing is None:
+        return None
+
+    def look(chosen: Chosen) -> tuple[str, Commit]:
+        with choosing.open(chosen) as content:
+            refuse_excerpt(content.commit, None, choosing.where(chosen))
+            return chosen.folder, content.commit
+
+    found = Attempts(choosing, bus, named=False).until_one_succeeds(look)
+    if found is None:
+        return None
+    (folder, commit), skipped = found
+    return Peeked(
+        step=commit.step, next_step=commit.step + 1, folder=folder, skipped=skipped,
+        metrics=commit.metrics, metadata=commit.metadata,
+    )  # fmt: skip
+
+
+def _choosing(
+    store: Store, wanted: RestoreRequest, saw: Callable[[Seen], None], ranks: Ranks, call: str
+) -> Choosing | None:
+    """The checkpoints to try, as all ranks see them; None where there is no run."""
     only = None if wanted.only is None else tuple(wanted.only)
     near = isinstance(store, NearestStore) and store.in_memory
     check_asked(
         ranks,
         Asked(
             step=wanted.step, only=only, strict=wanted.strict, exact=wanted.exact, in_memory=near,
-            tiers=len(wanted.tiers),
+            tiers=len(wanted.tiers), peeked=wanted.peeked, call=call,
         ),
     )  # fmt: skip
     together(ranks, lambda: wait_for_writers(beneath(store)) if ranks.rank.is_first else None)
@@ -149,15 +198,15 @@ def restore_into(
     try:
         run = open_run(store, ranks)
     except NotFound:
-        if wanted.step is not None:
+        if wanted.step is not None or wanted.peeked is not None:
             raise
         return None
-    choosing = Choosing(run, wanted.step, ranks, saw, further)
-    return _Attempts(choosing, providers, room, bus, wanted, ranks, touched).until_one_succeeds()
+    which = Which(wanted.step, wanted.peeked, wanted.damaged)
+    return Choosing(run, which, ranks, saw, further)
 
 
-class _Attempts:
-    """Tries to restore checkpoints, one after the other, on all ranks."""
+class _Restoring:
+    """Restores one checkpoint, on all ranks."""
 
     def __init__(
         self,
@@ -178,36 +227,10 @@ class _Attempts:
         self._touched = touched
         self._changed = False
         """Whether an earlier one may have put something in place."""
-        self._skipped: list[Skipped] = []
-        self._deleted: list[Skipped] = []
-        """Those that were gone when they were to be opened."""
 
-    def until_one_succeeds(self) -> Outcome | None:
-        """The first that can be restored; None where there is none to try."""
-        last: LaststepError | None = None
-        while (chosen := self._choosing.next()) is not None:
-            interrupts.let_in()
-            began = time.perf_counter()
-            try:
-                outcome, size_bytes = self._restore(chosen)
-            except (Corrupt, NotFound) as error:
-                self._go_on_after(chosen, error)
-                last = error
-                continue
-            seconds = time.perf_counter() - began
-            self._bus.emit(
-                RestoredEvent(
-                    step=chosen.step, folder=chosen.folder, size_bytes=size_bytes, seconds=seconds
-                )
-            )
-            newer = [skipped for skipped in self._deleted if skipped.step > chosen.step]
-            return replace(outcome, skipped=(*newer, *self._skipped))
-        if last is not None:
-            raise self._none_left() from last
-        return None
-
-    def _restore(self, chosen: Chosen) -> tuple[Outcome, int]:
-        """Restore that one, on all ranks, and count the bytes; what fails on one fails on all."""
+    def restore(self, chosen: Chosen) -> Outcome:
+        """Restore that one; what fails on one rank fails on all."""
+        began = time.perf_counter()
         wanted, ranks, room = self._wanted, self._ranks, self._room
         with self._choosing.open(chosen) as content:
             where = self._choosing.where(chosen)
@@ -229,60 +252,20 @@ class _Attempts:
                 allow_pickle=wanted.allow_pickle,
             )  # fmt: skip
             together(ranks, give)
+        at_home = self._choosing.is_at_home(chosen) and not fitted.problems
         outcome = Outcome(
             chosen=chosen, commit=content.commit, skipped=(), problems=fitted.problems,
-            was_read=self._choosing.is_at_home(chosen) and wanted.only is None
-            and not fitted.problems,
+            was_at_home=at_home, was_read=at_home and wanted.only is None,
             # What a damaged checkpoint had put in place may lie beyond what this one covers.
             mixed=changed_before and (bool(fitted.problems) or wanted.only is not None),
         )  # fmt: skip
-        return outcome, size_bytes
-
-    def _go_on_after(self, chosen: Chosen, error: Corrupt | NotFound) -> None:
-        """Choose what to try next: the same again, one of a new list, or an older one. A step that
-        was asked for has none to stand in for it: its error is raised."""
-        named = self._wanted.step is not None
-        if self._choosing.spoil(chosen, error):
-            return
-        verdict = self._choosing.judge(chosen, error)
-        if verdict is StandsOrGone.UNSEEN:
-            self._choosing.wait_to_see(chosen, error)
-        elif verdict is StandsOrGone.DELETED and not named:
-            log.warning("%s is gone, and the run is listed again: %s", chosen.folder, error)
-            self._deleted.append(_skip(chosen, "it was deleted meanwhile"))
-            self._choosing.list_again()
-        elif self._choosing.stand_in(chosen, error):
-            return
-        elif named or isinstance(error, NotFound):
-            raise error
-        else:
-            # Without the remedy, which is to take the newest good one: so it is done.
-            skipped = _skip(chosen, error.without_remedy())
-            self._skipped.append(skipped)
-            self._bus.emit(
-                PassedOver(step=skipped.step, folder=skipped.folder, reason=skipped.reason)
+        self._bus.emit(
+            RestoredEvent(
+                step=chosen.step, folder=chosen.folder, size_bytes=size_bytes,
+                seconds=time.perf_counter() - began,
             )
-            self._choosing.go_on()
-
-    def _none_left(self) -> LaststepError:
-        url, skipped = self._choosing.url, self._skipped
-        if not skipped:
-            return NotFound(
-                "the checkpoints of this run were deleted while they were looked at", where=url,
-                found="; ".join(f"{gone.folder} is gone" for gone in self._deleted[:3]),
-                remedy="`laststep ls` lists what is there; restore() again to begin anew if it is "
-                "none",
-            )  # fmt: skip
-        return Corrupt(
-            f"none of the {len(skipped)} checkpoints of this run can be restored", where=url,
-            found="; ".join(f"step {s.step}: {s.reason}" for s in skipped[:3]),
-            remedy=f"`laststep verify {url}` lists all damage; a copy of the run may still be "
-            "good, and a new run elsewhere begins from the start",
         )  # fmt: skip
-
-
-def _skip(chosen: Chosen, reason: str) -> Skipped:
-    return Skipped(step=chosen.step, folder=chosen.folder, reason=reason)
+        return outcome
 
 
 def pass_objects(content: Content, providers: Mapping[str, StateProvider]) -> str:

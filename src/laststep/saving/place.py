@@ -165,6 +165,6 @@ def refuse_unusable(what: str, *, closed: bool, mixed: str | None) -> None:
         )
     if mixed is not None:
         raise Usage(
-            f"cannot {what}: the live state is mixed", found=f"a restore of {mixed} failed midway",
+            f"cannot {what}: the live state is mixed", found=f"{mixed} was restored only in part",
             remedy="restore() a whole checkpoint first",
         )  # fmt: skip

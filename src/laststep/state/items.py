@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from laststep.checks import plain, shown
 from laststep.errors import Usage
+from laststep.state.late import Late
 from laststep.state.members import EntryProvider, GroupProvider
 from laststep.state.modules import ModuleProvider, parameter_names
 from laststep.state.optimizers import Names, OptimizerProvider
@@ -72,6 +73,8 @@ def _things_in(
     for key, item in items.items():
         if isinstance(item, PerRank):
             yield from _things_in({key: item.item}, outer, depth)
+        elif isinstance(item, Late):
+            yield from _things_in({key: item.thing()}, outer, depth)
         elif isinstance(item, StateProvider):
             yield from ((outer, key, part) for part in item.parts())
         elif type(item) is dict and depth < MAX_DEPTH and _is_group(item, any_keys=True):
@@ -137,6 +140,8 @@ def _has_own_state(value: object, depth: int = 0) -> bool:
 def _provider(name: str, item: Any, names: Names) -> StateProvider:
     if isinstance(item, PerRank):
         return item.around(_provider(name, item.item, names))
+    if isinstance(item, Late):
+        return item.around(lambda thing: _provider(name, thing, names))
     if isinstance(item, type):
         raise Usage(
             f"item {name!r} is a class, which has no state", expected="an object of it",

@@ -317,8 +317,12 @@ class PerRank(AroundProvider):
         """One that speaks for what that provider provides. The same object may be an item of
         several Checkpointers, each with a provider of its own."""
         made = PerRank(self.item, when_ranks_change=self._said)
-        made._inner, made.kind = inner, inner.kind
+        made._inner = inner
         return made
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return self._inner.kind
 
     @property
     def when_ranks_change(self) -> WhenRanksChange:  # type: ignore[override]

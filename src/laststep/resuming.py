@@ -1,0 +1,212 @@
+"""From where a start goes on: the checkpoint that it restores, and what its saves continue.
+
+Belongs to the training thread. Knows whether the live state is one state, and whether it is decided
+which checkpoint the first save follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from laststep.catalog.lineage import Seen
+from laststep.commit import meeting as teaming
+from laststep.errors import Corrupt, NotFound
+from laststep.ranks.group import together
+from laststep.restoring import neighbours
+from laststep.restoring.fit import selection
+from laststep.restoring.restore import Restored, newest_of, peek_into, restore_into
+from laststep.running import continuing
+from laststep.saving import backlog as queueing
+from laststep.saving import place as places
+from laststep.saving.pausing import without_collection
+from laststep.tiers.nearest import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from laststep.events import Bus
+    from laststep.ranks.group import Ranks
+    from laststep.ranks.rank import Rank
+    from laststep.restoring.restore import Outcome, Peeked, RestoreRequest
+    from laststep.running import RunningParts
+    from laststep.saving.saved_steps import SavedSteps
+    from laststep.settings import Settings
+    from laststep.state.provider import StateProvider
+    from laststep.storage.store import Store
+    from laststep.tiers.nearest import NearestStore
+    from laststep.tiers.tier import Arranged
+
+
+class _Peek:
+    """The checkpoint that was peeked at, and what of it has been restored."""
+
+    def __init__(self, peeked: Peeked) -> None:
+        self.peeked = peeked
+        self.used = False
+        """Whether any of it has been restored."""
+        self.items: set[str] = set()
+        """What has been restored wholly."""
+        self.was_read = True
+        """Whether all of these were read in the run itself."""
+
+
+class Resuming:
+    """What this start goes on from."""
+
+    def __init__(
+        self,
+        store: Store,
+        tiers: Arranged,
+        providers: Mapping[str, StateProvider],
+        settings: Settings,
+        rank: Rank,
+        bus: Bus,
+        work: RunningParts,
+        steps: SavedSteps,
+    ) -> None:
+        self._store, self._tiers, self._providers = store, tiers, providers
+        self._settings, self._rank, self._bus = settings, rank, bus
+        self._work, self._steps = work, steps
+        self._group: Ranks | None = None
+        self.mixed: str | None = None
+        """The checkpoint of which only a part was put in place, so that nothing may be saved."""
+        self._seen = Seen()
+        self._resumed = False
+        self._knows_lineage = settings.new_lineage
+        """Whether it is decided what the first save continues."""
+        self._peek: _Peek | None = None
+        self._damaged: frozenset[str] = frozenset()
+        """Those that were peeked at, and then found damaged."""
+
+    def all_ranks(self, call: str) -> Ranks:
+        """Those that restore together, and meet for `step()`; brought together by that call."""
+        if self._group is None:
+            self._group = teaming.all_ranks(self._rank, self._settings, self._work.team, call)
+        return self._group
+
+    def peek(self, wanted: RestoreRequest) -> Peeked | None:
+        """Find the checkpoint to restore, and hold to it instead of an earlier one."""
+        earlier, self._peek = self._peek, None
+        with self._looking("peek()") as (store, group):
+            found = peek_into(
+                store, self._bus, replace(wanted, damaged=self._damaged), ranks=group, saw=self._saw
+            )
+        self._peek = None if found is None else _Peek(found)
+        if earlier is not None and earlier.used and not self._is_whole(earlier):
+            if found is not None and found.folder == earlier.peeked.folder:
+                self._peek = earlier
+            else:
+                self.mixed = earlier.peeked.folder
+        return found
+
+    def restore(self, wanted: RestoreRequest, begin_anew: Callable[[], None]) -> Restored:
+        """Restore, and let saves continue that; `begin_anew` is called when all ranks are here."""
+        peek = self._peek = self._peek if wanted.step is None else None
+        if peek is not None:
+            wanted = replace(wanted, peeked=peek.peeked.folder)
+        remote = self._store.same_everywhere
+        try:
+            with (
+                self._looking("restore()") as (store, group),
+                self._work.pool.reading(wanted.threads, remote=remote) as room,
+            ):
+                begin_anew()
+                mixed = self.mixed
+                outcome = restore_into(
+                    store, self._providers, room, self._bus, wanted, ranks=group,
+                    touched=functools.partial(setattr, self, "mixed"), saw=self._saw,
+                )  # fmt: skip
+        except (Corrupt, NotFound) as error:
+            if peek is None:
+                raise
+            raise self._let_go(peek, error) from error
+        self._knows_lineage = True
+        if outcome is None:
+            self._steps.restored(0)
+            self._work.client.continue_from(continuing(None, self._seen))
+            return Restored(step=None, next_step=0)
+        self._go_on(outcome, wanted, mixed, peek)
+        return outcome.told(() if peek is None else peek.peeked.skipped)
+
+    def _go_on(
+        self, outcome: Outcome, wanted: RestoreRequest, mixed: str | None, peek: _Peek | None
+    ) -> None:
+        """Saves continue what was restored."""
+        found, only, was_read = outcome.chosen, wanted.only, outcome.was_read
+        whole = only is None
+        if peek is not None:
+            peek.items.update(
+                item for item in self._providers if selection(only, item) == (True, None)
+            )
+            peek.used, peek.was_read = True, peek.was_read and outcome.was_at_home
+            whole = self._is_whole(peek)
+            was_read = whole and peek.was_read
+        # A part that was restored does not make whole what an earlier restore left mixed.
+        if not outcome.mixed:
+            self.mixed = None if whole else mixed
+        # A part taken from an older checkpoint in mid-run does not turn the run back to it.
+        if only is None or peek is not None or not (self._resumed or self._work.preflight):
+            self._work.client.continue_from(continuing(found, self._seen, was_read=was_read))
+            self._steps.restored(found.step, found.lineage_steps)
+            self._resumed = True
+
+    def _is_whole(self, peek: _Peek) -> bool:
+        return peek.items >= self._providers.keys()
+
+    def _let_go(self, peek: _Peek, error: Corrupt | NotFound) -> Corrupt | NotFound:
+        """What was peeked at is not to be had: the next `peek()` offers another."""
+        self._peek = None
+        if isinstance(error, Corrupt):
+            self._damaged |= {peek.peeked.folder}
+        told = type(error)(
+            error.what, where=error.where, expected=error.expected, found=error.found,
+            remedy="peek() again offers the next older one, of which all is then to be restored",
+        )  # fmt: skip
+        return told if error.missing is None else told.lacking(error.missing)
+
+    def saves(self) -> None:
+        """Before each save. Before the first one without a restore(): it may leave nothing
+        behind."""
+        self._peek = None
+        if not self._knows_lineage:
+            seen = self._work.client.newest_point()
+            places.refuse_to_leave(newest_of(self._store), self._store.url)
+            self._work.client.continue_from(continuing(None, seen))
+            self._knows_lineage = True
+
+    def continue_newest(self) -> None:
+        """Let saves continue the newest checkpoint without restoring it, as an import does."""
+        seen = self._work.client.newest_point()
+        newest = newest_of(self._store)
+        self._work.client.continue_from(continuing(newest, seen, resumed=False))
+        self._knows_lineage = True
+
+    @contextlib.contextmanager
+    def _looking(self, call: str) -> Iterator[tuple[NearestStore | Store, Ranks]]:
+        """All saves are over, here and in other Checkpointers of this process, and all ranks are
+        here: the run as they see it."""
+        self._work.wait()
+        neighbours.wait_for_others(self._work, self._store.url)
+        near = nearest(
+            self._store, self._tiers.memory, self._work.segment,
+            has_further=bool(self._tiers.further),
+        )  # fmt: skip
+        with without_collection(), near as store:
+            known = self._group is not None
+            group = self.all_ranks(call)
+            if known:  # else they arrived where it was made
+                group.arrive()
+            together(group, self._ready)
+            yield store, group
+
+    def _ready(self) -> None:
+        """Raise what failed, or see to it that more saves can be made."""
+        self._steps.take_over(self._work.client.saves)
+        queueing.raise_first(self._work.client.saves.tell())
+        self._work.revive(self._settings)
+
+    def _saw(self, seen: Seen) -> None:
+        self._seen = seen

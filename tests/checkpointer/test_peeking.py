@@ -1,0 +1,247 @@
+"""peek(): the checkpoint to come is known before the state exists, and stays the same one."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import laststep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MB = 1 << 20
+
+
+def file_of(run: Path, step: int, name: str) -> Path:
+    (found,) = run.glob(f"step-{step:08}*/{name}")
+    return found
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def damage(run: Path, step: int) -> None:
+    """In the midst of the blob, which only reading all of it finds."""
+    flip(file_of(run, step, "blob.safetensors"), 2 * MB)
+
+
+def test_what_is_to_come_is_known_before_any_of_it_is_made_or_read(
+    run_folder: Path, training: object, opened: object, bytes_read: dict[str, int]
+) -> None:
+    with opened(training) as ckpt:
+        ckpt.save(3, metrics={"loss": 0.5}, metadata={"epoch": 2})
+
+    def too_early() -> object:
+        raise AssertionError
+
+    bytes_read.clear()
+    late = {name: laststep.Late(too_early) for name in training.items()}
+    with laststep.Checkpointer(run_folder, items=late, flush="thread", progress=False) as ckpt:
+        found = ckpt.peek()
+    assert (found.step, found.next_step, found.skipped) == (3, 4, ())
+    assert (found.metrics, found.metadata) == ({"loss": 0.5}, {"epoch": 2})
+    assert (run_folder / found.folder / "manifest.json").exists()
+    assert bytes_read["blob.safetensors"] <= 8192  # its header
+
+
+def test_there_is_nothing_in_a_new_run_and_saves_begin_it(training: object, opened: object) -> None:
+    with opened(training) as ckpt:
+        assert ckpt.peek() is None
+        assert ckpt.restore().step is None
+        ckpt.save(0)
+        ckpt.wait()
+        assert ckpt.peek().step == 0
+
+
+def test_all_that_follows_is_of_that_one_though_there_is_a_newer_one_by_now(
+    saved: Callable[..., Path], opened: object, fresh: object, training: object
+) -> None:
+    run = saved(1, 2)
+    with opened(fresh) as ckpt:
+        assert ckpt.peek().step == 2
+        assert ckpt.restore(only="model").step == 2
+        with opened(training) as other:
+            other.restore()
+            other.save(3)
+        assert ckpt.restore(only=["optimizer", "plain"]).step == 2
+        assert ckpt.restore(only="blob").step == 2
+        assert fresh.is_wholly(2)
+        ckpt.save(3).result()
+        assert ckpt.restore().step == 3
+    assert fresh.is_wholly(2)
+    assert laststep.open(run).latest().step == 3
+
+
+def test_damage_that_a_part_finds_is_an_error_and_the_next_older_one_is_offered(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    run = saved(1, 2, 3)
+    damage(run, 3)
+    with opened(fresh) as ckpt:
+        assert ckpt.peek().step == 3
+        assert ckpt.restore(only=["model", "plain"]).step == 3
+        with pytest.raises(laststep.Corrupt, match=r"peek\(\) again offers the next older"):
+            ckpt.restore(only="blob")
+        assert ckpt.peek().step == 2
+        parts = ["model", "plain", "blob", "optimizer"]
+        for part in parts:
+            with pytest.raises(laststep.Usage, match="mixed"):
+                ckpt.save(9)
+            ckpt.peek()
+            for one in parts[: parts.index(part) + 1]:
+                assert ckpt.restore(only=one).step == 2
+        assert fresh.is_wholly(2)
+        ckpt.save(3).result()
+    assert laststep.open(run).latest().verify().damage == ()
+
+
+def test_what_does_not_open_is_passed_over_and_told(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    run = saved(1, 2, 3)
+    flip(file_of(run, 3, "manifest.json"), 60)
+    flip(file_of(run, 2, "model.safetensors"), 40)
+    with opened(fresh) as ckpt:
+        found = ckpt.peek()
+        assert (found.step, [one.step for one in found.skipped]) == (1, [3, 2])
+        assert ckpt.restore().skipped == found.skipped
+    assert fresh.is_wholly(1)
+
+
+def test_none_of_several_that_can_be_opened_is_an_error(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    flip(file_of(saved(1), 1, "manifest.json"), 60)
+    with opened(fresh) as ckpt, pytest.raises(laststep.Corrupt, match="none of the 1"):
+        ckpt.peek()
+
+
+def test_one_that_is_gone_by_then_is_an_error_and_another_is_offered(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    run = saved(1, 2)
+    with opened(fresh) as ckpt:
+        ckpt.peek()
+        shutil.rmtree(next(run.glob("step-00000002*")))
+        with pytest.raises(laststep.NotFound, match="peeked at is gone"):
+            ckpt.restore(only="model")
+        assert ckpt.peek().step == 1
+        assert ckpt.restore().step == 1
+
+
+def test_parts_of_two_that_were_peeked_at_one_after_the_other_are_not_saved(
+    saved: Callable[..., Path], opened: object, fresh: object, training: object
+) -> None:
+    saved(1)
+    with opened(fresh) as ckpt:
+        ckpt.peek()
+        ckpt.restore(only="model")
+        with opened(training) as other:
+            other.restore()
+            other.save(2)
+        assert ckpt.peek().step == 2
+        ckpt.restore(only=["blob", "optimizer", "plain"])
+        with pytest.raises(laststep.Usage, match="mixed"):
+            ckpt.save(3)
+        ckpt.restore(only="model")
+        ckpt.save(3)
+
+
+def test_a_step_that_is_named_counts_more(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    saved(1, 2)
+    with opened(fresh) as ckpt:
+        ckpt.peek()
+        assert ckpt.restore(1).step == 1
+        assert ckpt.restore().step == 2
+
+
+def test_a_start_that_took_all_parts_borrows_what_has_not_changed(
+    run_folder: Path, training: object, opened: object
+) -> None:
+    with opened(training) as ckpt:
+        ckpt.save(1)
+    with opened(training) as ckpt:
+        ckpt.peek()
+        for part in training.items():
+            ckpt.restore(only=part)
+        training.plain["n"] = 2
+        ckpt.save(2)
+    files = [file_of(run_folder, step, "blob.safetensors") for step in (1, 2)]
+    assert files[0].samefile(files[1])
+
+
+class Made:
+    """A model and an optimizer that a framework makes late."""
+
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+    def make(self, value: float) -> None:
+        self.model = nn.Linear(3, 2)
+        nn.init.constant_(self.model.weight, value)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model(torch.ones(3)).sum().backward()
+
+    def items(self) -> dict[str, object]:
+        return {
+            "optimizer": laststep.Late(lambda: self.optimizer),
+            "model": laststep.Late(lambda: self.model),
+        }
+
+
+def test_items_that_are_made_late_are_saved_and_restored_as_others_are(run_folder: Path) -> None:
+    how = {"flush": "thread", "progress": False, "host_memory_bytes": 64 * MB}
+    first = Made()
+    with laststep.Checkpointer(run_folder, items=first.items(), **how) as ckpt:
+        assert ckpt.restore().step is None
+        first.make(1.0)
+        first.optimizer.step()
+        ckpt.save(1)
+    stored = laststep.open(run_folder).latest().tensors()
+    assert "optimizer/state/weight/exp_avg" in stored  # by the names of the model, made after it
+    second, third = Made(), Made()
+    with laststep.Checkpointer(run_folder, items=second.items(), **how) as ckpt:
+        assert ckpt.peek().step == 1
+        second.make(2.0)
+        assert ckpt.restore().step == 1
+    assert torch.equal(second.model.weight, first.model.weight)
+    third.make(3.0)
+    plain = {"model": third.model, "optimizer": third.optimizer}
+    with laststep.Checkpointer(run_folder, items=plain, **how) as ckpt:
+        ckpt.restore()
+    moments = [s["exp_avg"] for one in (first, third) for s in one.optimizer.state.values()]
+    assert torch.equal(moments[0], moments[2])
+
+
+def test_a_late_item_is_a_function() -> None:
+    with pytest.raises(laststep.Usage, match="lambda"):
+        laststep.Late(nn.Linear(2, 2).state_dict())  # type: ignore[arg-type]
+
+
+def test_a_late_item_that_is_not_made_by_then_is_told(run_folder: Path) -> None:
+    items = {"state": {"n": 1}, "late": laststep.Late(lambda: None)}
+    how = {"flush": "thread", "progress": False}
+    with (
+        laststep.Checkpointer(run_folder, items=items, **how) as ckpt,
+        pytest.raises(laststep.Usage, match="does not exist yet"),
+    ):
+        ckpt.save(0)
+
+
+def test_a_late_item_has_the_kind_of_what_it_became(run_folder: Path) -> None:
+    late = laststep.PerRank(laststep.Late(lambda: nn.Linear(2, 2)))
+    with laststep.Checkpointer(run_folder, late=late, flush="thread", progress=False) as ckpt:
+        ckpt.save(0).result()
+    content = laststep.open(run_folder).latest().content()
+    assert content.items["late"].kind == "module"
