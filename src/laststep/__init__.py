@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from laststep.state.layouts import Flat, Mesh, Replicate, Shard, Sharded
     from laststep.state.provider import ABSENT, State, StateProvider
     from laststep.state.tensors import Laid, register_tensor_type
+    from laststep.state.trainable import trainable
     from laststep.state.values import RNG, PerRank
     from laststep.storage.registry import register_store
     from laststep.tiers.leftovers import RescueReport, rescue
@@ -66,6 +67,7 @@ _WHERE = {
     "laststep.state.late": ("Late",),
     "laststep.state.layouts": ("Flat", "Mesh", "Replicate", "Shard", "Sharded"),
     "laststep.state.tensors": ("Laid", "register_tensor_type"),
+    "laststep.state.trainable": ("trainable",),
     "laststep.state.values": ("RNG", "PerRank"),
     "laststep.storage.registry": ("register_store",),
     "laststep.tiers.leftovers": ("RescueReport", "rescue"),
@@ -129,6 +131,7 @@ __all__ = [
     "register_tensor_type",
     "rescue",
     "save",
+    "trainable",
 ]
 
 

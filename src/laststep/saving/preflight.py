@@ -17,6 +17,7 @@ from laststep.process import threads
 from laststep.ranks.rank import ranks_on_this_node
 from laststep.settings import MIN_SLOTS, Settings
 from laststep.state.tensors import is_module, is_optimizer, share_bytes
+from laststep.state.trainable import TrainableProvider
 from laststep.terms import CHUNK_BYTES
 from laststep.watching import human
 
@@ -46,19 +47,23 @@ def memory_for(
     cap = settings.host_memory_bytes or max(share, MIN_SLOTS * CHUNK_BYTES)
     total: dict[str, int] = {}
     for provider in providers.values():
+        trained_only = isinstance(provider, TrainableProvider)
         for part in provider.parts():
-            for device, size in _estimate(part, rank.ranks):
+            for device, size in _estimate(part, rank.ranks, trained_only=trained_only):
                 total[device] = total.get(device, 0) + size
     on_device = {d: size + CHUNK_BYTES for d, size in total.items() if d.startswith("cuda")}
     return cap, sum(total.values()) + 4 * CHUNK_BYTES, on_device
 
 
-def _estimate(part: Any, ranks: int) -> list[tuple[str, int]]:
+def _estimate(part: Any, ranks: int, *, trained_only: bool) -> list[tuple[str, int]]:
     """(device, bytes) of a module's tensors, or of an optimizer's once it has taken a step, for
     which two moments like the parameter are guessed."""
     if is_module(part):
+        tensors = (*part.parameters(), *part.buffers())
         return [
-            (str(t.device), share_bytes(t, ranks)) for t in (*part.parameters(), *part.buffers())
+            (str(t.device), share_bytes(t, ranks))
+            for t in tensors
+            if t.requires_grad or not trained_only
         ]
     if is_optimizer(part):
         parameters = [p for group in part.param_groups for p in group["params"]]

@@ -1,0 +1,111 @@
+"""Of a module only what is trained is saved, and the rest is left as it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import laststep
+from laststep.ranks.rank import Rank
+from laststep.saving.preflight import memory_for
+from laststep.settings import Settings
+from laststep.state.items import providers_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Adapted(nn.Module):
+    """A frozen base, with a norm that counts, and a small adapter."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).requires_grad_(False)
+        self.frozen = nn.Module()
+        self.frozen.register_buffer("table", torch.rand(1000))
+        self.adapter = nn.Linear(64, 4, bias=False)
+        self.adapter.register_buffer("scale", torch.rand(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.adapter(self.base(x)) * self.adapter.scale
+
+
+def trained(seed: int) -> tuple[Adapted, torch.optim.Optimizer]:
+    model = Adapted(seed)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    model(torch.rand(8, 64)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def how(model: Adapted, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    return {
+        "model": laststep.trainable(model), "optimizer": optimizer, "flush": "thread",
+        "progress": False, "host_memory_bytes": 64 << 20,
+    }  # fmt: skip
+
+
+def test_what_is_trained_is_stored_under_its_plain_names_and_nothing_else(
+    run_folder: Path,
+) -> None:
+    model, optimizer = trained(1)
+    wrapped = nn.DataParallel(model)
+    with laststep.Checkpointer(run_folder, **how(wrapped, optimizer)) as ckpt:
+        ckpt.save(1)
+    stored = laststep.open(run_folder).latest().tensors()
+    assert [name for name in stored if name.startswith("model/")] == [
+        "model/base.1.running_mean", "model/base.1.running_var", "model/base.1.num_batches_tracked",
+        "model/adapter.weight", "model/adapter.scale",
+    ]  # fmt: skip
+    assert "optimizer/state/adapter.weight/exp_avg" in stored
+
+
+def test_a_restore_brings_back_what_was_trained_and_leaves_the_base_alone(
+    run_folder: Path,
+) -> None:
+    model, optimizer = trained(1)
+    with laststep.Checkpointer(run_folder, **how(model, optimizer)) as ckpt:
+        ckpt.save(1)
+    other, its = trained(2)
+    base = other.base[0].weight.clone()
+    with laststep.Checkpointer(run_folder, **how(other, its)) as ckpt:
+        ckpt.restore()
+    assert torch.equal(other.adapter.weight, model.adapter.weight)
+    assert torch.equal(other.base[1].running_var, model.base[1].running_var)
+    assert torch.equal(other.base[0].weight, base)
+
+
+def test_what_is_thawed_later_is_saved_from_then_on(run_folder: Path) -> None:
+    model, optimizer = trained(1)
+    with laststep.Checkpointer(run_folder, **how(model, optimizer)) as ckpt:
+        ckpt.save(1)
+        model.base[0].requires_grad_(True)
+        ckpt.save(2)
+    assert "model/base.0.weight" in laststep.open(run_folder)[2].tensors()
+    with laststep.Checkpointer(run_folder, **how(*trained(2))) as ckpt:
+        with pytest.raises(laststep.Mismatch, match=r"base\.0\.weight"):
+            ckpt.restore()
+        assert ckpt.restore(1).step == 1
+
+
+def test_a_module_of_which_nothing_is_trained_is_told(run_folder: Path) -> None:
+    model, optimizer = trained(1)
+    model.requires_grad_(False)
+    with (
+        laststep.Checkpointer(run_folder, **how(model, optimizer)) as ckpt,
+        pytest.raises(laststep.Usage, match="nothing of the module is trained"),
+    ):
+        ckpt.save(1)
+    with pytest.raises(laststep.Usage, match="takes a module"):
+        laststep.trainable({"w": torch.zeros(2)})  # type: ignore[arg-type]
+
+
+def test_no_memory_is_made_ready_for_what_is_frozen() -> None:
+    model, frozen_bytes = Adapted(1), 64 * 65 * 4
+    items = ({"model": model}, {"model": laststep.trainable(model)})
+    whole, part = (memory_for(providers_for(one), Settings(), Rank(0, 1))[1] for one in items)
+    assert whole - part >= frozen_bytes
