@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from laststep.browse import Catalog, Checkpoint, open_folder
 from laststep.catalog.decision import is_checkpoint
+from laststep.catalog.names import parse_folder
 from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
-from laststep.errors import Exists, NotFound, StorageFailed, Usage
+from laststep.errors import Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
 from laststep.memory.landing import Landing
 from laststep.process import interrupts, shortage
 from laststep.ranks.group import Alone
@@ -28,7 +29,7 @@ from laststep.restoring.transfer import Transfer, load_all
 from laststep.saving.place import check_new_folder
 from laststep.state.items import providers_for
 from laststep.state.tensors import allocate
-from laststep.storage.disk import failed
+from laststep.storage.disk import UNSUPPORTED, Disk, failed
 from laststep.storage.paths import absolute
 from laststep.storage.registry import local_path, open_store
 from laststep.terms import with_article
@@ -54,8 +55,15 @@ class _SoleCheckpointer(Checkpointer):
         return Rank(0, 1)
 
 
-def save(state: object, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
-    """Save a nested state (or a module, an optimizer, …) as one new folder, durably."""
+def save(
+    state: object,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+) -> None:
+    """Save a nested state (or a module, an optimizer, …) as one new folder, durably. `overwrite`
+    replaces what an earlier `save` has stored there, at once: it is there until the new one is."""
     if isinstance(state, str | os.PathLike) and not isinstance(path, str | os.PathLike):
         raise Usage(
             "the arguments are swapped", expected="save(state, path)",
@@ -63,10 +71,29 @@ def save(state: object, path: str | os.PathLike[str], *, allow_pickle: bool = Fa
         )  # fmt: skip
     full = absolute(path)
     if os.path.lexists(full):
+        full = _to_replace(full, overwrite=overwrite)
+    else:
+        overwrite = False
+    write_folder({VALUE: state}, full, allow_pickle=allow_pickle, overwrite=overwrite)
+
+
+def _to_replace(full: str, *, overwrite: bool) -> str:
+    """The folder itself, where a link leads to it; `Exists` where it is not to be replaced."""
+    if not overwrite:
         raise Exists(
-            "there is something already", where=full, remedy="choose another path or remove it"
-        )
-    write_folder({VALUE: state}, full, allow_pickle=allow_pickle)
+            "there is something already", where=full,
+            remedy="choose another path, or pass overwrite=True to replace a checkpoint",
+        )  # fmt: skip
+    real = os.path.realpath(full)
+    name = Path(real).name
+    if not is_checkpoint(open_store(real)) or parse_folder(name) is not None:
+        raise Exists(
+            "there is something that is not replaced", where=full,
+            expected="what laststep.save has stored",
+            found="a checkpoint of a run" if parse_folder(name) else "something else",
+            remedy="choose another path or remove it",
+        )  # fmt: skip
+    return real
 
 
 @contextlib.contextmanager
@@ -83,8 +110,11 @@ def _without_settings() -> Iterator[None]:
         ) from error  # fmt: skip
 
 
-def write_folder(items: Mapping[str, object], full: str, *, allow_pickle: bool) -> None:
-    """Save items to a folder of their own: into a run beside it, whose only checkpoint is moved."""
+def write_folder(
+    items: Mapping[str, object], full: str, *, allow_pickle: bool, overwrite: bool = False
+) -> None:
+    """Save items to a folder of their own: into a run beside it, whose only checkpoint is moved, or
+    changes places with what is to be overwritten."""
     target = Path(full)
     check_new_folder(target)
     staging = target.parent / f".{target.name}.tmp-{os.getpid()}-{time.monotonic_ns()}"
@@ -98,13 +128,30 @@ def write_folder(items: Mapping[str, object], full: str, *, allow_pickle: bool) 
         with saver as ckpt:
             handle = ckpt.save(0)
             handle.wait()
-        (staging / str(handle.report.folder)).rename(target)
+        made = staging / str(handle.report.folder)
+        if overwrite:
+            _exchange(made, target)
+        else:
+            made.rename(target)
     except OSError as error:
         raise failed("save a folder", full, error) from error
     finally:
         if staging.is_dir():
             beside.delete_folder(staging.name)
     beside.sync_folder("")
+
+
+def _exchange(made: Path, target: Path) -> None:
+    try:
+        Disk().exchange(str(made), str(target))
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        raise StorageFailed(
+            "this filesystem cannot replace a folder at once", where=str(target),
+            expected="one that can exchange two names, as ext4, XFS, Btrfs and tmpfs can",
+            found=str(error.strerror), remedy="remove the folder first, or save to another path",
+        ) from error  # fmt: skip
 
 
 def load(
@@ -127,13 +174,26 @@ def load(
     be called `device` too: the CPU, unless that says otherwise.
     """
     target = _device(map_location, device)
-    checkpoint, is_run = _find(path, step)
-    where = open_store(path).url + (f"/{checkpoint.folder}" if is_run else "")
-    with interrupts.held(), shortage.told("load"), checkpoint.advising():
-        return _load(
-            checkpoint, into, rank, where, target,
-            is_run=is_run, allow_pickle=allow_pickle, strict=strict,
-        )  # fmt: skip
+    while True:
+        checkpoint, is_run = _find(path, step)
+        where = open_store(path).url + (f"/{checkpoint.folder}" if is_run else "")
+        try:
+            with interrupts.held(), shortage.told("load"), checkpoint.advising():
+                return _load(
+                    checkpoint, into, rank, where, target,
+                    is_run=is_run, allow_pickle=allow_pickle, strict=strict,
+                )  # fmt: skip
+        except (Corrupt, NotFound):
+            if is_run or not _is_replaced(checkpoint, path):
+                raise
+            log.info("%s was overwritten while it was loaded: what is there now is loaded", where)
+
+
+def _is_replaced(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> bool:
+    """Whether another one lies there by now, as `save(overwrite=True)` puts it."""
+    with contextlib.suppress(LaststepError):
+        return open_folder(open_store(path).url).created_s != checkpoint.created_s
+    return False
 
 
 def _load(

@@ -18,6 +18,7 @@ from laststep.errors import NotFound, StorageFailed
 
 _KEEP_SIZE = 0x01
 _RENAME_NOREPLACE = 0x01
+_RENAME_EXCHANGE = 0x02
 _AT_FDCWD = -100
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -104,12 +105,11 @@ class Disk:
 
     def rename_new(self, path: str, new: str) -> None:
         """As `rename`, but fails where the new name is taken."""
-        call = getattr(_libc, "renameat2", None)
-        if call is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        old_name, new_name = os.fsencode(path), os.fsencode(new)
-        if call(_AT_FDCWD, old_name, _AT_FDCWD, new_name, ctypes.c_uint(_RENAME_NOREPLACE)) != 0:
-            raise _last_error()
+        _renameat2(path, new, _RENAME_NOREPLACE)
+
+    def exchange(self, path: str, other: str) -> None:
+        """Give each of two the name of the other, at once."""
+        _renameat2(path, other, _RENAME_EXCHANGE)
 
     def unlink(self, path: str) -> None:
         """Remove one name of a file, or a symlink."""
@@ -126,6 +126,15 @@ class Disk:
     def close(self, fd: int) -> None:
         """Close a file that was opened for writing; may report a late write error."""
         os.close(fd)
+
+
+def _renameat2(path: str, new: str, flags: int) -> None:
+    call = getattr(_libc, "renameat2", None)
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    names = os.fsencode(path), os.fsencode(new)
+    if call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(flags)) != 0:
+        raise _last_error()
 
 
 def _last_error() -> OSError:

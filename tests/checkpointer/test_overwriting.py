@@ -1,0 +1,109 @@
+"""laststep.save(overwrite=True): what was there is there until the new one is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import laststep
+from laststep.storage.disk import Disk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MB = 1 << 20
+
+SAVER = """
+import sys, torch, laststep
+for number in range(1, 1000):
+    state = {"n": number, "w": torch.full((1 << 20,), float(number))}
+    laststep.save(state, sys.argv[1], overwrite=True)
+    print(number, flush=True)
+"""
+
+
+def state(number: int) -> dict[str, object]:
+    return {"n": number, "w": torch.full((MB,), float(number))}
+
+
+def number_in(path: Path) -> int:
+    """Which state that is; all of it is of one."""
+    found = laststep.load(path)
+    assert found["w"].unique().tolist() == [float(found["n"])]
+    return found["n"]
+
+
+def test_a_checkpoint_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    laststep.save(state(1), tmp_path / "one", overwrite=True)  # there is nothing yet
+    laststep.save(state(2), tmp_path / "one", overwrite=True)
+    assert number_in(tmp_path / "one") == 2
+    assert [*tmp_path.iterdir()] == [tmp_path / "one"]
+    with pytest.raises(laststep.Exists, match="overwrite=True"):
+        laststep.save(state(3), tmp_path / "one")
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    laststep.save(state(1), tmp_path / "one")
+    (tmp_path / "newest").symlink_to("one")
+    laststep.save(state(2), tmp_path / "newest", overwrite=True)
+    assert (tmp_path / "newest").is_symlink()
+    assert number_in(tmp_path / "one") == 2
+
+
+def test_what_no_save_has_stored_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.tex").touch()
+    (tmp_path / "file").touch()
+    with laststep.Checkpointer(tmp_path / "run", state=state(1), progress=False) as ckpt:
+        ckpt.save(1)
+    (step,) = (tmp_path / "run").glob("step-*")
+    for path in (tmp_path / "folder", tmp_path / "file", tmp_path / "run", step):
+        with pytest.raises(laststep.Exists, match="is not replaced"):
+            laststep.save(state(2), path, overwrite=True)
+    assert (tmp_path / "folder" / "thesis.tex").exists()
+    assert laststep.open(tmp_path / "run").latest().verify().damage == ()
+
+
+def test_a_save_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laststep.save(state(1), tmp_path / "one")
+    with pytest.raises(laststep.LaststepError):
+        laststep.save({"odd": object()}, tmp_path / "one", overwrite=True)
+    assert number_in(tmp_path / "one") == 1
+
+    def unknown(self: Disk, path: str, other: str) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(Disk, "exchange", unknown)
+    with pytest.raises(laststep.StorageFailed, match="cannot replace a folder at once"):
+        laststep.save(state(2), tmp_path / "one", overwrite=True)
+    assert number_in(tmp_path / "one") == 1
+    assert [*tmp_path.iterdir()] == [tmp_path / "one"]
+
+
+def test_who_loads_meanwhile_and_who_loads_after_a_kill_has_one_whole_state(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    laststep.save(state(0), path)
+    saver = subprocess.Popen([sys.executable, "-c", SAVER, path], stdout=subprocess.PIPE)
+    try:
+        saver.stdout.readline()
+        found = [number_in(path) for _ in range(20)]
+        assert found == sorted(found)
+        assert len(set(found)) > 1
+        time.sleep(found[-1] % 7 / 100)  # at any instant of a save
+    finally:
+        saver.send_signal(signal.SIGKILL)
+        saver.wait()
+        saver.stdout.close()
+    assert number_in(path) >= found[-1]
+    laststep.save(state(1), path, overwrite=True)
+    assert number_in(path) == 1
