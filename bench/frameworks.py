@@ -1,0 +1,252 @@
+"""`python bench/frameworks.py`: training time lost by a save, a framework's own way against ours.
+
+Each framework trains the same small transformer three ways: without saving, with its own saving,
+with laststep's adapter. A process of its own for each, in rotation; what is compared is the time
+from the end of the second step to the end of the last, so that saves run beside training but the
+end of the program does not count. Run it in the environment of `make test-frameworks`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+import torch  # noqa: E402
+
+from bench.hardware import commit, hardware  # noqa: E402
+from bench.spread import spread  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WAYS = ("none", "own", "ours")
+STEPS, EVERY = 16, 4
+"""Saves after steps 4, 8 and 12; the last one has four steps to run beside."""
+SAVES = (STEPS - 1) // EVERY
+_SIZES = {"small": (512, 8, 8), "1b": (2048, 18, 16)}
+"""Width, layers, heads: 34 million parameters, and 1.0 billion."""
+TOKENS = 64
+
+
+class Clock:
+    """When each step ended."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.ends: list[float] = []
+
+    def tick(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+
+def config(size: str) -> Any:
+    from transformers import LlamaConfig
+
+    width, layers, heads = _SIZES[size]
+    return LlamaConfig(
+        vocab_size=8192, hidden_size=width, intermediate_size=width * 3, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=TOKENS,
+        use_cache=False,
+    )  # fmt: skip
+
+
+def llama(size: str) -> torch.nn.Module:
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    made: torch.nn.Module = LlamaForCausalLM(config(size))
+    return made
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    rows = torch.randint(0, 8192, (2 * STEPS, TOKENS))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def train_hf(way: str, folder: str, size: str, device: str, clock: Clock) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Ticks(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            clock.tick()
+
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=STEPS, save_steps=EVERY, logging_strategy="no",
+        save_strategy="no" if way == "none" else "steps", per_device_train_batch_size=2,
+        use_cpu=device == "cpu", report_to=[], disable_tqdm=True, bf16=False,
+    )  # fmt: skip
+    trainer = Trainer(llama(size), arguments, train_dataset=samples(), callbacks=[Ticks()])
+    if way == "ours":
+        import laststep
+
+        laststep.hf.attach(trainer, run=f"{folder}/run")
+    trainer.train()
+
+
+def train_lightning(way: str, folder: str, size: str, device: str, clock: Clock) -> None:
+    import lightning
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama(size)
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    class Ticks(Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, *_: object, **__: object) -> None:
+            clock.tick()
+
+    callbacks: list[Any] = [Ticks()]
+    if way == "own":
+        callbacks.append(ModelCheckpoint(folder, every_n_train_steps=EVERY, save_top_k=-1))
+    elif way == "ours":
+        import laststep
+
+        callbacks.append(laststep.lightning.Checkpoint(f"{folder}/run", every=EVERY))
+    trainer = lightning.Trainer(
+        max_steps=STEPS, callbacks=callbacks, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, accelerator="cpu" if device == "cpu" else "gpu",
+        enable_checkpointing=way == "own", default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(Module(), torch.utils.data.DataLoader(samples(), batch_size=2))  # type: ignore[arg-type]
+
+
+def train_accelerate(way: str, folder: str, size: str, device: str, clock: Clock) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=device == "cpu")
+    model = llama(size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    loader = torch.utils.data.DataLoader(samples(), batch_size=2)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if way == "ours":
+        import laststep
+
+        accelerator = laststep.accelerate.attach(accelerator, f"{folder}/run")
+    for step, batch in enumerate(loader, start=1):
+        clock.tick()
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % EVERY == 0 and step < STEPS and way != "none":
+            accelerator.save_state(f"{folder}/{step}")
+    accelerator.end_training()
+
+
+def train_deepspeed(way: str, folder: str, size: str, device: str, clock: Clock) -> None:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo" if device == "cpu" else "nccl")
+    model = llama(size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    if way == "ours":
+        import laststep
+
+        engine = laststep.deepspeed.attach(engine, f"{folder}/run")
+    loader = torch.utils.data.DataLoader(samples(), batch_size=2)  # type: ignore[arg-type]
+    for step, batch in enumerate(loader, start=1):
+        clock.tick()
+        moved = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+        engine.backward(engine(**moved).loss)
+        engine.step()
+        if step % EVERY == 0 and step < STEPS and way != "none":
+            engine.save_checkpoint(folder, tag=f"global_step{step}")
+
+
+FRAMEWORKS: dict[str, Callable[[str, str, str, str, Clock], None]] = {
+    "hf": train_hf, "lightning": train_lightning, "accelerate": train_accelerate,
+    "deepspeed": train_deepspeed,
+}  # fmt: skip
+
+
+def one(framework: str, way: str, folder: str, size: str, device: str) -> None:
+    """Train once, and write when each step began."""
+    clock = Clock(device)
+    FRAMEWORKS[framework](way, folder, size, device, clock)
+    print("ENDS", json.dumps(clock.ends), flush=True)
+
+
+def trained_s(framework: str, way: str, size: str, device: str) -> float:
+    """The time of all steps but the first two and the last, in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="laststep-", ignore_cleanup_errors=True) as to:
+        command = [sys.executable, __file__, "--one", framework, way, to, size, device]
+        environment = {
+            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571", "RANK": "0",
+            "WORLD_SIZE": "1", "LOCAL_RANK": "0", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled",
+        }  # fmt: skip
+        for name in (
+            ("MASTER_ADDR", "RANK", "WORLD_SIZE", "LOCAL_RANK") if framework != "deepspeed" else ()
+        ):
+            del environment[name]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ENDS ")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"{framework} {way}: {done.stderr[-3000:]}")
+    ends = json.loads(lines[0].removeprefix("ENDS "))
+    return float(ends[STEPS - 1] - ends[2])
+
+
+def main() -> None:
+    """Measure, print a table, and write it down."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--frameworks", default=",".join(FRAMEWORKS))
+    parser.add_argument("--size", choices=_SIZES, default="small")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    if asked.one:
+        one(*asked.one)
+        return
+    found: dict[str, Any] = {}
+    for framework in asked.frameworks.split(","):
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(asked.repeat):
+            for way in WAYS:
+                times[way].append(trained_s(framework, way, asked.size, asked.device))
+        base = statistics.median(times["none"])
+        lost = {way: [(t - base) / SAVES for t in times[way]] for way in WAYS}
+        found[framework] = {
+            "step_s": base / (STEPS - 3),
+            "trained_s": times,
+            "lost_s": {way: asdict(spread(values)) for way, values in lost.items()},  # type: ignore[arg-type]
+        }
+        print(framework, json.dumps(found[framework]["lost_s"]), flush=True)
+    result = {
+        "commit": commit(ROOT), "hardware": asdict(hardware(Path(tempfile.gettempdir()))),
+        "size": asked.size, "device": asked.device, "saves": SAVES, "frameworks": found,
+    }  # fmt: skip
+    if asked.json:
+        asked.json.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
