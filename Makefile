@@ -95,9 +95,10 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS)/.installed
-	@echo "== pytest tests/frameworks tests/adapters"
+	@echo "== pytest tests/frameworks tests/adapters, and the pages that need frameworks"
 	@$(FRAMEWORKS)/bin/python -m pytest -q --tb=short -n 2 --dist loadfile -m "long or not long" \
 		tests/frameworks tests/adapters $(PYTEST_ARGS)
+	@$(FRAMEWORKS)/bin/python -m pytest -q --tb=short tests/test_docs.py -k what_it_needs
 
 soak: $(STAMP)
 	@echo "== tests/soak/soak.py"

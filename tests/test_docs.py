@@ -5,6 +5,9 @@ typed into one session. A `console` block runs the lines that begin with `$ `; w
 output is not compared. Not run are only
 
 - a block after `<!-- not run: REASON -->`;
+- a block after `<!-- needs: deepspeed -->`, where that package, or one of several with commas
+  between, cannot be imported. Where all that a page needs can be, all its blocks are run once more,
+  in their order; else that is skipped, and the reason names what is missing;
 - lines `make …` and `git clone …` (with a `cd` right after it): the targets are checked to exist,
   `make test` is what runs this, and `make demo` is `laststep demo`, which has tests of its own.
 """
@@ -12,6 +15,7 @@ output is not compared. Not run are only
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -43,6 +47,7 @@ SHELL = frozenset({"sh", "bash", "shell", "console"})
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[^\s`]*).*$")
 NOT_RUN = re.compile(r"^\s*<!--\s*not run\b:?\s*(?P<reason>.*?)\s*-->\s*$")
+NEEDS = re.compile(r"^\s*<!--\s*needs\b:?\s*(?P<packages>.*?)\s*-->\s*$")
 MAKE = re.compile(r"^make(\s+[\w.=-]+)*$")
 
 # Runs in the page's folder. A Python block keeps its line numbers, so that a traceback points into
@@ -78,35 +83,61 @@ class Block:
     line: int
     language: str
     code: str
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A comment that says of the block after it when it is run."""
+
+    where: str
+    text: str
+    needs: tuple[str, ...] = ()
+    """Packages; none: it is never run."""
 
 
 def blocks_of(text: str, page: str) -> list[Block]:
     """The blocks of a page that are to be run, in order."""
     found: list[Block] = []
     lines = text.splitlines()
-    reason_at: int | None = None
+    mark: Mark | None = None
     at = 0
     while at < len(lines):
-        if not_run := NOT_RUN.match(lines[at]):
-            if len(not_run["reason"].split()) < 2:
-                raise PageError(f"{page}:{at + 1}: `not run` without saying why")
-            reason_at = at
+        if marked := read_mark(lines[at], f"{page}:{at + 1}"):
+            mark = marked
         elif opened := FENCE.match(lines[at]):
             end = closing(lines, at, opened["fence"], page)
             body = textwrap.dedent("\n".join(lines[at + 1 : end]))
             block = read_block(opened["language"], body, f"{page}:{at + 1}")
-            if block is not None and reason_at is None:
-                found.append(Block(page=page, line=at + 2, language=block[0], code=block[1]))
-            elif block is None and reason_at is not None:
-                raise PageError(f"{page}:{reason_at + 1}: `not run` before what is never run")
-            reason_at = None
+            if block is None and mark is not None:
+                raise PageError(f"{mark.where}: `{mark.text}` before what is never run")
+            if block is not None and (mark is None or mark.needs):
+                language, code = block
+                needs = mark.needs if mark else ()
+                found.append(
+                    Block(page=page, line=at + 2, language=language, code=code, needs=needs)
+                )
+            mark = None
             at = end
-        elif lines[at].strip() and reason_at is not None:
-            raise PageError(f"{page}:{reason_at + 1}: `not run` is not followed by a block")
+        elif lines[at].strip() and mark is not None:
+            break
         at += 1
-    if reason_at is not None:
-        raise PageError(f"{page}:{reason_at + 1}: `not run` is not followed by a block")
+    if mark is not None:
+        raise PageError(f"{mark.where}: `{mark.text}` is not followed by a block")
     return found
+
+
+def read_mark(line: str, where: str) -> Mark | None:
+    if not_run := NOT_RUN.match(line):
+        if len(not_run["reason"].split()) < 2:
+            raise PageError(f"{where}: `not run` without saying why")
+        return Mark(where=where, text="not run")
+    if needs := NEEDS.match(line):
+        packages = tuple(re.split(r",\s*", needs["packages"]))
+        if not all(re.fullmatch(r"\w+", package) for package in packages):
+            raise PageError(f"{where}: `needs` without the names of packages")
+        return Mark(where=where, text="needs", needs=packages)
+    return None
 
 
 def closing(lines: list[str], opened_at: int, fence: str, page: str) -> int:
@@ -198,8 +229,26 @@ def run_text(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_of_the_page_runs(page: Path, tmp_path: Path) -> None:
-    done = run_page(blocks_of(page.read_text(encoding="utf-8"), str(page)), tmp_path)
+    blocks = blocks_of(page.read_text(encoding="utf-8"), str(page))
+    done = run_page([block for block in blocks if not block.needs], tmp_path)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "<!-- needs" in page.read_text("utf-8")],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)  # fmt: skip
+def test_every_block_of_the_page_runs_with_what_it_needs(page: Path, tmp_path: Path) -> None:
+    blocks = blocks_of(page.read_text(encoding="utf-8"), str(page))
+    if missing := not_installed(blocks):
+        pytest.skip(f"{page.name} needs {', '.join(missing)}, not installed here")
+    done = run_page(blocks, tmp_path)
+    assert done.returncode == 0, done.stdout
+
+
+def not_installed(blocks: list[Block]) -> list[str]:
+    needed = {package for block in blocks for package in block.needs}
+    return sorted(package for package in needed if importlib.util.find_spec(package) is None)
 
 
 DOCSTRINGS = sorted((PACKAGE / "adapters").glob("*.py"))
@@ -375,9 +424,20 @@ def test_a_block_with_a_reason_is_not_run() -> None:
     assert [block.line for block in blocks_of(text, "page.md")] == [8]
 
 
+def test_a_block_that_needs_a_package_is_known_by_it() -> None:
+    text = "<!-- needs: json, no_such_package -->\n```sh\ntrue\n```\n\n```sh\ntrue\n```\n"
+    blocks = blocks_of(text, "page.md")
+    assert [block.needs for block in blocks] == [("json", "no_such_package"), ()]
+    assert not_installed(blocks) == ["no_such_package"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("<!-- needs: -->\n```sh\nfalse\n```\n", "page.md:1: `needs` without the names"),
+        ("<!-- needs: a or b -->\n```sh\n```\n", "page.md:1: `needs` without the names"),
+        ("<!-- needs: json -->\ntext\n", "page.md:1: `needs` is not followed"),
+        ("<!-- needs: json -->\n```json\n```\n", "page.md:1: `needs` before what"),
         ("<!-- not run -->\n```sh\nfalse\n```\n", "page.md:1: `not run` without saying why"),
         ("<!-- not run: -->\n```sh\nfalse\n```\n", "page.md:1: `not run` without saying why"),
         ("<!-- not run: no network -->\ntext\n", "page.md:1: `not run` is not followed"),
