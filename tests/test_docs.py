@@ -251,7 +251,7 @@ def not_installed(blocks: list[Block]) -> list[str]:
     return sorted(package for package in needed if importlib.util.find_spec(package) is None)
 
 
-DOCSTRINGS = sorted((PACKAGE / "adapters").glob("*.py"))
+DOCSTRINGS = sorted([*PACKAGE.glob("adapters/*.py"), *PACKAGE.glob("adapters/*/__init__.py")])
 
 
 @pytest.mark.parametrize("page", [*PAGES, *DOCSTRINGS], ids=lambda page: str(page.name))

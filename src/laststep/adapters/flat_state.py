@@ -114,7 +114,9 @@ class _WholeOptimizer:
         self.state: defaultdict[_Whole, Entries] = defaultdict(dict)
         self.by_name: dict[str, _Whole] = {}
 
-    def look_like(self, live: torch.optim.Optimizer, members: list[FlatMember]) -> None:
+    def look_like(
+        self, live: torch.optim.Optimizer, members: list[FlatMember], without: frozenset[str]
+    ) -> None:
         """Take the groups and options of a live optimizer; one whole parameter for each member."""
         self.state.clear()
         self.by_name = {m.name: _Whole(m.name, m.dtype, m.shape, m.holder.device) for m in members}
@@ -122,7 +124,7 @@ class _WholeOptimizer:
         for member in members:
             params[member.group].append(self.by_name[member.name])
         self.param_groups = [
-            {k: v for k, v in group.items() if k != "param_names"} | {"params": wholes}
+            {k: v for k, v in group.items() if k not in without} | {"params": wholes}
             for group, wholes in zip(live.param_groups, params, strict=True)
         ]
 
@@ -142,10 +144,15 @@ class FlatOptimizer(StateProvider):
     kind = "optimizer"
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, members: Callable[[], list[FlatMember]]
+        self,
+        optimizer: torch.optim.Optimizer,
+        members: Callable[[], list[FlatMember]],
+        live_options: frozenset[str] = frozenset(),
     ) -> None:
-        """`members` gives the parameters whose layouts' meshes this rank belongs to."""
+        """`members` gives the parameters whose layouts' meshes this rank belongs to. Options of
+        groups by these names are not stored, and stay as the live optimizer has them."""
         self._optimizer = optimizer
+        self._live_options = live_options | {"params", "param_names"}
         self._find_members = members
         self._holders: list[list[FlatMember]] = []
         self._first: dict[int, Entries] = {}
@@ -165,7 +172,9 @@ class FlatOptimizer(StateProvider):
             for member in self._find_members():
                 by_holder.setdefault(id(member.holder), []).append(member)
             self._holders = list(by_holder.values())
-        self._whole.look_like(self._optimizer, list(chain.from_iterable(self._holders)))
+        self._whole.look_like(
+            self._optimizer, list(chain.from_iterable(self._holders)), self._live_options
+        )
         self._first = {}
         for members in self._holders:
             for key, entry in self._entries(members[0]).items():
@@ -201,7 +210,8 @@ class FlatOptimizer(StateProvider):
         for group, plain in zip(
             self._optimizer.param_groups, self._whole.param_groups, strict=True
         ):
-            group.update({key: entry for key, entry in plain.items() if key != "params"})
+            options = {k: v for k, v in plain.items() if k not in self._live_options}
+            group.update(options)
 
     def _entries(self, member: FlatMember) -> Entries:
         """The state of a member's holder, or what it will begin with."""
@@ -326,7 +336,7 @@ def _beginning(kind: str, member: FlatMember, group: dict[str, object]) -> Entri
     """The state that the first step of an optimizer begins from; None where that is not known."""
     like: tuple[str, ...]
     counts = kind in ("Adam", "AdamW")
-    if counts or kind == "FusedAdam":
+    if counts or kind in ("FusedAdam", "DeepSpeedCPUAdam"):
         like = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
     elif kind == "SGD" and not group.get("dampening"):
         like = ("momentum_buffer",) if group.get("momentum") else ()
@@ -348,10 +358,17 @@ class FlatModule(StateProvider):
 
     kind = "module"
 
-    def __init__(self, module: torch.nn.Module, parameters: Callable[[], Parameters]) -> None:
-        """`parameters` gives those that lie in flat memory."""
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        parameters: Callable[[], Parameters],
+        name: Callable[[str], str] | None = None,
+    ) -> None:
+        """`parameters` gives those that lie in flat memory; `name`, what a name, or a prefix of
+        names, is in a plain module."""
         self._module = module
         self._parameters = parameters
+        self._name = name or plain_name
 
     def parts(self) -> tuple[object, ...]:
         return (self._module,)
@@ -387,7 +404,7 @@ class FlatModule(StateProvider):
     def _walk(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Every module, with what its plain form would put before the names of its parameters."""
         for prefix, module in self._module.named_modules(remove_duplicate=False):
-            yield plain_name(f"{prefix}."), module
+            yield self._name(f"{prefix}."), module
 
 
 class Parameters(NamedTuple):
