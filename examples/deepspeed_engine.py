@@ -1,4 +1,6 @@
-"""Train with DeepSpeed's ZeRO and save with laststep: torchrun --nproc-per-node 2 deepspeed_engine.py
+"""Train with DeepSpeed's ZeRO and save with laststep.
+
+    torchrun --nproc-per-node 2 deepspeed_engine.py
 
 Start it again, with another number of ranks if you like, and it goes on where it has stopped.
 """

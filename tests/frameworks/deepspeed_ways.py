@@ -101,7 +101,7 @@ def engine_of(way: str) -> Any:
         "zero_optimization": zero, "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1000,
         "bf16": {"enabled": "bf16" in words},
-        "fp16": {"enabled": "fp16" in words, "initial_scale_power": 18, "hysteresis": 1},
+        "fp16": {"enabled": "fp16" in words, "initial_scale_power": 21, "hysteresis": 1},
         "gradient_clipping": 0.0 if "fp16" in words else 1.0,
         "scheduler": {"type": "WarmupLR", "params": {
             "warmup_max_lr": 0.02, "warmup_num_steps": 20, "warmup_type": "linear"}},
