@@ -26,6 +26,7 @@ while engine.global_steps < int(steps):
         with Path(losses).open("a") as file:
             file.write(f"{engine.global_steps} {loss.hex()}\n")
     if engine.global_steps % 2 == 0:
+        engine.checkpointer.wait()  # steps are so quick that no save would be over before the kill
         data = torch.full((3,), engine.global_steps)
         engine.save_checkpoint(run, client_state={"data": data, "rank": rank})
 engine.destroy()
