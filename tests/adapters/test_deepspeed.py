@@ -223,10 +223,17 @@ def test_an_engine_without_an_optimizer_is_refused() -> None:
         deepspeed.model(engine).describe()
 
 
-@pytest.mark.parametrize("attribute", ["swap_optimizer", "zenflow", "_autoep_folding_spec"])
+@pytest.mark.parametrize("attribute", ["swap_optimizer", "zenflow"])
 def test_state_that_lies_elsewhere_is_refused(attribute: str) -> None:
     with pytest.raises(laststep.Usage, match="cannot take the state of DeepSpeed with"):
         deepspeed.model(engine_with(bit16_groups=[], **{attribute: True})).describe()
+
+
+def test_experts_that_lie_in_one_tensor_are_refused() -> None:
+    fused = type("AutoEPMoELayer", (nn.Module,), {})()
+    engine = SimpleNamespace(module=nn.Sequential(fused), optimizer=SimpleNamespace())
+    with pytest.raises(laststep.Usage, match="AutoEP"):
+        deepspeed.model(engine)
 
 
 @pytest.mark.parametrize(

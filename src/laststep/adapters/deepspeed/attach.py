@@ -43,7 +43,7 @@ def attach(engine: Any, run: str | os.PathLike[str] | None = None, **settings: A
     Checkpointer; `engine.destroy()` closes it, and so does the end of the process.
     """
     FRAMEWORK.check()
-    if hasattr(engine, "checkpointer"):
+    if "checkpointer" in vars(engine):  # an engine has all attributes of its module
         raise Usage(
             "this engine has a checkpointer already", found=repr(engine.checkpointer),
             remedy="call attach() once; engine.checkpointer is what it made",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from laststep.adapters.deepspeed.seams import need
 from laststep.adapters.flat_state import plain_name
+from laststep.errors import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,11 @@ def names_in(module: torch.nn.Module) -> Callable[[str], str]:
     """What a name within this module, or a prefix of names, is in all of the model."""
     first: dict[str, int] = {}
     for name, layer in module.named_modules():
+        if type(layer).__name__ == "AutoEPMoELayer":  # which has its experts here in one tensor
+            raise Usage(
+                "cannot take the state of DeepSpeed with AutoEP", where=name,
+                remedy="use layers of deepspeed.moe",
+            )  # fmt: skip
         if hasattr(layer, "ep_group") and hasattr(layer, "experts"):
             place = dist.get_rank(need(layer, "ep_group"))
             first[plain_name(f"{name}.experts.")] = place * need(layer, "num_local_experts")

@@ -97,7 +97,6 @@ def known_optimizer(engine: object) -> Any:
     for name, what in (
         ("swap_optimizer", "optimizer state on NVMe"),
         ("zenflow", "ZenFlow"),
-        ("_autoep_folding_spec", "AutoEP"),
     ):
         if getattr(optimizer, name, None) or getattr(engine, name, None):
             raise Usage(f"cannot take the state of DeepSpeed with {what}", remedy="turn that off")
