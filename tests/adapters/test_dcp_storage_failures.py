@@ -211,6 +211,28 @@ def test_a_changed_byte_is_noticed(tmp_path: Path, what: str) -> None:
             load(into, tmp_path)
 
 
+def test_what_the_page_cache_has_is_used_and_read_from_the_disk_if_it_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({"w": torch.arange(3 << 20)}, tmp_path)
+    for file in tmp_path.rglob("*.safetensors"):
+        file.read_bytes()
+    preadv, lies = os.preadv, []
+
+    def lying(fd: int, views: list[memoryview], offset: int, flags: int = 0) -> int:
+        count = preadv(fd, views, offset, flags)
+        if flags:
+            lies.append(offset)
+            views[0][5] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", lying)
+    into = {"w": torch.zeros(3 << 20, dtype=torch.int64)}
+    load(into, tmp_path)
+    assert torch.equal(into["w"], torch.arange(3 << 20))
+    assert len(lies) == 6
+
+
 def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save({"model": {f"w{i}": torch.randn(1 << 20) for i in range(8)}}, tmp_path)
     sizes: list[int] = []

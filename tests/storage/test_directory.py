@@ -105,6 +105,59 @@ def test_on_this_filesystem_direct_io_reads_what_was_written_directly(tmp_path: 
     reader.close()
 
 
+def test_a_reader_takes_from_the_page_cache_what_is_there_and_the_second_time_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, data = DirectoryStore(tmp_path), os.urandom(3 << 20)
+    write_file(store, "x", data)
+    assert (tmp_path / "x").read_bytes() == data  # now it is there
+    reader = store.open_reader("x")
+    preadv, lies = os.preadv, list[int]()
+
+    def lying(fd: int, views: list[memoryview], offset: int, flags: int = 0) -> int:
+        count = preadv(fd, views, offset, flags)
+        if flags:
+            lies.append(offset)
+            views[0][0] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", lying)
+    with aligned(1 << 20) as view:
+        reader.read_into(0, view)
+        assert (view == data[: 1 << 20], lies) == (True, [])
+        reader.prefer_cached()
+        for offset in (0, 1 << 20, 1 << 20):
+            reader.read_into(offset, view)
+        assert lies == [0, 1 << 20]
+        assert view == data[1 << 20 : 2 << 20]
+    reader.close()
+
+
+def test_a_reader_asks_the_page_cache_no_more_when_something_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, data = DirectoryStore(tmp_path), os.urandom(3 << 20)
+    write_file(store, "x", data)
+    reader = store.open_reader("x")
+    reader.prefer_cached()
+    tries: list[int] = []
+    preadv = os.preadv
+
+    def cold(fd: int, views: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            tries.append(offset)
+            raise BlockingIOError(errno.EAGAIN, "not there")
+        return preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", cold)
+    with aligned(1 << 20) as view:
+        for offset in (0, 1 << 20):
+            reader.read_into(offset, view)
+            assert view == data[offset : offset + (1 << 20)]
+    assert tries == [0]
+    reader.close()
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_short_writes_are_continued(tmp_path: Path, direct: bool) -> None:
     class Short(Disk):

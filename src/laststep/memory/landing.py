@@ -10,11 +10,14 @@ take as long as reading them.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from typing import TYPE_CHECKING, Self
 
 from laststep.errors import StorageFailed
 from laststep.memory.shared import Mapping
 from laststep.memory.slots import Slots
+from laststep.process.kernel import HUGE_PAGE_BYTES, prefer_huge_pages
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -23,7 +26,6 @@ SLOT_BYTES = 4 << 20
 REMOTE_SLOT_BYTES = 8 << 20
 """What is read from a server at once, which a request costs more than a disk. It mostly stays in
 memory of the client (`store.InPlace`), and the slot is never touched."""
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 def _reserved(size_bytes: int) -> Mapping:
@@ -36,6 +38,15 @@ def _reserved(size_bytes: int) -> Mapping:
         ) from error  # fmt: skip
 
 
+def huge_pages(size_bytes: int) -> memoryview:
+    """A buffer to read into, aligned, for those who need no slots; it goes with its last view."""
+    mapped = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    prefer_huge_pages(address, len(mapped))
+    first = -address % HUGE_PAGE_BYTES
+    return memoryview(mapped)[first : first + size_bytes]
+
+
 class Landing:
     """Slots to read into, two for each of so many threads, until it is closed."""
 
@@ -43,8 +54,8 @@ class Landing:
 
     def __init__(self, threads: int, slot_bytes: int = SLOT_BYTES) -> None:
         self.slot_bytes = slot_bytes
-        self._mapping = _reserved(2 * threads * slot_bytes + _HUGE_PAGE_BYTES)
-        self._first = -self._mapping.address % _HUGE_PAGE_BYTES
+        self._mapping = _reserved(2 * threads * slot_bytes + HUGE_PAGE_BYTES)
+        self._first = -self._mapping.address % HUGE_PAGE_BYTES
         self._slots = Slots()
         self._slots.add(range(2 * threads))
 

@@ -21,7 +21,7 @@ from laststep.format.safetensors import region_bytes_of
 from laststep.read.blocks import OBJECT, Damage, Extent, Extents, damage_of, refuse
 from laststep.read.coded import CodedExtent
 from laststep.read.derived import Masters
-from laststep.storage.store import InPlace
+from laststep.storage.store import InPlace, PrefersCached
 from laststep.terms import BLOCK_BYTES, MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -101,6 +101,14 @@ class DataFile:
     def in_memory(self) -> bool:
         """Whether nobody waits who reads it."""
         return isinstance(self.reader, InPlace) and self.reader.at_hand
+
+    def prefer_cached(self) -> bool:
+        """For those who want bytes, and not to know whether the disk has them: take what the system
+        has in memory from there. False where its own file knows no such thing."""
+        for file in self.files:
+            if isinstance(file.reader, PrefersCached):
+                file.reader.prefer_cached()
+        return isinstance(self.reader, PrefersCached)
 
     def blocks(self, start: int, stop: int) -> Readable:
         """The whole blocks that hold bytes [start, stop) of its tensors."""

@@ -17,7 +17,16 @@ import msgspec
 
 from laststep.errors import Usage
 
-__all__ = ["FileReading", "FileWriting", "InPlace", "Lock", "Store", "StoreEntry", "check_name"]
+__all__ = [
+    "FileReading",
+    "FileWriting",
+    "InPlace",
+    "Lock",
+    "PrefersCached",
+    "Store",
+    "StoreEntry",
+    "check_name",
+]
 
 
 class StoreEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -71,6 +80,15 @@ class InPlace(Protocol):
     def in_place(self, offset: int, size_bytes: int) -> memoryview | None:
         """These bytes, which the file MUST have; None where they do not lie together. Nobody writes
         into them."""
+
+
+@runtime_checkable
+class PrefersCached(Protocol):
+    """A `FileReading` that reads past a cache of the system, and can be told not to."""
+
+    def prefer_cached(self) -> None:
+        """From now on, take what that cache has from there. What is asked for a second time MUST
+        come from where it is stored: somebody doubts it."""
 
 
 class Store(Protocol):

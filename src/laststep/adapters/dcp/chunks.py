@@ -6,6 +6,7 @@ ahead. The planner is called on the calling thread only.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from laststep.errors import Usage
+from laststep.memory.landing import SLOT_BYTES
 from laststep.plan.load import Read, Want, plan_reads
 from laststep.read.ahead import read_ahead
 from laststep.read.blocks import refuse
 from laststep.state.tensors import TORCH_DTYPES
+from laststep.state.tensors.kinds import PLAIN_TENSORS
 from laststep.terms import CHUNK_BYTES, DTYPES
 
 if TYPE_CHECKING:
@@ -59,16 +62,20 @@ def copy_chunks(
     files: Sequence[DataFile], reads: Sequence[ChunkRead], planner: LoadPlanner
 ) -> None:
     """Read, verify and copy, in the order of the files."""
+    used = {read.place.file for read in reads}
+    # Small pieces are still in the processor's caches when they are verified and copied. A request
+    # to a server costs more than one to a disk.
+    most_bytes = SLOT_BYTES if all(files[file].prefer_cached() for file in used) else CHUNK_BYTES
     missing = [0] * len(reads)
     wanted: list[_Rows] = []
     for number, read in enumerate(reads):
         before = len(wanted)
-        wanted += _rows_of(number, read)
+        wanted += _rows_of(number, read, most_bytes)
         missing[number] = len(wanted) - before
         if not missing[number]:
             planner.commit_tensor(read.request, _target(read.request, planner))
     targets: dict[int, torch.Tensor] = {}
-    for rows, data in _read_rows(files, reads, wanted):
+    for rows, data in _read_rows(files, reads, wanted, most_bytes):
         read = reads[rows.read]
         if rows.read not in targets:
             targets[rows.read] = _target(read.request, planner)
@@ -78,9 +85,9 @@ def copy_chunks(
             planner.commit_tensor(read.request, targets.pop(rows.read))
 
 
-def _rows_of(number: int, read: ChunkRead) -> Iterator[_Rows]:
+def _rows_of(number: int, read: ChunkRead, most_bytes: int) -> Iterator[_Rows]:
     """Yield the rows that hold what a request wants, none where it wants nothing. Rows that lie in
-    the same chunk of the file come together; a row that lies in two chunks comes alone."""
+    the same `most_bytes` of the file come together; a row that crosses their end comes alone."""
     request, place, dtype = read
     if 0 in request.lengths:
         return
@@ -90,13 +97,13 @@ def _rows_of(number: int, read: ChunkRead) -> Iterator[_Rows]:
         row, last = request.storage_offsets[0], request.storage_offsets[0] + request.lengths[0]
     while row < last:
         start = place.start + row * row_bytes
-        count = min(max((CHUNK_BYTES - start % CHUNK_BYTES) // row_bytes, 1), last - row)
+        count = min(max((most_bytes - start % most_bytes) // row_bytes, 1), last - row)
         yield _Rows(number, row, count, start, start + count * row_bytes)
         row += count
 
 
 def _read_rows(
-    files: Sequence[DataFile], reads: Sequence[ChunkRead], wanted: Sequence[_Rows]
+    files: Sequence[DataFile], reads: Sequence[ChunkRead], wanted: Sequence[_Rows], most_bytes: int
 ) -> Iterator[tuple[_Rows, memoryview | bytearray]]:
     """Yield all rows with their bytes, which are valid only until the next ones are asked for;
     `Corrupt` for bytes that have changed."""
@@ -106,10 +113,10 @@ def _read_rows(
         wants.setdefault(file, []).append(Want(rows.start, rows.stop, number))
     planned: list[Read] = []
     for file in sorted(wants):
-        planned += plan_reads(file, files[file].header.tensor_bytes, wants[file])
+        planned += plan_reads(file, files[file].header.tensor_bytes, wants[file], most_bytes)
     extents = (files[read.file].blocks(read.start, read.stop) for read in planned)
     cut: dict[int, bytearray] = {}  # rows of which a part was read, the rest to come
-    with closing(read_ahead(extents, threads=_THREADS)) as ahead:
+    with closing(read_ahead(extents, threads=_THREADS, buffer_bytes=most_bytes)) as ahead:
         for read, (data, damage) in zip(planned, ahead, strict=True):
             refuse(damage)
             for part in read.parts:
@@ -130,13 +137,23 @@ def _copy_rows(data: torch.Tensor, rows: _Rows, read: ChunkRead, target: torch.T
     request, place, dtype = read
     stored = data.view(TORCH_DTYPES[dtype])
     if not place.box.shape:
-        target.copy_(stored.view(()))
+        _copy(stored.view(()), target)
         return
     stored = stored.view(rows.number, *place.box.shape[1:])
     offsets, lengths = request.storage_offsets[1:], request.lengths[1:]
     at = rows.first - request.storage_offsets[0]
     part = _narrowed(stored, (0, *offsets), (rows.number, *lengths))
-    target[at : at + rows.number].copy_(part)
+    _copy(part, target[at : at + rows.number])
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    plain = type(target) in PLAIN_TENSORS and not target.is_conj() and not target.is_neg()
+    together = source.is_contiguous() and target.is_contiguous()
+    if plain and together and target.device.type == "cpu" and source.dtype == target.dtype:
+        # By this thread alone: beside those that read, a piece is copied before torch's are awake.
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        target.copy_(source)
 
 
 def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
