@@ -63,6 +63,14 @@ def test_entries_of_all_ranks_count_once() -> None:
             location=PATHS,
             kind=st.sampled_from(["tensor", "value", "raw"]),
         )
+        | st.builds(
+            dcp_record.RecordEntry,
+            fqn=st.text(),
+            location=PATHS,
+            kind=st.just("part"),
+            start=st.just((0, 3)),
+            shape=st.just((4, 9)),
+        )
     ),
     st.none() | st.dictionaries(st.text(), PATHS),
     st.none() | st.text(),
@@ -109,4 +117,4 @@ def test_a_record_without_the_id_of_its_save_is_read() -> None:
 
 def test_a_record_of_a_later_version_asks_for_an_upgrade() -> None:
     with pytest.raises(Usage, match="upgrade laststep"):
-        dcp_record.decode(objects.encode({"version": 2}), where="here", allow_pickle=True)
+        dcp_record.decode(objects.encode({"version": 3}), where="here", allow_pickle=True)

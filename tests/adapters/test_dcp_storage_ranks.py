@@ -311,6 +311,50 @@ def test_a_planner_may_keep_the_plans_of_all_ranks(tmp_path: Path) -> None:
     )
 
 
+def test_ranks_save_for_themselves_without_collectives(tmp_path: Path) -> None:
+    run_ranks(
+        2,
+        """
+        def main():
+            for value, step in ((1, None), (2, None), (3, 7)):
+                whole = torch.arange(15.0).view(5, 3) * value
+                state = {"model": {"w": distribute_tensor(whole, mesh, [Shard(0)]),
+                                   "row": distribute_tensor(whole[:1], mesh, [Shard(0)]),
+                                   "plain": torch.full((3,), rank * value)},
+                         "n": rank * value}
+                path = run if step is None else given / "steps"
+                dcp.save(state, storage_writer=Writer(path, step=step), use_collectives=False)
+                into = {"model": {"w": distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)]),
+                                  "row": distribute_tensor(torch.zeros(1, 3), mesh, [Shard(0)]),
+                                  "plain": torch.zeros(3, dtype=torch.int64)},
+                        "n": None}
+                dcp.load(into, storage_reader=Reader(path))
+                assert same(full(into), full(state)), into
+            stock = given / "stock"
+            dcp.save(state, checkpoint_id=stock, use_collectives=False)
+            into["model"]["w"].zero_()
+            dcp.load(into, storage_reader=Reader(stock))
+            assert same(full(into), full(state)), into
+            try:
+                dcp.save(state, storage_writer=Writer(run))
+            except CheckpointException as error:
+                assert "both with collectives and without" in str(error)
+            else:
+                raise AssertionError("two ways of saving were mixed")
+        """,
+        tmp_path / "run",
+    )
+    own = tmp_path / "run" / "rank-00001"
+    assert sorted(path.name for path in own.parent.iterdir()) == ["rank-00000", own.name]
+    assert len(list(own.glob("step-*"))) == 1
+    assert laststep.open(own).latest().verify().damage == ()
+    got: Any = laststep.load(own)
+    assert got["model"]["w"]["at 3,0"].tolist() == (torch.arange(15.0).view(5, 3) * 2)[3:].tolist()
+    into = {"model": {"plain": torch.zeros(3, dtype=torch.int64)}}
+    dcp.load(into, storage_reader=Reader(tmp_path / "run"))  # rank 0's
+    assert into["model"]["plain"].tolist() == [0, 0, 0]
+
+
 def test_a_rank_that_fails_fails_the_save_of_all(tmp_path: Path) -> None:
     run_ranks(
         2,
@@ -345,7 +389,7 @@ def test_a_rank_that_fails_fails_the_save_of_all(tmp_path: Path) -> None:
             try:
                 dcp.save(state, storage_writer=Writer(run, step=1), use_collectives=False)
             except laststep.Usage as error:
-                assert "without collectives" in str(error)
+                assert "both with collectives and without" in str(error)
             else:
                 raise AssertionError("the save did not fail")
             if rank == 0:

@@ -1,5 +1,6 @@
 """A run as storage of torch.distributed.checkpoint (DCP)."""
 
-from laststep.adapters.dcp.storage import Reader, Writer
+from laststep.adapters.dcp.reader import Reader
+from laststep.adapters.dcp.writer import Writer
 
 __all__ = ["Reader", "Writer"]

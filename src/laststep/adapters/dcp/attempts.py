@@ -15,20 +15,24 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from laststep.adapters.dcp import stock_folder
+from laststep.adapters.dcp.target import is_own_path, own_paths_there
 from laststep.catalog.epochs import Epochs
+from laststep.catalog.names import RUN_NAME
 from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run
-from laststep.errors import Aborted, Exists, LaststepError, StorageFailed
+from laststep.errors import Aborted, Exists, LaststepError, StorageFailed, Usage
 from laststep.format.manifest import Abort
 from laststep.storage.registry import open_store
+from laststep.terms import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from laststep.catalog.epochs import EpochRecord, Trainer
     from laststep.format.manifest import Commit
-    from laststep.storage.store import Lock
+    from laststep.storage.store import Lock, Store
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +49,7 @@ class DcpSave:
     folder: str
     continues: str | None
     overwrite: bool
+    sole: bool
     _pid: int = field(default_factory=os.getpid)
     _ended: bool = False
 
@@ -58,6 +63,8 @@ class DcpSave:
             # Without any rule everything stays, except what was overwritten.
             with _only_logged("delete what was overwritten"):
                 plan_prune(self.run, Keep()).execute()
+                if self.sole:
+                    stock_folder.remove(self.run.store.url)
 
     def give_up(self, reason: str) -> None:
         """Abort the attempt and delete its files; a store that cannot do so raises nothing here."""
@@ -107,18 +114,22 @@ class DcpWriter:
         """The saves under way by their numbers; None for one that is just about to begin."""
         self.last_folder: str | None = None
 
-    def begin(self, step: int, *, overwrite: bool) -> DcpSave:
+    def begin(self, step: int, *, overwrite: bool, sole: bool = False) -> DcpSave:
         """A new attempt and its folder; `Exists` where the step is taken, `Aborted` where the run
-        is another trainer's."""
+        is another trainer's. A `sole` checkpoint has the run to itself, else that is `Usage`."""
         with self._mutex:
             if self._epoch is not None:
                 self._look_round(self._epoch)
+            if self._epoch is None:
+                _check_one_way(self._store)
             run = self._run = self._run or Run.open_or_create(self._store)
+            if sole:
+                _check_sole(run, step)
             if self._epoch is not None:
                 run.check_newest(self._epoch)
                 self._end_given_up(run)
             if not overwrite:
-                _check_step_free(run, step)
+                _check_step_free(run, step, sole=sole)
             epoch = self._enter(run) if self._epoch is None else self._epoch
             if self._lock is None:
                 self._lock = run.lock_epoch(epoch)
@@ -132,7 +143,7 @@ class DcpWriter:
                 raise
             attempt = self._under_way[number] = DcpSave(
                 tenure=self, run=run, step=step, epoch=epoch, number=number, folder=folder,
-                continues=self.last_folder, overwrite=overwrite,
+                continues=self.last_folder, overwrite=overwrite, sole=sole,
             )  # fmt: skip
             return attempt
 
@@ -185,8 +196,37 @@ class DcpWriter:
             )  # fmt: skip
 
 
-def _check_step_free(run: Run, step: int) -> None:
+def _check_one_way(store: Store) -> None:
+    """`Usage` where ranks have saved for themselves and are now to save together, or the other way
+    round: a load would not know which of the two is newer."""
+    above, _, name = store.url.rpartition("/")
+    mixed = own_paths_there(store.url)
+    if is_own_path(name) and RUN_NAME in open_store(above).file_names(""):
+        mixed = ["a run that ranks have saved to together"]
+    if mixed:
+        raise Usage(
+            "cannot save to one path both with collectives and without", where=store.url,
+            found=listed(mixed), remedy="save to another path, or delete this one",
+        )  # fmt: skip
+
+
+def _check_sole(run: Run, step: int) -> None:
+    others = sorted({there.step for there in run.lineage()} - {step})
+    if others:
+        raise Usage(
+            "cannot save without a step: this is a run with steps of its own", where=run.store.url,
+            found=listed(f"step {other}" for other in others),
+            remedy="pass step= to the Writer, or checkpoint_id= to dcp.save; or save elsewhere",
+        )  # fmt: skip
+
+
+def _check_step_free(run: Run, step: int, *, sole: bool) -> None:
     """`Exists`, in the words that DCP has for it, where that step is taken."""
+    if sole and stock_folder.is_stock_folder(run.store.url):
+        raise Exists(
+            "Checkpoint already exists: torch's own storage has saved here", where=run.store.url,
+            remedy="leave overwrite=False out to replace it, or save elsewhere",
+        )  # fmt: skip
     try:
         run.check_step_free(step)
     except Exists as error:

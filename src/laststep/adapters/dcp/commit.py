@@ -75,7 +75,9 @@ def make_commit(
     """Write what is left to write into the attempt's folder; returns the commit."""
     gathered = _gather(results, attempt.folder)
     entries = [
-        _checked(fqn, gathered, content) for fqn, content in metadata.state_dict_metadata.items()
+        entry
+        for fqn, content in metadata.state_dict_metadata.items()
+        for entry in _checked(fqn, gathered, content)
     ]
     unknown = sorted(gathered.written.keys() - metadata.state_dict_metadata.keys())
     if unknown:
@@ -128,12 +130,19 @@ def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _WrittenBy
     return gathered
 
 
-def _checked(fqn: str, gathered: _WrittenByAll, content: object) -> RecordEntry:
-    """Check an entry of the metadata: all of it MUST have been written, and only once."""
+def _checked(fqn: str, gathered: _WrittenByAll, content: object) -> list[RecordEntry]:
+    """Check an entry of the metadata: all of it MUST have been written, and only once. Of a rank
+    that saves for itself, each part of a tensor is an entry."""
     written = gathered.written.get(fqn)
     if not written:
         raise Usage(f"no rank has written {fqn}, which the planner's metadata lists")
     first = written[0]
+    if isinstance(content, TensorStorageMetadata) and all(entry.is_part for entry in written):
+        return [
+            RecordEntry(fqn=fqn, location=part.location, kind="part", start=part.box.start,
+                        shape=tuple(content.size))
+            for part in written if part.box is not None
+        ]  # fmt: skip
     if any(other.location != first.location for other in written):
         raise Usage(
             f"the ranks do not agree where {fqn} belongs",
@@ -144,7 +153,7 @@ def _checked(fqn: str, gathered: _WrittenByAll, content: object) -> RecordEntry:
         kind: Kind = "raw" if first.is_raw else "value"
         if len(written) > 1 or first.tree is None:
             raise Usage(f"{fqn} was written {len(written)} times, or as a tensor")
-        return RecordEntry(fqn=fqn, location=first.location, kind=kind)
+        return [RecordEntry(fqn=fqn, location=first.location, kind=kind)]
     boxes = [entry.box for entry in written if entry.box is not None]
     shape = tuple(content.size)
     alike = len(boxes) == len(written) and len({entry.dtype for entry in written}) == 1
@@ -155,11 +164,11 @@ def _checked(fqn: str, gathered: _WrittenByAll, content: object) -> RecordEntry:
             found=listed(f"[{box_text(box)}]" for box in boxes),
             remedy="save on all ranks that hold a part of it, without no_dist",
         )
-    return RecordEntry(fqn=fqn, location=first.location, kind="tensor")
+    return [RecordEntry(fqn=fqn, location=first.location, kind="tensor")]
 
 
 def _node(entry: RecordEntry, gathered: _WrittenByAll) -> object:
-    if entry.kind == "tensor":
+    if entry.kind in ("tensor", "part"):
         return TensorRef(tensor_name(entry.location))
     tree = gathered.written[entry.fqn][0].tree
     return objects.decode(tree or b"", where=entry.fqn)
@@ -167,13 +176,16 @@ def _node(entry: RecordEntry, gathered: _WrittenByAll) -> object:
 
 def _empty_tensors(gathered: _WrittenByAll, metadata: Metadata) -> tuple[TensorEntry, ...]:
     """The tensors without elements, of which no rank has written a chunk."""
-    entries = []
+    entries: dict[str, TensorEntry] = {}
     for fqn, content in metadata.state_dict_metadata.items():
-        if isinstance(content, TensorStorageMetadata) and 0 in content.size:
-            first = gathered.written[fqn][0]
-            name = f"{first.location[0]}/{tensor_name(first.location)}"
-            entries.append(TensorEntry(name, first.dtype or "", tuple(content.size), 0, 0))
-    return tuple(entries)
+        for written in gathered.written[fqn]:
+            if not isinstance(content, TensorStorageMetadata) or written.box is None:
+                continue
+            shape = written.box.shape if written.is_part else tuple(content.size)
+            if 0 in shape:
+                name = f"{written.location[0]}/{tensor_name(written.location)}"
+                entries[name] = TensorEntry(name, written.dtype or "", shape, 0, 0)
+    return tuple(entries.values())
 
 
 def _write_shared(

@@ -6,6 +6,7 @@ are one nested state by name, taken apart as DCP does that. Everything read is v
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType
 
@@ -56,12 +58,15 @@ class DcpStorageInfo(NamedTuple):
 
 
 class _DcpLeaf(NamedTuple):
-    """An entry of the flat state: a tensor of an item, or any other node of its tree."""
+    """An entry of the flat state: a tensor of an item, a part of one that begins at `start` of its
+    `shape`, or any other node of its tree."""
 
     fqn: str
     item: str
     node: object
     kind: Kind
+    start: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
 
 class DcpContent:
@@ -79,7 +84,8 @@ class DcpContent:
         self._planner_data: object = None
         self.save_id: str | None = None
         """DCP's id of the save, where DCP saved the checkpoint."""
-        self._leaves = {leaf.fqn: leaf for leaf in self._find_leaves()}
+        self._leaves = list(self._find_leaves())
+        self._values = {leaf.fqn: leaf for leaf in self._leaves if leaf.kind in ("value", "raw")}
 
     def close(self) -> None:
         self._closing()
@@ -92,9 +98,11 @@ class DcpContent:
             state_dict_metadata={}, planner_data=self._planner_data, storage_data={}
         )
         metadata.version = CURRENT_DCP_VERSION
-        for leaf in self._leaves.values():
+        for leaf in self._leaves:
             if leaf.kind == "tensor" and type(leaf.node) is TensorRef:
                 self._tell_tensor(leaf, leaf.node.name, metadata)
+            elif leaf.kind == "part" and type(leaf.node) is TensorRef:
+                self._tell_part(leaf, leaf.node.name, metadata)
             else:
                 metadata.state_dict_metadata[leaf.fqn] = BytesStorageMetadata()
                 index = MetadataIndex(leaf.fqn)
@@ -114,6 +122,23 @@ class DcpContent:
             index = MetadataIndex(leaf.fqn, box.start, number)
             into.storage_data[index] = DcpStorageInfo(leaf.item, name, box)
 
+    def _tell_part(self, leaf: _DcpLeaf, name: str, into: Metadata) -> None:
+        dtype, shape = self._content.item(leaf.item).spec_of(name)
+        fresh = tensor_metadata(dtype, leaf.shape, [])
+        whole_of = into.state_dict_metadata.setdefault(leaf.fqn, fresh)
+        ends = map(operator.add, leaf.start, shape)
+        if (
+            not isinstance(whole_of, TensorStorageMetadata)
+            or len(shape) != len(leaf.shape)
+            or any(map(operator.gt, ends, whole_of.size))
+        ):
+            raise Corrupt("a part of a tensor lies outside of it", where=self._where,
+                          found=repr(leaf)[:200])  # fmt: skip
+        start = torch.Size(leaf.start)
+        index = MetadataIndex(leaf.fqn, start, len(whole_of.chunks))
+        whole_of.chunks.append(ChunkStorageMetadata(offsets=start, sizes=torch.Size(shape)))
+        into.storage_data[index] = DcpStorageInfo(leaf.item, name, whole(shape))
+
     def _places(self, item: str, name: str) -> tuple[Place, ...]:
         """Where the bytes of a tensor lie; no place for one that shares its bytes with others."""
         stored = self._content.item(item)
@@ -130,12 +155,12 @@ class DcpContent:
         for entry in record.entries:
             item = str(entry.location[0])
             node = _node_at(self._content.item(item).tree, entry.location[1:], self._where)
-            if entry.kind == "tensor" and node != TensorRef(tensor_name(entry.location)):
+            if entry.kind in ("tensor", "part") and node != TensorRef(tensor_name(entry.location)):
                 raise Corrupt(
                     "what a checkpoint says of its DCP state contradicts its trees",
                     where=self._where, found=repr(entry)[:200],
                 )  # fmt: skip
-            yield _DcpLeaf(entry.fqn, item, node, entry.kind)
+            yield _DcpLeaf(entry.fqn, item, node, entry.kind, entry.start, entry.shape)
 
     def _record(self) -> dcp_record.DcpRecord | None:
         for data, where in self._content.objects(dcp_record.OBJECT_NAME):
@@ -175,7 +200,7 @@ class DcpContent:
         copy_chunks(self._content.files, chunks, planner)
 
     def _bytes(self, fqn: str) -> BytesIO:
-        leaf = self._leaves[fqn]
+        leaf = self._values[fqn]
         where = f"{self._where}, {fqn}"
 
         def revived(tagged: Tagged) -> object:

@@ -1,7 +1,8 @@
 """What a checkpoint says of the DCP state that it holds, beyond items: the object `~6dcp`.
 
 It lies in `shared.safetensors`, as typed JSON: of every entry its name in DCP's flat state, where
-it lies among the items, and whether it is a tensor, a value, or bytes that were kept as they are;
+it lies among the items, and whether it is a tensor, a value, bytes that were kept as they are, or
+the part of a tensor that one rank has saved for itself, with where it begins and the whole's shape;
 what the planner wanted to be kept; and DCP's id of the save. Sizes, dtypes and chunks are not in
 it: headers have them.
 Knows nothing of stores.
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
     from laststep.adapters.nesting import Path
 
 OBJECT_NAME = "~6dcp"
-_VERSION = 1
+_VERSION = 2
+"""1 where there are no parts, so that an earlier laststep reads it."""
 
-Kind = Literal["tensor", "value", "raw"]
+Kind = Literal["tensor", "value", "raw", "part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class RecordEntry:
     fqn: str
     location: Path
     kind: Kind
+    start: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,7 @@ class DcpRecord:
 def encode(record: DcpRecord, *, allow_pickle: bool) -> bytes:
     """The bytes of the object; `Usage` for a planner's data that would have to be pickled."""
     entries: list[object] = [
-        [entry.fqn, list(entry.location), entry.kind] for entry in record.entries
+        [entry.fqn, list(entry.location), entry.kind, *_extent(entry)] for entry in record.entries
     ]
     planner = record.planner_data
     try:
@@ -64,9 +68,14 @@ def encode(record: DcpRecord, *, allow_pickle: bool) -> bytes:
     return _encoded(entries, pickled, record.save_id)
 
 
+def _extent(entry: RecordEntry) -> tuple[list[int], ...]:
+    return (list(entry.start), list(entry.shape)) if entry.kind == "part" else ()
+
+
 def _encoded(entries: list[object], planner: object, save_id: str | None) -> bytes:
+    version = _VERSION if any(len(entry) > 3 for entry in entries) else 1  # type: ignore[arg-type]
     return objects.encode(
-        {"version": _VERSION, "planner_data": planner, "save_id": save_id, "entries": entries}
+        {"version": version, "planner_data": planner, "save_id": save_id, "entries": entries}
     )
 
 
@@ -80,7 +89,7 @@ def decode(data: bytes, *, where: str, allow_pickle: bool) -> DcpRecord:
                 expected=f"version {_VERSION}", found=f"version {version}",
                 remedy="upgrade laststep",
             )  # fmt: skip
-        case {"version": 1, "planner_data": planner, "entries": list(listed), **rest} if (
+        case {"version": 1 | 2, "planner_data": planner, "entries": list(listed), **rest} if (
             rest.keys() <= {"save_id"}
         ):
             entries = tuple(_entry(raw, where) for raw in listed)
@@ -96,11 +105,21 @@ def decode(data: bytes, *, where: str, allow_pickle: bool) -> DcpRecord:
 
 def _entry(raw: object, where: str) -> RecordEntry:
     match raw:
-        case [str(fqn), [str(), *_] as location, str(kind)] if kind in get_args(Kind):
-            if all(type(part) is str or (type(part) is int and part >= 0) for part in location):
-                path = cast("Path", tuple(location))
+        case [str(fqn), [str(), *_] as location, str(kind), *extent] if kind in get_args(Kind):
+            sound = all(type(part) is str or _is_count(part) for part in location)
+            path = cast("Path", tuple(location))
+            if sound and kind != "part" and not extent:
                 return RecordEntry(fqn=fqn, location=path, kind=cast("Kind", kind))
+            match extent:
+                case [list(start), list(shape)] if sound and kind == "part":
+                    if len(start) == len(shape) and all(map(_is_count, start + shape)):
+                        return RecordEntry(fqn=fqn, location=path, kind="part", start=tuple(start),
+                                           shape=tuple(shape))  # fmt: skip
     raise _corrupt(where, repr(raw)[:200])
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _corrupt(where: str, found: str) -> Corrupt:

@@ -43,8 +43,16 @@ if TYPE_CHECKING:
     from laststep.storage.store import Store
 
 KIND = "value"
-_BUFFERS = 3
-_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """How a rank writes. One that saves for its `own` has nobody who writes the rest of a tensor:
+    its part is stored as a tensor by itself."""
+
+    allow_pickle: bool
+    own: bool
+    threads: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,8 @@ class WrittenEntry:
     box: Box | None = None
     """The box that was written, for an entry that is a tensor."""
     dtype: str | None = None
+    is_part: bool = False
+    """Whether that box is a tensor by itself, of a rank that saves for itself."""
     tree: bytes | None = None
     """The typed JSON of an entry that is a value. `tensors` counts the tensors that it names."""
     is_raw: bool = False
@@ -89,29 +99,28 @@ def write_items(
     *,
     store: Store,
     folder: str,
-    rank: int,
-    ranks: int,
-    allow_pickle: bool,
+    rank: tuple[int, int],
+    how: WriteOptions,
 ) -> list[WriteResult]:
-    """Write all of it, durably; `folder` is that of the attempt."""
+    """Write all of it, durably; `folder` is that of the attempt, `rank` this one of so many."""
     work: dict[str, _WrittenItem] = {}
     entries: list[WrittenEntry] = []
     for item in items:
         location = locations[item.index.fqn]
         into = work.setdefault(str(location[0]), _WrittenItem(pieces=[], sources=[]))
         if item.type is WriteItemType.BYTE_IO:
-            entries.append(_add_value(item, planner, location, into, allow_pickle=allow_pickle))
+            entries.append(_add_value(item, planner, location, into, allow_pickle=how.allow_pickle))
         else:
-            entries.append(_add_tensor(item, location, into))
+            entries.append(_add_tensor(item, location, into, own=how.own))
     specs = tuple(
         ItemSpec(name=name, kind=KIND, standalone=False, pieces=tuple(item.pieces))
         for name, item in work.items()
     )
-    plan = plan_save(specs, rank=(rank, ranks), objects=())
-    records = _write_files(plan, list(work.values()), planner, store, folder)
+    plan = plan_save(specs, rank=rank, objects=())
+    records = _write_files(plan, list(work.values()), planner, store, folder, how.threads)
     files = Files(
         folder=folder,
-        records=tuple(msgspec.structs.replace(record, rank=rank) for record in records),
+        records=tuple(msgspec.structs.replace(record, rank=rank[0]) for record in records),
         file_of={name: plan.file_of[name] for name, item in work.items() if item.pieces},
     )
     if entries:
@@ -146,7 +155,7 @@ def _add_value(
     )  # fmt: skip
 
 
-def _add_tensor(item: WriteItem, location: Path, into: _WrittenItem) -> WrittenEntry:
+def _add_tensor(item: WriteItem, location: Path, into: _WrittenItem, *, own: bool) -> WrittenEntry:
     fqn, data = item.index.fqn, item.tensor_data
     if data is None or data.chunk is None:
         raise Usage(f"cannot save {fqn}: the planner does not say which part of which tensor it is")
@@ -160,29 +169,37 @@ def _add_tensor(item: WriteItem, location: Path, into: _WrittenItem) -> WrittenE
     start, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
     box = Box(start, tuple(map(operator.add, start, sizes)))
     size = box.volume * DTYPES[dtype].size_bytes
+    is_part = own and box != whole(shape)
+    if is_part:
+        location, shape = (*location, f"at {','.join(map(str, start))}"), sizes
     if size:  # an empty tensor is the coordinator's: no rank holds more of it than another
         name, part = tensor_name(location), None
-        if box != whole(shape):
+        if not is_part and box != whole(shape):
             # As a Checkpointer names it: `~6` stands in no name of a tensor's path.
             name, part = f"{name}~6at{','.join(map(str, start))}", BoxPart(name, shape, start)
         into.pieces.append(
             Piece(name, dtype, sizes, size, "cpu", contiguous=True, volatile=False, part=part)
         )
         into.sources.append(item)
-    return WrittenEntry(location=location, box=box, dtype=dtype, tensor_bytes=size)
+    return WrittenEntry(location=location, box=box, dtype=dtype, tensor_bytes=size, is_part=is_part)
 
 
 def _write_files(
-    plan: SavePlan, work: list[_WrittenItem], planner: SavePlanner, store: Store, folder: str
+    plan: SavePlan,
+    work: list[_WrittenItem],
+    planner: SavePlanner,
+    store: Store,
+    folder: str,
+    threads: int,
 ) -> tuple[FileRecord, ...]:
     sources = [source for item in work for source in item.sources]
     with closing(SaveFlush(store, folder, tuple(map(FileBegin.of, plan.files)))) as flush:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="laststep-dcp-write") as threads:
+        with ThreadPoolExecutor(threads, thread_name_prefix="laststep-dcp-write") as writers:
             free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-            for _ in range(_BUFFERS):
+            for _ in range(threads + 1):
                 free.put(mmap.mmap(-1, CHUNK_BYTES))
             for number, file in enumerate(plan.files):
-                image = _Image(flush, number, threads, free)
+                image = _Image(flush, number, writers, free)
                 for piece in file.pieces:
                     for data in _stretches(_resolved(sources[piece], planner)):
                         image.append(data)

@@ -36,7 +36,7 @@ _MAX_METADATA_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RegionBox:
+class RegionBox:
     """A region and what is in it: a box of a tensor, or (None) a value."""
 
     name: str
@@ -49,7 +49,13 @@ class _RegionBox:
 
 def is_one(folder: Path) -> bool:
     """Whether DCP wrote to this folder, even if the save did not end."""
-    return (folder / METADATA_NAME).exists() or any(folder.glob("*.distcp"))
+    return metadata_in(folder) is not None or any(folder.glob("*.distcp"))
+
+
+def metadata_in(folder: Path, rank: int = 0) -> Path | None:
+    """What says where all lies: of a save, or of a rank that saved for itself; None without any."""
+    names = METADATA_NAME, f"__{rank}{METADATA_NAME}"
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def read_folder(folder: Path) -> dict[str, object]:
@@ -68,12 +74,14 @@ def read_folder(folder: Path) -> dict[str, object]:
     for name, group in groupby(pieces, key=lambda piece: piece.region.file):
         path = folder / name
         with path.open("rb") as file:
-            reader = _DcpFileReader(file=file, size_bytes=sizes[name], where=str(path))
+            reader = DcpFileReader(file=file, size_bytes=sizes[name], where=str(path))
             for piece in group:
                 if piece.box is None:
                     values[piece.name] = reader.archive(piece)
                 else:
-                    part = _checked(reader.tensor(piece), tensors[piece.name], piece, str(path))
+                    part = checked_chunk(
+                        reader.tensor(piece), tensors[piece.name], piece, str(path)
+                    )
                     place = tuple(map(slice, piece.box.start, piece.box.stop))
                     tensors[piece.name][place].copy_(part)
     values |= tensors
@@ -94,16 +102,16 @@ def _metadata_of(folder: Path) -> bytes:
     return path.read_bytes()
 
 
-def _pieces(entries: Iterable[MetadataEntry]) -> Iterable[_RegionBox]:
+def _pieces(entries: Iterable[MetadataEntry]) -> Iterable[RegionBox]:
     for entry in entries:
         if isinstance(entry.content, Region):
-            yield _RegionBox(name=entry.name, region=entry.content, box=None)
+            yield RegionBox(name=entry.name, region=entry.content, box=None)
         else:
             for box, region in entry.content.chunks:
-                yield _RegionBox(name=entry.name, region=region, box=box)
+                yield RegionBox(name=entry.name, region=region, box=box)
 
 
-def _sizes_of(folder: Path, pieces: Iterable[_RegionBox]) -> dict[str, int]:
+def _sizes_of(folder: Path, pieces: Iterable[RegionBox]) -> dict[str, int]:
     """The size of every file that is needed; all regions lie within."""
     sizes: dict[str, int] = {}
     for piece in pieces:
@@ -143,7 +151,7 @@ def _allocate(entry: CutTensor) -> torch.Tensor:
         raise MemoryError(f"a tensor of shape {list(entry.shape)}") from error
 
 
-def _checked(part: object, target: torch.Tensor, piece: _RegionBox, where: str) -> torch.Tensor:
+def checked_chunk(part: object, target: torch.Tensor, piece: RegionBox, where: str) -> torch.Tensor:
     """What was read, which MUST be just the chunk that the metadata says."""
     shape = () if piece.box is None else piece.box.shape
     if not isinstance(part, torch.Tensor):
@@ -161,7 +169,7 @@ def _checked(part: object, target: torch.Tensor, piece: _RegionBox, where: str) 
 
 
 @dataclass(slots=True, kw_only=True)
-class _DcpFileReader:
+class DcpFileReader:
     """One file of the folder: archives of torch.save in a row, or values and then safetensors."""
 
     file: BinaryIO
@@ -170,13 +178,13 @@ class _DcpFileReader:
     _parts: dict[int, safetensors_part.TensorIndex] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
 
-    def tensor(self, piece: _RegionBox) -> object:
+    def tensor(self, piece: RegionBox) -> object:
         self.file.seek(piece.region.offset)
         if self.file.read(len(torch_save.ZIP)) == torch_save.ZIP:
             return self.archive(piece)
         return self._of_safetensors(piece)
 
-    def archive(self, piece: _RegionBox) -> object:
+    def archive(self, piece: RegionBox) -> object:
         """What torch.save wrote there."""
         region = piece.region
         self.file.seek(region.offset)
@@ -192,7 +200,7 @@ class _DcpFileReader:
         data.seek(0)
         return torch_save.load(data, where=where, remedy=dcp_metadata.REMEDY)
 
-    def _of_safetensors(self, piece: _RegionBox) -> torch.Tensor:
+    def _of_safetensors(self, piece: RegionBox) -> torch.Tensor:
         """One header for all tensors of the file; each names its offset, and its own length."""
         start = piece.region.offset
         self.file.seek(start + 8)
@@ -212,7 +220,7 @@ class _DcpFileReader:
         self._seen.add(piece.name)
         return safetensors_part.read_tensor(self.file, part, piece.name, where=self.where)
 
-    def _no_payload(self, piece: _RegionBox) -> Corrupt:
+    def _no_payload(self, piece: RegionBox) -> Corrupt:
         return Corrupt(
             f"cannot import {piece}", where=f"{self.where}, byte {piece.region.offset}",
             found="neither what torch.save writes nor safetensors",

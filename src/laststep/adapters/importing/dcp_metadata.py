@@ -91,20 +91,22 @@ class MetadataEntry:
     content: CutTensor | Region
 
 
-def decode(data: bytes, *, where: str) -> tuple[MetadataEntry, ...]:
-    """All entries, in the order of the metadata."""
+def decode(data: bytes, *, where: str, in_parts: bool = False) -> tuple[MetadataEntry, ...]:
+    """All entries, in the order of the metadata; `in_parts`, of a rank that saved for itself, not
+    all of a tensor need be there."""
     if data[:1] == b"{":
         raise Usage(
             "cannot import", where=where, found="an index of HuggingFace storage, not of DCP's own",
             remedy="import the safetensors files in the folder one by one",
         )  # fmt: skip
     metadata = inert_pickle.read(data, admitted=ADMITTED, where=where, remedy=REMEDY)
-    return _MetadataDecoder(where).entries(metadata)
+    return _MetadataDecoder(where, in_parts=in_parts).entries(metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class _MetadataDecoder:
     where: str
+    in_parts: bool
 
     def entries(self, raw: object) -> tuple[MetadataEntry, ...]:
         fields = self._fields(raw, "Metadata")
@@ -148,7 +150,7 @@ class _MetadataDecoder:
         cuts = [len({box.start[dim] for box in boxes}) for dim in range(len(shape))]
         order = sorted(range(len(shape)), key=lambda dim: -cuts[dim])
         turned = [Box(_picked(box.start, order), _picked(box.stop, order)) for box in boxes]
-        if covers_once(_picked(shape, order), turned):
+        if self.in_parts or covers_once(_picked(shape, order), turned):
             return
         held = sum(box.volume for box in boxes)
         missing = math.prod(shape) - held

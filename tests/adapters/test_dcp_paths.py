@@ -1,0 +1,255 @@
+"""A path as torch's own storage takes it: two changed lines, and old folders are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_rounds import ALONE, failing, same, steps
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+import laststep
+from laststep.adapters.dcp import Reader, Writer, options
+from laststep.catalog.run import Run
+from laststep.errors import Corrupt, Exists, StorageFailed, Usage
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = ALONE
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"model": {"w": torch.full((4, 3), float(value))}, "n": value}
+
+
+def loaded(reader: Reader, **how: Any) -> dict[str, Any]:
+    into: dict[str, Any] = {"model": {"w": torch.zeros(4, 3)}, "n": None}
+    dcp.load(into, storage_reader=reader, **how)
+    return into
+
+
+def test_two_changed_lines_are_enough(tmp_path: Path) -> None:
+    assert laststep.dcp.Writer is Writer
+    dcp.save(state_of(1), storage_writer=laststep.dcp.Writer(tmp_path / "ckpt"))
+    assert same(loaded(laststep.dcp.Reader(tmp_path / "ckpt")), state_of(1))
+
+
+def test_a_path_is_a_checkpoint_id(tmp_path: Path) -> None:
+    writer, reader = Writer(tmp_path / "unused"), Reader(tmp_path / "unused")
+    for value, path in ((1, tmp_path / "a"), (2, str(tmp_path / "b")), (3, tmp_path / "100")):
+        dcp.save(state_of(value), storage_writer=writer, checkpoint_id=path)
+        assert writer.checkpoint_id == str(path)
+    for value, path in ((1, str(tmp_path / "a")), (2, tmp_path / "b"), (3, tmp_path / "100")):
+        assert same(loaded(reader, checkpoint_id=path), state_of(value))
+    assert not (tmp_path / "unused").exists()
+
+
+def test_saving_again_replaces_what_is_there(tmp_path: Path) -> None:
+    for value in range(3):
+        dcp.save(state_of(value), storage_writer=Writer(tmp_path))
+        assert same(loaded(Reader(tmp_path)), state_of(value))
+    assert len(list(tmp_path.glob("step-*"))) == 1
+    with failing(Exists, "Checkpoint already exists"):
+        dcp.save(state_of(9), storage_writer=Writer(tmp_path, overwrite=False))
+    assert same(loaded(Reader(tmp_path)), state_of(2))
+
+
+def test_there_is_always_something_to_load_while_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded before and after each step of a save that changes the run."""
+    dcp.save(state_of(0), storage_writer=Writer(tmp_path))
+    seen: list[float] = []
+
+    def watched(name: str) -> None:
+        act = getattr(Run, name)
+
+        def look(self: Run, *arguments: Any, **more: Any) -> Any:
+            seen.append(loaded(Reader(tmp_path))["n"])
+            result = act(self, *arguments, **more)
+            seen.append(loaded(Reader(tmp_path))["n"])
+            return result
+
+        monkeypatch.setattr(Run, name, look)
+
+    for name in ("begin", "commit"):
+        watched(name)
+    dcp.save(state_of(1), storage_writer=Writer(tmp_path))
+    assert seen == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("method", ["commit", "execute"])
+def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path: Path, method: str) -> None:
+    script = """
+        import os, sys, warnings
+        warnings.simplefilter("ignore")
+        import torch, torch.distributed.checkpoint as dcp
+        from laststep.adapters.dcp import Writer
+        from laststep.catalog.prune import PrunePlan
+        from laststep.catalog.run import Run
+
+        def save(value):
+            state = {"model": {"w": torch.full((4, 3), float(value))}, "n": value}
+            dcp.save(state, storage_writer=Writer(sys.argv[1]))
+
+        save(1.0)
+        owner = {"commit": Run, "execute": PrunePlan}[sys.argv[2]]
+        setattr(owner, sys.argv[2], lambda *_: os.kill(os.getpid(), 9))
+        save(2.0)
+    """
+    done = subprocess.run(
+        [os.environ["WARM_PYTHON"], "-c", textwrap.dedent(script), str(tmp_path), method],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL
+    assert same(loaded(Reader(tmp_path)), state_of(1.0 if method == "commit" else 2.0))
+    dcp.save(state_of(3.0), storage_writer=Writer(tmp_path))
+    assert same(loaded(Reader(tmp_path)), state_of(3.0))
+    assert len(list(tmp_path.glob("step-*"))) == 1
+
+
+def test_a_run_with_steps_is_not_taken_for_one_checkpoint(tmp_path: Path) -> None:
+    for step in (0, 5):
+        dcp.save(state_of(step), storage_writer=Writer(tmp_path, step=step))
+    with failing(Usage, "cannot save without a step"):
+        dcp.save(state_of(9), storage_writer=Writer(tmp_path))
+    assert steps(tmp_path) == [0, 5]
+
+
+# --- the arguments of torch's own storage
+
+
+def test_arguments_of_torchs_own_writer_are_taken_and_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "_told", set())
+    for number in range(2):
+        writer = Writer(
+            tmp_path / str(number), single_file_per_rank=False, sync_files=False, thread_count=3,
+            per_thread_copy_ahead=5, cache_staged_state_dict=True, overwrite=True,
+            serialization_format=SerializationFormat.TORCH_SAVE, _extensions=None,
+        )  # fmt: skip
+        dcp.save(state_of(1), storage_writer=writer)
+        assert same(loaded(Reader(tmp_path / str(number))), state_of(1))
+    told = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(told) == 5
+    assert all("has no effect on a run" in text for text in told)
+    caplog.clear()
+    monkeypatch.setattr(options, "_told", set())
+    Writer(tmp_path, single_file_per_rank=True, sync_files=True)  # as it is here
+    assert caplog.records == []
+
+
+def test_arguments_that_cannot_be_ignored_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Usage, match="stream extensions"):
+        Writer(tmp_path, _extensions=[object()])  # type: ignore[list-item]
+    with pytest.raises(Usage, match="number of threads"):
+        Writer(tmp_path, thread_count=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stepp'"):
+        Writer(tmp_path, stepp=3)  # type: ignore[call-arg]
+
+
+# --- planners that keep their plans
+
+
+def test_plans_that_were_kept_for_another_storage_are_not_used(tmp_path: Path) -> None:
+    class Keeping(DefaultSavePlanner):
+        pass
+
+    def planner() -> Keeping:
+        return Keeping(enable_plan_caching=True)
+
+    for value in range(3):  # each way finds what the other has left
+        dcp.save(state_of(value), checkpoint_id=tmp_path / "stock", planner=planner())
+        for name in ("ours", "too"):
+            writer = Writer(tmp_path / name)
+            dcp.save(state_of(value), storage_writer=writer, planner=planner())
+            assert same(loaded(Reader(tmp_path / name)), state_of(value))
+        assert same(loaded(Reader(tmp_path / "stock")), state_of(value))
+
+
+# --- folders that torch's own storage has written
+
+
+@pytest.mark.parametrize("written", list(SerializationFormat))
+def test_a_folder_of_torchs_own_is_read(tmp_path: Path, written: SerializationFormat) -> None:
+    state = {"model": {"w": torch.randn(40, 3), "b": torch.arange(3)}, "list": [1, {"x": "y"}],
+             "empty": torch.empty(0, 2)}  # fmt: skip
+    writer = dcp.FileSystemWriter(tmp_path, thread_count=2, serialization_format=written)
+    dcp.save(state, storage_writer=writer)
+    into: dict[str, Any] = {
+        "model": {"w": torch.zeros(40, 3), "b": torch.zeros(3, dtype=torch.int64)},
+        "list": [0, {"x": 0}], "empty": torch.empty(0, 2),
+    }  # fmt: skip
+    dcp.load(into, storage_reader=Reader(tmp_path))
+    assert same(into, state)
+    assert Reader(tmp_path).checkpoint_id == str(tmp_path)
+
+
+def test_a_folder_of_torchs_own_runs_nothing(tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "harmed",)
+
+    dcp.save({"own": Harm()}, checkpoint_id=tmp_path / "old")
+    with failing(Usage, "cannot load own: it is a pickled object"):
+        dcp.load({"own": None}, storage_reader=Reader(tmp_path / "old"))
+    assert not (tmp_path / "harmed").exists()
+    dcp.load({"own": None}, storage_reader=Reader(tmp_path / "old", allow_pickle=True))
+    assert (tmp_path / "harmed").exists()
+
+
+def test_a_folder_of_torchs_own_that_lacks_a_file_says_which(tmp_path: Path) -> None:
+    dcp.save(state_of(1), checkpoint_id=tmp_path)
+    (tmp_path / "__0_0.distcp").unlink()
+    with failing(Corrupt, "__0_0.distcp"):
+        loaded(Reader(tmp_path))
+
+
+def test_a_folder_of_torchs_own_is_replaced_when_the_new_checkpoint_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(*_: object) -> None:
+        raise StorageFailed("no space left")
+
+    dcp.save(state_of(1), checkpoint_id=tmp_path)
+    (tmp_path / "notes.txt").write_text("a user's own")
+    with failing(Exists, "torch's own storage has saved here"):
+        dcp.save(state_of(2), storage_writer=Writer(tmp_path, overwrite=False))
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "commit", failed)
+        with failing(StorageFailed, "no space left"):
+            dcp.save(state_of(2), storage_writer=Writer(tmp_path))
+    assert same(loaded(Reader(tmp_path)), state_of(1))
+    dcp.save(state_of(2), storage_writer=Writer(tmp_path))
+    assert same(loaded(Reader(tmp_path)), state_of(2))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= {"notes.txt", "run.json"}
+    assert not names & {".metadata", "__0_0.distcp"}
+
+
+def test_parts_that_lie_outside_of_their_tensor_are_damage(tmp_path: Path) -> None:
+    from laststep.adapters.dcp import content, record
+
+    dcp.save({"model": {"w": {"at 0": torch.ones(3)}}}, storage_writer=Writer(tmp_path))
+    decode = record.decode
+
+    def lying(*arguments: Any, **more: Any) -> record.DcpRecord:
+        found = decode(*arguments, **more)
+        entry = dataclasses.replace(found.entries[0], kind="part", start=(4,), shape=(5,))
+        return dataclasses.replace(found, entries=(entry,))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(content.dcp_record, "decode", lying)
+        with pytest.raises(Corrupt, match="outside"):
+            Reader(tmp_path).read_metadata()
