@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from laststep.adapters.dcp import record as dcp_record
 from laststep.adapters.dcp.layout import tensor_name
-from laststep.adapters.dcp.record import DcpRecord, Kind, RecordEntry
+from laststep.adapters.dcp.record import DcpRecord, RecordEntry
 from laststep.adapters.dcp.writing import KIND, WrittenEntry
 from laststep.adapters.nesting import nest
 from laststep.codecs import objects
@@ -150,10 +150,9 @@ def _checked(fqn: str, gathered: _WrittenByAll, content: object) -> list[RecordE
             remedy="save without the plan caching of the planner",
         )
     if not isinstance(content, TensorStorageMetadata):
-        kind: Kind = "raw" if first.is_raw else "value"
         if len(written) > 1 or first.tree is None:
             raise Usage(f"{fqn} was written {len(written)} times, or as a tensor")
-        return [RecordEntry(fqn=fqn, location=first.location, kind=kind)]
+        return [RecordEntry(fqn=fqn, location=first.location, kind=first.kind)]
     boxes = [entry.box for entry in written if entry.box is not None]
     shape = tuple(content.size)
     alike = len(boxes) == len(written) and len({entry.dtype for entry in written}) == 1

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from laststep.adapters.dcp import record as dcp_record
+from laststep.adapters.dcp import typed
 from laststep.adapters.dcp import values as dcp_values
 from laststep.adapters.dcp.chunks import ChunkRead, copy_chunks, put_whole
 from laststep.adapters.dcp.layout import tensor_name
@@ -36,7 +37,7 @@ from laststep.state.tensors import open_view, revive
 from laststep.state.tree import rebuild
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from io import BytesIO
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from laststep.codecs.objects import Tagged
     from laststep.format.manifest import Commit
     from laststep.storage.store import Store
+
+
+_VALUES = ("value", "typed", "raw")
 
 
 class DcpStorageInfo(NamedTuple):
@@ -73,9 +77,18 @@ class DcpContent:
     """One checkpoint, open for reading; its files close with it."""
 
     def __init__(
-        self, store: Store, folder: str, commit: Commit, *, rank: int, allow_pickle: bool
+        self,
+        store: Store,
+        folder: str,
+        commit: Commit,
+        *,
+        rank: int,
+        allow_pickle: bool,
+        types: Sequence[type] = (),
     ) -> None:
-        """Of items that every rank has for itself, show those of that rank."""
+        """Of items that every rank has for itself, show those of that rank. Objects of a user's
+        are made of `types`, or of the classes that the state to load into has."""
+        self._classes = typed.classes_in(tuple(types))
         self.folder = folder
         self._where = f"{store.url}/{folder}"
         self._allow_pickle = allow_pickle
@@ -85,7 +98,7 @@ class DcpContent:
         self.save_id: str | None = None
         """DCP's id of the save, where DCP saved the checkpoint."""
         self._leaves = list(self._find_leaves())
-        self._values = {leaf.fqn: leaf for leaf in self._leaves if leaf.kind in ("value", "raw")}
+        self._values = {leaf.fqn: leaf for leaf in self._leaves if leaf.kind in _VALUES}
 
     def close(self) -> None:
         self._closing()
@@ -186,7 +199,9 @@ class DcpContent:
         for request in plan.items:
             place = stored[request.storage_index]
             if request.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(request, self._bytes(request.storage_index.fqn))
+                live = getattr(planner, "state_dict", {}).get(request.dest_index.fqn)
+                fqn = request.storage_index.fqn
+                planner.load_bytes(request, self._bytes(fqn, typed.classes_in(live)))
             elif place.box is None:
                 raise Usage(
                     f"cannot load {request.storage_index.fqn} into a tensor: a value is stored"
@@ -199,7 +214,8 @@ class DcpContent:
                 chunks.append(ChunkRead(request, at, dtype))
         copy_chunks(self._content.files, chunks, planner)
 
-    def _bytes(self, fqn: str) -> BytesIO:
+    def _bytes(self, fqn: str, classes: dict[str, type]) -> BytesIO:
+        """A value, of which classes that the state to load into has may be made."""
         leaf = self._values[fqn]
         where = f"{self._where}, {fqn}"
 
@@ -211,6 +227,8 @@ class DcpContent:
         )
         if leaf.kind == "raw" and isinstance(value, bytes):
             return dcp_values.raw_bytes(value, fqn=fqn, allow_pickle=self._allow_pickle)
+        if leaf.kind == "typed":
+            value = typed.rebuilt(value, {**self._classes, **classes}, fqn=fqn)
         return dcp_values.put_together(value)
 
     def _whole(self, item: str, name: str) -> torch.Tensor:

@@ -28,6 +28,7 @@ from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -65,7 +66,8 @@ class Reader(StorageReader):
     torch's own storage has left at that path.
 
     What a Checkpointer saved is one state: its items by name. Objects that were pickled are
-    `Usage`, unless `allow_pickle`.
+    `Usage`, unless `allow_pickle`. Enums and dataclasses are made only of `types`, and of those
+    classes that the state to load into has.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class Reader(StorageReader):
         step: int | None = None,
         *,
         allow_pickle: bool = False,
+        types: Sequence[type] = (),
     ) -> None:
+        self._types = tuple(types)
         self._target = Target.of(path, step)
         self._allow_pickle = allow_pickle
         self._found: _Found | None = None
@@ -177,7 +181,7 @@ class Reader(StorageReader):
         if self._content is None:
             if self._found is None:
                 raise Usage("cannot read before the metadata", where=self._target.path)
-            self._content = _open(self._found, allow_pickle=self._allow_pickle)
+            self._content = _open(self._found, self._types, allow_pickle=self._allow_pickle)
         return self._content
 
     def _close(self) -> None:
@@ -186,7 +190,9 @@ class Reader(StorageReader):
             self._content = None
 
 
-def _open(found: _Found, *, allow_pickle: bool) -> DcpContent | StockFolder:
+def _open(
+    found: _Found, types: tuple[type, ...], *, allow_pickle: bool
+) -> DcpContent | StockFolder:
     if found.folder is None:
         return StockFolder(found.path, rank=this_rank(), allow_pickle=allow_pickle)
     store = open_store(found.path)
@@ -195,5 +201,5 @@ def _open(found: _Found, *, allow_pickle: bool) -> DcpContent | StockFolder:
         raise NotFound("there is no such checkpoint", where=f"{store.url}/{found.folder}")
     return DcpContent(
         store, found.folder, decided, rank=0 if found.own else this_rank(),
-        allow_pickle=allow_pickle,
+        allow_pickle=allow_pickle, types=types,
     )  # fmt: skip

@@ -1,10 +1,10 @@
 """What a checkpoint says of the DCP state that it holds, beyond items: the object `~6dcp`.
 
 It lies in `shared.safetensors`, as typed JSON: of every entry its name in DCP's flat state, where
-it lies among the items, and whether it is a tensor, a value, bytes that were kept as they are, or
-the part of a tensor that one rank has saved for itself, with where it begins and the whole's shape;
-what the planner wanted to be kept; and DCP's id of the save. Sizes, dtypes and chunks are not in
-it: headers have them.
+it lies among the items, and whether it is a tensor, a value, a value that is only described
+(`typed`), bytes that were kept as they are, or the part of a tensor that one rank has saved for
+itself, with where it begins and the shape of the whole; what the planner wanted to be kept; and
+DCP's id of the save. Sizes, dtypes and chunks are not in it: headers have them.
 Knows nothing of stores.
 """
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 OBJECT_NAME = "~6dcp"
 _VERSION = 2
-"""1 where there are no parts, so that an earlier laststep reads it."""
+"""1 where there is nothing that an earlier laststep does not know."""
+_LATER = ("part", "typed")
 
-Kind = Literal["tensor", "value", "raw", "part"]
+Kind = Literal["tensor", "value", "raw", "part", "typed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class DcpRecord:
 
 def encode(record: DcpRecord, *, allow_pickle: bool) -> bytes:
     """The bytes of the object; `Usage` for a planner's data that would have to be pickled."""
-    entries: list[object] = [
+    entries: list[list[object]] = [
         [entry.fqn, list(entry.location), entry.kind, *_extent(entry)] for entry in record.entries
     ]
     planner = record.planner_data
@@ -72,8 +73,8 @@ def _extent(entry: RecordEntry) -> tuple[list[int], ...]:
     return (list(entry.start), list(entry.shape)) if entry.kind == "part" else ()
 
 
-def _encoded(entries: list[object], planner: object, save_id: str | None) -> bytes:
-    version = _VERSION if any(len(entry) > 3 for entry in entries) else 1  # type: ignore[arg-type]
+def _encoded(entries: list[list[object]], planner: object, save_id: str | None) -> bytes:
+    version = _VERSION if any(entry[2] in _LATER for entry in entries) else 1
     return objects.encode(
         {"version": version, "planner_data": planner, "save_id": save_id, "entries": entries}
     )

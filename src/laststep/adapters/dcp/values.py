@@ -1,6 +1,7 @@
 """Values that DCP hands over as bytes of `torch.save`: as trees of plain values, and back.
 
-What a tree can express is stored like any other state: plain values, containers, arrays, tensors.
+What a tree can express is stored like any other state: plain values, containers, arrays, tensors;
+and, described, datetimes, paths, enums and dataclasses (`typed`).
 Whatever else a value is, its bytes are kept as they are. What torch.load takes only with
 `weights_only=False`, but for an io.BytesIO, is stored and loaded only where `allow_pickle` was
 passed, to both sides.
@@ -15,10 +16,11 @@ import pickle
 import threading
 import types
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from laststep.adapters.dcp import typed
 from laststep.adapters.dcp.layout import tensor_name
 from laststep.adapters.importing.torch_save import load_plain, refused_by
 from laststep.codecs import objects
@@ -42,18 +44,20 @@ class Value:
 
     tree: bytes
     tensors: dict[str, torch.Tensor]
-    is_raw: bool
-    """Whether the tree is the bytes that the planner gave."""
+    kind: Literal["value", "typed", "raw"]
+    """Whether the tree is the value, describes it (`typed`), or is the bytes that the planner
+    gave."""
 
 
 def take_apart(data: bytes, location: Path, *, fqn: str, allow_pickle: bool) -> Value:
     """What `data` holds; `location` is where it will lie. `Usage` for what must be pickled, unless
     that is allowed."""
     with contextlib.suppress(LaststepError, _NotPlain):
-        return _collected(_plain_value(data), location, is_raw=False)
+        value, is_typed = _plain_value(data)
+        return _collected(value, location, "typed" if is_typed else "value")
     if not allow_pickle:
         _loaded_safely(data, what=f"cannot save {fqn}")
-    return _collected(data, location, is_raw=True)
+    return _collected(data, location, "raw")
 
 
 class _NotPlain(Exception):
@@ -61,10 +65,15 @@ class _NotPlain(Exception):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Makes only objects that a tree can hold. It makes none of a user's own classes, although the
-    bytes come from this process: making one might do anything."""
+    """Makes only objects that a tree can hold, or that can be described. It makes none of a user's
+    own classes, although the bytes come from this process: making one might do anything."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if name == "getattr" and module in ("builtins", "__builtin__"):
+            return typed.member
+        instead = typed.stand_in(module, name)
+        if instead is not None:
+            return instead
         if (module, name) not in _PLAIN and not (module == "torch" and name in _OF_TORCH):
             raise pickle.UnpicklingError(f"{module}.{name} is not plain")
         plain = super().find_class(module, name)
@@ -88,6 +97,8 @@ _PLAIN = frozenset({
       ("bytearray", "complex", "frozenset", "range", "set", "slice", "xrange")),
     *(("collections", name) for name in ("Counter", "OrderedDict", "deque")),
     *((module, name) for module in _ARRAYS for name in ("_reconstruct", "scalar")),
+    *(("datetime", name) for name in typed.OF_DATETIME),
+    *(("pathlib", name) for name in typed.OF_PATHLIB),
     ("numpy", "dtype"), ("numpy", "ndarray"), ("_codecs", "encode"),
     ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_sparse_tensor"),
     ("torch.serialization", "_get_layout"),
@@ -99,18 +110,20 @@ _OF_TORCH = frozenset({
 })  # fmt: skip
 
 
-def _plain_value(data: bytes) -> object:
+def _plain_value(data: bytes) -> tuple[object, bool]:
+    """The value, and whether it is one that is only described."""
     try:
-        return torch.load(
+        value = torch.load(
             io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_UNPICKLERS
         )
+        return typed.describe(value)
     except MemoryError:
         raise
     except Exception as error:  # a planner may give any bytes
         raise _NotPlain from error
 
 
-def _collected(value: object, location: Path, *, is_raw: bool) -> Value:
+def _collected(value: object, location: Path, kind: Literal["value", "typed", "raw"]) -> Value:
     collected = collect(value)
     above = tensor_name(location)
 
@@ -122,7 +135,7 @@ def _collected(value: object, location: Path, *, is_raw: bool) -> Value:
     )
     # What shares memory within a value is stored as often as it is met.
     tensors = {name_in_item(name): tensor for name, tensor in collected.tensors.items()}
-    return Value(tree=objects.encode(tree), tensors=tensors, is_raw=is_raw)
+    return Value(tree=objects.encode(tree), tensors=tensors, kind=kind)
 
 
 def raw_bytes(data: bytes, *, fqn: str, allow_pickle: bool) -> io.BytesIO:

@@ -13,7 +13,7 @@ import queue
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import torch
@@ -76,7 +76,7 @@ class WrittenEntry:
     """Whether that box is a tensor by itself, of a rank that saves for itself."""
     tree: bytes | None = None
     """The typed JSON of an entry that is a value. `tensors` counts the tensors that it names."""
-    is_raw: bool = False
+    kind: Literal["value", "typed", "raw"] = "value"
     tensors: int = 1
     tensor_bytes: int = 0
     files: Files | None = None
@@ -150,7 +150,7 @@ def _add_value(
         )  # fmt: skip
         into.sources.append(tensor)
     return WrittenEntry(
-        location=location, tree=value.tree, is_raw=value.is_raw, tensors=len(value.tensors),
+        location=location, tree=value.tree, kind=value.kind, tensors=len(value.tensors),
         tensor_bytes=sum(tensor.nbytes for tensor in value.tensors.values()),
     )  # fmt: skip
 
