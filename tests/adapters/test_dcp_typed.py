@@ -99,7 +99,8 @@ def test_values_of_the_standard_library_come_back(tmp_path: Path, value: object)
     "value",
     [
         Colour.RED, Colour.BLUE, Level.LOW, Access.READ | Access.WRITE,
-        Schedule("warm", Colour.BLUE, [1, 2]), Longer("longer", Colour.RED), Frozen(NOW, Slotted(3)), (Slotted(1), Colour.RED),
+        Schedule("warm", Colour.BLUE, [1, 2]), Longer("longer", Colour.RED),
+        Frozen(NOW, Slotted(3)), (Slotted(1), Colour.RED),
     ],
     ids=repr,
 )  # fmt: skip

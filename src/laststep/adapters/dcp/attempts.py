@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from laststep.adapters.dcp import stock_folder
-from laststep.adapters.dcp.target import is_own_path, own_paths_there
+from laststep.adapters.dcp.address import is_own_path, own_paths_there
 from laststep.catalog.epochs import Epochs
 from laststep.catalog.names import RUN_NAME
 from laststep.catalog.prune import plan_prune

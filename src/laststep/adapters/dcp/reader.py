@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import StorageReader
 
+from laststep.adapters.dcp.address import Address, found_own_path, is_address, this_rank
 from laststep.adapters.dcp.content import DcpContent
 from laststep.adapters.dcp.stock_folder import StockFolder, is_stock_folder
-from laststep.adapters.dcp.target import Target, found_own_path, is_target, this_rank
 from laststep.adapters.dcp.writer import done
 from laststep.browse import Catalog
 from laststep.catalog import decision
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _FoundCheckpoint:
     """Where a checkpoint was found."""
 
     path: str
@@ -58,7 +58,7 @@ class _Found:
 class _OpenedCheckpoint(StorageMeta):
     """What DCP is told of a checkpoint, and for other Readers where it was found."""
 
-    found: _Found
+    found: _FoundCheckpoint
 
 
 class Reader(StorageReader):
@@ -79,9 +79,9 @@ class Reader(StorageReader):
         types: Sequence[type] = (),
     ) -> None:
         self._types = tuple(types)
-        self._target = Target.of(path, step)
+        self._address = Address.of(path, step)
         self._allow_pickle = allow_pickle
-        self._found: _Found | None = None
+        self._found: _FoundCheckpoint | None = None
         self._content: DcpContent | StockFolder | None = None
         self._stored: dict[Any, Any] = {}
         self._load_id = str(uuid.uuid4())
@@ -96,7 +96,7 @@ class Reader(StorageReader):
         self._close()
         self._found, self._stored = None, {}
         self._load_id = str(uuid.uuid4())
-        self._target = self._target.named(checkpoint_id)
+        self._address = self._address.named(checkpoint_id)
 
     # No `**kwargs`: DCP takes these for a sign that each rank may have metadata of its own, for
     # which it asks where the checkpoint is damaged. Which rank this is, is known without.
@@ -131,7 +131,7 @@ class Reader(StorageReader):
         found = {plan.storage_data for plan in plans}
         if len(found) > 1:
             raise Aborted(
-                "the ranks found different checkpoints", where=self._target.path,
+                "the ranks found different checkpoints", where=self._address.path,
                 found=", ".join(sorted(found)),
                 remedy="load again, or pass the step to the Reader: somebody is saving to the run, "
                 "or a rank that saved for itself has died before others",
@@ -152,35 +152,35 @@ class Reader(StorageReader):
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The step, as text; the path before one is known, and of what torch wrote."""
         step = None if self._found is None else self._found.step
-        return str(self._target if step is None else step)
+        return str(self._address if step is None else step)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return is_target(checkpoint_id)
+        return is_address(checkpoint_id)
 
     # Steps of the above
 
-    def _find(self) -> _Found:
-        path = self._target.path
+    def _find(self) -> _FoundCheckpoint:
+        path = self._address.path
         try:
-            return _Found(path=path, folder=self._chosen(path), own=False)
+            return _FoundCheckpoint(path=path, folder=self._chosen(path), own=False)
         except NotFound:
             own = found_own_path(path)
             if own is not None:
-                return _Found(path=own, folder=self._chosen(own), own=True)
-            if self._target.step is None and is_stock_folder(path):
-                return _Found(path=path, folder=None, own=False)
+                return _FoundCheckpoint(path=own, folder=self._chosen(own), own=True)
+            if self._address.step is None and is_stock_folder(path):
+                return _FoundCheckpoint(path=path, folder=None, own=False)
             raise
 
     def _chosen(self, path: str) -> str:
         catalog = Catalog(Run.open(open_store(path)))
-        step = self._target.step
+        step = self._address.step
         return (catalog.latest() if step is None else catalog[step]).folder
 
     def _opened(self) -> DcpContent | StockFolder:
         if self._content is None:
             if self._found is None:
-                raise Usage("cannot read before the metadata", where=self._target.path)
+                raise Usage("cannot read before the metadata", where=self._address.path)
             self._content = _open(self._found, self._types, allow_pickle=self._allow_pickle)
         return self._content
 
@@ -191,7 +191,7 @@ class Reader(StorageReader):
 
 
 def _open(
-    found: _Found, types: tuple[type, ...], *, allow_pickle: bool
+    found: _FoundCheckpoint, types: tuple[type, ...], *, allow_pickle: bool
 ) -> DcpContent | StockFolder:
     if found.folder is None:
         return StockFolder(found.path, rank=this_rank(), allow_pickle=allow_pickle)

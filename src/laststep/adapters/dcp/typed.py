@@ -31,7 +31,7 @@ OF_DATETIME = ("datetime", "date", "time", "timedelta", "timezone")
 OF_PATHLIB = ("PurePosixPath", "PureWindowsPath", type(pathlib.Path()).__name__)
 
 
-class StandIn:
+class Unmade:
     """What is made in the place of an object of a user's class, from what pickle has of it."""
 
     kind: type
@@ -49,19 +49,19 @@ class StandIn:
         self.state = state
 
 
-def stand_in(module: str, name: str) -> type[StandIn] | None:
+def unmade(module: str, name: str) -> type[Unmade] | None:
     """For a class that this process has: an enum, or a dataclass that pickles as it comes."""
     kind: object = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
     if not isinstance(kind, type) or not (issubclass(kind, enum.Enum) or _is_plain_dataclass(kind)):
         return None
-    return type(name, (StandIn,), {"kind": kind})
+    return type(name, (Unmade,), {"kind": kind})
 
 
 def member(kind: object, name: object) -> object:
     """How some versions of Python pickle a member of an enum: `getattr(kind, name)`."""
-    if isinstance(kind, type) and issubclass(kind, StandIn) and issubclass(kind.kind, enum.Enum):
+    if isinstance(kind, type) and issubclass(kind, Unmade) and issubclass(kind.kind, enum.Enum):
         return kind(kind.kind[str(name)].value)
     raise ValueError("no member of an enum")
 
@@ -100,7 +100,7 @@ def describe(value: object) -> tuple[object, bool]:
 
 def _described(node: object, down: Callable[[object], object]) -> object:
     kind = type(node)
-    if isinstance(node, StandIn):
+    if isinstance(node, Unmade):
         if issubclass(node.kind, enum.Enum):
             [value] = node.arguments
             return {_TYPE: "enum", "class": class_name(node.kind), "value": down(value)}
@@ -118,7 +118,7 @@ def _described(node: object, down: Callable[[object], object]) -> object:
     return node
 
 
-def _state_of(node: StandIn) -> dict[str, object]:
+def _state_of(node: Unmade) -> dict[str, object]:
     names = [field.name for field in dataclasses.fields(node.kind)]
     state = node.state
     if isinstance(state, tuple) and len(state) == 2:  # with slots

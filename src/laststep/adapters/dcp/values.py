@@ -71,7 +71,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name == "getattr" and module in ("builtins", "__builtin__"):
             return typed.member
-        instead = typed.stand_in(module, name)
+        instead = typed.unmade(module, name)
         if instead is not None:
             return instead
         if (module, name) not in _PLAIN and not (module == "torch" and name in _OF_TORCH):

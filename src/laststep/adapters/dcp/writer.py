@@ -25,17 +25,17 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from laststep.adapters.dcp import kept_plans, options
-from laststep.adapters.dcp.attempts import tenure_of
-from laststep.adapters.dcp.commit import make_commit
-from laststep.adapters.dcp.layout import entries_of, locate
-from laststep.adapters.dcp.target import (
+from laststep.adapters.dcp.address import (
     SOLE_STEP,
-    Target,
+    Address,
+    is_address,
     is_alone,
-    is_target,
     own_path,
     this_rank,
 )
+from laststep.adapters.dcp.attempts import tenure_of
+from laststep.adapters.dcp.commit import make_commit
+from laststep.adapters.dcp.layout import entries_of, locate
 from laststep.adapters.dcp.writing import WriteOptions, write_items
 from laststep.catalog import decision
 from laststep.catalog.epochs import this_writer
@@ -98,7 +98,7 @@ class Writer(StorageWriter):
         thread_count: int = _THREADS,
         **stock: Unpack[StockOptions],
     ) -> None:
-        self._target = Target.of(path, step)
+        self._address = Address.of(path, step)
         self._overwrite = overwrite
         self._allow_pickle = allow_pickle
         self._threads = options.checked_threads(thread_count)
@@ -128,7 +128,7 @@ class Writer(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save begins; a `checkpoint_id` is its path, or its step."""
         self._forget()
-        self._target = self._target.named(checkpoint_id)
+        self._address = self._address.named(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
         self._forget()
@@ -144,7 +144,7 @@ class Writer(StorageWriter):
         """Begin the attempt, and tell each rank where it is."""
         locations = locate(entries_of(plans))
         attempt = tenure_of(self._path, self._trainer).begin(
-            self._step, overwrite=self._overwrites, sole=self._target.step is None
+            self._step, overwrite=self._overwrites, sole=self._address.step is None
         )
         self._attempt, self._ranks = attempt, len(plans)
         # DCP does not tell when another rank has failed; then this object is not used any more.
@@ -213,11 +213,11 @@ class Writer(StorageWriter):
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The step, as text; the path where none was named."""
-        return str(self._target)
+        return str(self._address)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return is_target(checkpoint_id)
+        return is_address(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
@@ -226,15 +226,15 @@ class Writer(StorageWriter):
 
     @property
     def _path(self) -> str:
-        return own_path(self._target.path, this_rank()) if self._own else self._target.path
+        return own_path(self._address.path, this_rank()) if self._own else self._address.path
 
     @property
     def _step(self) -> int:
-        return SOLE_STEP if self._target.step is None else self._target.step
+        return SOLE_STEP if self._address.step is None else self._address.step
 
     @property
     def _overwrites(self) -> bool:
-        return self._target.step is None if self._overwrite is None else self._overwrite
+        return self._address.step is None if self._overwrite is None else self._overwrite
 
     def _folder(self, assigned: _Assignment) -> str:
         if self._attempt is not None:

@@ -21,24 +21,24 @@ _RANK = "rank-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Address:
     """A path, by its URL, and a step there, if one was named."""
 
     path: str
     step: int | None
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], step: int | None = None) -> Target:
+    def of(cls, path: str | os.PathLike[str], step: int | None = None) -> Address:
         return cls(path=open_store(path).url, step=None if step is None else plain_step(step))
 
-    def named(self, checkpoint_id: object) -> Target:
+    def named(self, checkpoint_id: object) -> Address:
         """What a `checkpoint_id` names: digits are a step, anything else is another path."""
         if checkpoint_id is None or checkpoint_id == "":
             return self
         if is_step(checkpoint_id):
             return replace(self, step=plain_step(int(str(checkpoint_id))))
         if isinstance(checkpoint_id, str | os.PathLike):
-            return Target.of(checkpoint_id)
+            return Address.of(checkpoint_id)
         raise Usage(
             "a checkpoint_id is a path or a step", expected='a path, or a step such as "100"',
             found=repr(checkpoint_id),
@@ -53,7 +53,7 @@ def is_step(checkpoint_id: object) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 20
 
 
-def is_target(checkpoint_id: object) -> bool:
+def is_address(checkpoint_id: object) -> bool:
     """What DCP asks of a class of storage."""
     return is_step(checkpoint_id) or (
         isinstance(checkpoint_id, str | os.PathLike) and bool(os.fspath(checkpoint_id))
