@@ -79,7 +79,7 @@ def own_path(path: str, rank: int) -> str:
 
 
 def is_own_path(name: str) -> bool:
-    return name.startswith(_RANK)
+    return name.startswith(_RANK) and name.removeprefix(_RANK).isdigit()
 
 
 def own_paths_there(path: str) -> list[str]:

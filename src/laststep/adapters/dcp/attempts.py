@@ -95,7 +95,7 @@ class DcpSave:
 def _only_logged(what: str) -> Iterator[None]:
     try:
         yield
-    except LaststepError as error:
+    except (LaststepError, OSError) as error:
         _log.warning("cannot %s: %s", what, error)
 
 

@@ -77,6 +77,7 @@ class Reader(StorageReader):
         *,
         allow_pickle: bool = False,
         types: Sequence[type] = (),
+        _extension_registry: object = None,  # of torch's FileSystemReader: a run needs none
     ) -> None:
         self._types = tuple(types)
         self._address = Address.of(path, step)
