@@ -238,6 +238,17 @@ def test_a_folder_of_torchs_own_is_replaced_when_the_new_checkpoint_is_there(
     assert not names & {".metadata", "__0_0.distcp"}
 
 
+def test_a_path_to_which_torchs_own_storage_has_saved_later_is_refused(tmp_path: Path) -> None:
+    dcp.save(state_of(1), storage_writer=Writer(tmp_path))
+    dcp.save(state_of(2), checkpoint_id=tmp_path)
+    later = laststep.open(tmp_path).latest().content().commit.created_s + 5
+    os.utime(tmp_path / ".metadata", (later, later))
+    with pytest.raises(Usage, match="two storages have saved to one path"):
+        Reader(tmp_path).read_metadata()
+    dcp.save(state_of(3), storage_writer=Writer(tmp_path))
+    assert same(loaded(Reader(tmp_path)), state_of(3))
+
+
 def test_parts_that_lie_outside_of_their_tensor_are_damage(tmp_path: Path) -> None:
     from laststep.adapters.dcp import content, record
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from laststep.adapters.dcp.address import Address, found_own_path, is_address, this_rank
 from laststep.adapters.dcp.content import DcpContent
-from laststep.adapters.dcp.stock_folder import StockFolder, is_stock_folder
+from laststep.adapters.dcp.stock_folder import StockFolder, is_stock_folder, was_saved_after
 from laststep.adapters.dcp.writer import done
 from laststep.browse import Catalog
 from laststep.catalog import decision
@@ -200,6 +200,12 @@ def _open(
     decided = decision.read(store, found.folder)
     if not isinstance(decided, Commit):
         raise NotFound("there is no such checkpoint", where=f"{store.url}/{found.folder}")
+    if was_saved_after(found.path, decided.created_s):
+        raise Usage(
+            "two storages have saved to one path, and torch's own later", where=found.path,
+            expected="one of them", remedy="load it with torch's FileSystemReader; or delete its "
+            ".metadata to load what laststep has saved",
+        )  # fmt: skip
     return DcpContent(
         store, found.folder, decided, rank=0 if found.own else this_rank(),
         allow_pickle=allow_pickle, types=types,

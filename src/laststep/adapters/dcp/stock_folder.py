@@ -40,6 +40,13 @@ def is_stock_folder(path: str) -> bool:
     return folder is not None and dcp_folder.metadata_in(Path(folder)) is not None
 
 
+def was_saved_after(path: str, moment_s: float) -> bool:
+    """Whether torch's own storage has saved there later than that."""
+    folder = local_path(path)
+    told = None if folder is None else dcp_folder.metadata_in(Path(folder))
+    return told is not None and told.stat().st_mtime > moment_s
+
+
 def remove(path: str) -> None:
     """Delete what torch's own storage has left, first what says that it is there."""
     folder = local_path(path)
