@@ -1,0 +1,12 @@
+"""Hugging Face's Trainer and those of trl: what they save goes to laststep, and comes back.
+
+class MyTrainer(laststep.hf.TrainerMixin, SFTTrainer): ...     # or
+laststep.hf.attach(trainer, run="runs/a")
+trainer.train(resume_from_checkpoint=True)
+"""
+
+from __future__ import annotations
+
+from laststep.adapters.hf.trainer import TrainerMixin, attach
+
+__all__ = ["TrainerMixin", "attach"]

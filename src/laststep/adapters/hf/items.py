@@ -1,0 +1,168 @@
+"""The items of a Trainer: what each rank holds, however the model is wrapped.
+
+Most of it comes to be only when training begins, so it is asked for then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from laststep.adapters import deepspeed, fsdp1
+from laststep.state.late import Late
+from laststep.state.provider import ABSENT, State, StateProvider
+from laststep.state.values import RNG
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    _Held = Callable[[], object]
+    _Make = Callable[[Any], object]
+
+
+def items_of(trainer: Any, rng: HeldRNG, logged: Logged) -> dict[str, object]:
+    """The items by their names; all ranks have the same."""
+    items: dict[str, object] = {"model": Live(*_model(trainer))}
+    if trainer.args.save_only_model:
+        return items
+    items["optimizer"] = Live(lambda: trainer.optimizer, _optimizer(trainer))
+    items["scheduler"] = Live(lambda: trainer.lr_scheduler)
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        items["scaler"] = trainer.accelerator.scaler
+    if trainer.is_deepspeed_enabled:
+        items["counts"] = Live(lambda: trainer.model_wrapped, deepspeed.progress)
+    return {**items, "rng": rng, "logged": logged}
+
+
+def _model(trainer: Any) -> tuple[_Held, _Make]:
+    if trainer.is_deepspeed_enabled or _is_fsdp1(trainer):
+        make = deepspeed.model if trainer.is_deepspeed_enabled else fsdp1.model
+        return lambda: trainer.model_wrapped, make
+    return lambda: trainer.model, lambda model: Trained(model) if is_peft(model) else model
+
+
+def _optimizer(trainer: Any) -> _Make:
+    if trainer.is_deepspeed_enabled:
+        return lambda _: deepspeed.optimizer(trainer.model_wrapped)
+    if _is_fsdp1(trainer):
+        return lambda optimizer: fsdp1.optimizer(optimizer.optimizer, trainer.model_wrapped)
+    return lambda optimizer: optimizer
+
+
+def _is_fsdp1(trainer: Any) -> bool:
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1
+
+
+def is_peft(model: object) -> bool:
+    """Whether peft has put adapters into a model, of which only these are trained."""
+    return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+
+
+class Live(Late):
+    """What a Trainer holds at the time: when it begins again, it makes some of it anew."""
+
+    def __init__(self, held: _Held, make: _Make = lambda thing: thing) -> None:
+        super().__init__(self._current)
+        self._held, self._make_of = held, make
+        self._last: tuple[object, object] = (None, None)
+
+    def _current(self) -> object:
+        """The item of what is held, the same one for as long as that is the same."""
+        held = self._held()
+        if held is not self._last[0]:
+            self._last = (held, self._make_of(held))
+        return self._last[1]
+
+    def around(self, provide: Callable[[object], StateProvider]) -> Live:
+        made = Live(self._held, self._make_of)
+        made._source, made._provide = self, provide
+        return made
+
+    def thing(self) -> object:
+        return self._source._make()
+
+    @property
+    def _inner(self) -> StateProvider:  # type: ignore[override]
+        thing = self.thing()
+        if thing is not self._thing:
+            self._thing, self._made = thing, None
+        return super()._inner
+
+
+class Trained(StateProvider):
+    """What is trained of a model, and its buffers: all that an adapter of peft needs."""
+
+    kind = "module"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def parts(self) -> tuple[object, ...]:
+        return (self._model,)
+
+    def describe(self) -> State:
+        state = self._model.state_dict(keep_vars=True)
+        kept = {
+            name: entry for name, entry in state.items()
+            if not isinstance(entry, torch.nn.Parameter) or entry.requires_grad
+        }  # fmt: skip
+        buffers = {
+            (name,) for name, entry in kept.items() if not isinstance(entry, torch.nn.Parameter)
+        }
+        return State(value=kept, volatile=frozenset(buffers), standalone=True)
+
+    def restore(self, value: object) -> None:
+        """All of it was restored in place."""
+
+
+class HeldRNG(RNG):
+    """Random numbers that take effect when they are released: the Trainer draws some first."""
+
+    def __init__(self) -> None:
+        self._held: Callable[[], None] | None = None
+
+    def restore(self, value: object) -> None:
+        self._held = lambda: RNG.restore(self, value)
+
+    def derive(self, value: object, rank: int) -> None:
+        self._held = lambda: RNG.derive(self, value, rank)
+
+    def release(self) -> None:
+        if self._held is not None:
+            self._held()
+        self._held = None
+
+
+class Logged(StateProvider):
+    """The sum of the losses since the Trainer has logged one, so that the next log is the same."""
+
+    kind = "logged"
+    per_rank = True
+    when_ranks_change = "drop"
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._held: dict[str, Any] | None = None
+
+    def describe(self) -> State:
+        loss = getattr(self._trainer, "_tr_loss", None)
+        value = {
+            "loss": torch.zeros(()) if loss is None else loss,
+            "since": getattr(self._trainer, "_globalstep_last_logged", 0),
+        }
+        return State(value=value, fresh=((),))
+
+    def restore(self, value: object) -> None:
+        self._held = value if isinstance(value, dict) and ABSENT not in value.values() else None
+
+    def release(self) -> None:
+        """Only once the Trainer has set its own, to begin with."""
+        if self._held is not None:
+            loss = self._held["loss"].to(self._trainer._tr_loss.device)
+            self._trainer._tr_loss += loss
+            self._trainer._globalstep_last_logged = self._held["since"]
+            # The mean loss that `train()` returns is that of its own steps.
+            self._trainer._total_loss_scalar -= loss.item()
+        self._held = None

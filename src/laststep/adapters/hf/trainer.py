@@ -1,0 +1,159 @@
+"""The Trainer with its saving and loading replaced.
+
+Overrides the few methods in which Hugging Face's Trainer saves and loads; `Training` does the work,
+one for each call of `train()`. The Trainer counts completed steps, and so do its checkpoints: the
+step of a save is `global_step`, and training goes on from `Restored.step`.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laststep.adapters.hf.training import FRAMEWORK, Training
+from laststep.arguments import SETTINGS
+from laststep.errors import Corrupt, Usage
+from laststep.terms import with_article
+
+from transformers import Trainer  # isort: skip (only after its version was compared)
+
+if TYPE_CHECKING:
+    import os
+
+log = logging.getLogger(__name__)
+
+_SEAMS = {
+    "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+    "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial"),
+    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
+    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+    "_load_rng_state": ("checkpoint",),
+    "_load_best_model": (),
+    "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial"),
+    "_save_checkpoint": ("model", "trial"),
+    "_finalize_training": ("trial", "num_train_samples", "start_time"),
+    "_save": ("output_dir", "state_dict"),
+    "_get_output_dir": ("trial",),
+    "_push_from_checkpoint": ("checkpoint_folder",),
+}
+"""What is overridden, and what is called, of the private methods."""
+
+
+def _compare_seams(owner: type) -> None:
+    for method, parameters in _SEAMS.items():
+        FRAMEWORK.seam(owner, method, *parameters)
+
+
+_compare_seams(Trainer)
+
+
+class TrainerMixin(Trainer):  # type: ignore[misc]
+    """Put it in front: `class T(laststep.hf.TrainerMixin, SFTTrainer)`. Its constructor takes the
+    settings of a `Checkpointer` as well; the run lies in `output_dir/laststep` by default."""
+
+    _laststep_run: str | os.PathLike[str] | None = None
+    _laststep_settings: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
+    _laststep: Training
+
+    def __init__(
+        self, *args: Any, run: str | os.PathLike[str] | None = None, **keywords: Any
+    ) -> None:
+        own = {name: keywords.pop(name) for name in SETTINGS if name in keywords}
+        super().__init__(*args, **keywords)
+        self._laststep_run, self._laststep_settings = run, own
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001 (as the Trainer has it)
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """As the Trainer's; `True` begins a new run where there is no checkpoint yet."""
+        self._tell_who_saves()
+        with Training(self, trial, self._laststep_run, self._laststep_settings) as self._laststep:
+            resume = self._laststep.found(resume_from_checkpoint)
+            return super().train(resume, trial, ignore_keys_for_eval)
+
+    def _tell_who_saves(self) -> None:
+        """A class in between may save in a way of its own, which is left out. Those of trl make a
+        card of the model first, which does not depend on the step."""
+        for kind in type(self).__mro__:
+            if kind in (TrainerMixin, Trainer) or "_save_checkpoint" not in vars(kind):
+                continue
+            if kind.__module__.startswith("trl.trainer."):
+                name = Path(self.args.hub_model_id or self.args.output_dir).name
+                self.create_model_card(model_name=name)
+            else:
+                log.warning("%s._save_checkpoint is not called: laststep saves", kind.__name__)
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        while True:
+            try:
+                return super()._inner_training_loop(
+                    batch_size=batch_size, args=args,
+                    resume_from_checkpoint=resume_from_checkpoint, trial=trial,
+                    ignore_keys_for_eval=ignore_keys_for_eval,
+                )  # fmt: skip
+            except Corrupt as error:
+                resume_from_checkpoint = self._laststep.older(error)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        ours = self._laststep.is_ours(resume_from_checkpoint)
+        theirs = None if ours else resume_from_checkpoint
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, theirs)
+        self._laststep.begin(resumes=ours)
+        return prepared
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._laststep.is_ours(resume_from_checkpoint):  # else `begin` restores all of it
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._laststep.is_ours(checkpoint):
+            self._laststep.released()
+        else:
+            super()._load_rng_state(checkpoint)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **keywords: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **keywords)
+        self._laststep.stepped()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        self._laststep.save()
+
+    def _load_best_model(self) -> None:
+        if not self._laststep.loaded_best():
+            super()._load_best_model()
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        self._laststep.wait()
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+
+def attach(trainer: Any, run: str | os.PathLike[str] | None = None, **settings: Any) -> Any:
+    """Make a trainer that exists save to laststep, in `run` or `output_dir/laststep`; `settings`
+    are those of a `Checkpointer`. Returns the same trainer."""
+    if not isinstance(trainer, Trainer):
+        raise Usage(
+            "laststep.hf.attach takes a trainer", expected="a transformers.Trainer",
+            found=with_article(type(trainer)), remedy="pass the object that train() is called on",
+        )  # fmt: skip
+    if not isinstance(trainer, TrainerMixin):
+        kind = type(trainer)
+        trainer.__class__ = type(
+            kind.__name__, (TrainerMixin, kind), {"__module__": kind.__module__}
+        )
+    trainer._laststep_run, trainer._laststep_settings = run, settings
+    return trainer

@@ -1,0 +1,366 @@
+"""Hugging Face's Trainer, trl and peft: killed and resumed, alone and as several ranks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers, accelerate, trl and peft")
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+import laststep
+from frameworks import hf_train
+from frameworks.trained import Script, read
+
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """So that sums are the same here and in the scripts."""
+    torch.set_num_threads(1)
+
+
+def here(out: Path, **options: object) -> Trainer:
+    """A trainer in this process, whose run lies where it does by default."""
+    return hf_train.trainer(out, out.parent / "losses", options)
+
+
+def folders(out: Path) -> list[str]:
+    return sorted(path.name for path in out.glob("checkpoint-*"))
+
+
+def script(folder: Path, ranks: int = 1, **options: object) -> Script:
+    return Script("hf_train.py", folder, json.dumps(options), ranks=ranks)
+
+
+def check_resumed_exactly(folder: Path, ranks: int = 1, **options: object) -> None:
+    """Killed in a save and resumed, the losses are those of a run without interruption."""
+    if ranks == 1:
+        (folder / "whole").mkdir()
+        here(folder / "whole" / "out", **options).train()
+        whole = read(folder / "whole" / "losses")
+    else:
+        whole = script(folder / "whole", ranks, **options).to_its_end()
+    assert max(whole) == STEPS
+    broken = script(folder / "broken", ranks, waits=True, **options)
+    before = broken.killed_in_save(6)
+    after = broken.to_its_end()
+    assert min(after) > 2
+    assert sorted({*before, *after}) == sorted(whole)
+    for part in (before, after):
+        assert part == {step: whole[step] for step in part}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "attached", "args": {"gradient_accumulation_steps": 2, "logging_steps": 2}},
+        {"kind": "sft", "lora": True},
+    ],
+    ids=["attached", "sft-lora"],
+)
+def test_a_trainer_that_was_killed_in_a_save_goes_on_bit_for_bit(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    check_resumed_exactly(tmp_path, **options)
+
+
+def test_a_checkpoint_has_a_folder_with_links_that_from_pretrained_loads(tmp_path: Path) -> None:
+    trainer = here(tmp_path / "out")
+    trainer.train()
+    last = get_last_checkpoint(str(tmp_path / "out"))
+    assert last == str(tmp_path / "out" / "checkpoint-12")
+    [stored] = (tmp_path / "out" / "laststep").glob("step-00000012.*/model.safetensors")
+    assert stored.samefile(Path(last) / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(last).state_dict()
+    live = trainer.model.state_dict()
+    assert loaded.keys() == live.keys()
+    assert all(torch.equal(loaded[name], live[name]) for name in live)
+    assert AutoTokenizer.from_pretrained(last)("w5 w6")["input_ids"] == [5, 6]
+
+
+LIMITED = {"save_total_limit": 2, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+           "load_best_model_at_end": True, "learning_rate": 0.3}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        LIMITED,
+        {**LIMITED, "save_total_limit": 1, "learning_rate": 0.03},
+        {"save_strategy": "epoch", "num_train_epochs": 3, "max_steps": -1, "save_total_limit": 2},
+        {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2,
+         "metric_for_best_model": "loss"},
+        {"save_strategy": "no"},
+        {"save_only_model": True},
+        {"gradient_accumulation_steps": 3, "logging_steps": 2},
+    ],
+    ids=["limit", "only-the-best", "epoch", "best", "no", "only-model", "accumulation"],
+)  # fmt: skip
+def test_folders_state_and_weights_are_those_of_the_trainer_s_own_saving(
+    tmp_path: Path, args: dict[str, object]
+) -> None:
+    made = {}
+    for kind in ("stock", "attached"):
+        out = tmp_path / kind
+        trainer = made[kind] = here(out, kind=kind, args=args, eval="eval_strategy" in args)
+        trainer.train()
+    assert folders(tmp_path / "attached") == folders(tmp_path / "stock")
+    for name in folders(tmp_path / "stock"):
+        theirs, ours = (tmp_path / kind / name for kind in ("stock", "attached"))
+        left_out = {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+        assert {file.name for file in ours.iterdir()} - {"laststep.json"} == {
+            file.name for file in theirs.iterdir()
+        } - left_out
+        assert state_of(ours) == state_of(theirs)
+        loaded, expected = (load_file(path / "model.safetensors") for path in (ours, theirs))
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    stock, ours = (made[kind].model.state_dict() for kind in ("stock", "attached"))
+    assert all(torch.equal(stock[name], ours[name]) for name in stock)
+
+
+def state_of(folder: Path) -> dict[str, object]:
+    """A trainer_state.json without what takes time, and without where it lies."""
+    state = json.loads((folder / "trainer_state.json").read_text())
+    for entry in state["log_history"]:
+        for timed in [name for name in entry if "runtime" in name or "per_second" in name]:
+            del entry[timed]
+    best = state["best_model_checkpoint"]
+    return {**state, "best_model_checkpoint": best and Path(best).name}
+
+
+def test_peft_gets_its_adapter_and_nothing_else_is_stored(tmp_path: Path) -> None:
+    trainer = here(tmp_path / "out", kind="sft", lora=True, modules=["norm"])
+    trainer.train()
+    folder = tmp_path / "out" / "checkpoint-12"
+    with laststep.open(tmp_path / "out" / "laststep").latest() as checkpoint:
+        stored = [name for name in checkpoint.tensors() if name.startswith("model/")]
+    assert stored
+    assert all("lora_" in name or "modules_to_save" in name for name in stored)
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= {
+        file.name for file in folder.iterdir()
+    }
+    assert not (folder / "model.safetensors").exists()
+    base = hf_train.tiny()
+    loaded = PeftModel.from_pretrained(base, folder).state_dict()
+    live = trainer.model.state_dict()
+    assert all(torch.equal(loaded[name], live[name]) for name in live)
+    assert (tmp_path / "out" / "README.md").exists(), "the card that trl makes"
+
+
+def test_a_model_whose_files_have_other_names_gets_these(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=hf_train.VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, pad_token_id=0,
+    )  # fmt: skip
+    trainer = here(tmp_path / "out", model=MixtralForCausalLM(config), args={"max_steps": 2})
+    trainer.train()
+    trainer.model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (
+        load_file(path / "model.safetensors")
+        for path in (tmp_path / "out" / "checkpoint-2", tmp_path / "theirs")
+    )
+    assert any(name not in trainer.model.state_dict() for name in theirs)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("settings", [{"compression": "max"}, {"lossy": {"model/*": "bf16"}}, {}])
+def test_what_is_no_link_is_written_out(
+    tmp_path: Path, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not settings:  # as on a disk without links
+
+        def refuse(*_: object) -> None:
+            raise OSError("no links here")
+
+        monkeypatch.setattr("laststep.adapters.hf.folders.os.link", refuse)
+    trainer = here(tmp_path / "out", args={"max_steps": 3}, settings=settings)
+    trainer.train()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-3").state_dict()
+    for name, live in trainer.model.state_dict().items():
+        rounded = live.bfloat16().float() if "lossy" in settings else live
+        assert torch.equal(loaded[name], rounded)
+
+
+def test_a_folder_that_is_named_is_gone_on_from_exactly(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    here(out).train()
+    whole = read(tmp_path / "losses")
+    (tmp_path / "losses").unlink()
+    here(out).train(resume_from_checkpoint=str(out / "checkpoint-6"))
+    assert read(tmp_path / "losses") == {step: whole[step] for step in range(7, STEPS + 1)}
+    assert laststep.open(out / "laststep").steps() == [3, 6, 9, 12]
+    assert folders(out) == sorted(f"checkpoint-{step}" for step in (3, 6, 9, 12))
+
+
+def test_a_committed_checkpoint_without_a_folder_gets_it_when_it_is_resumed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    here(out, args={"max_steps": 6}).train()
+    shutil.rmtree(out / "checkpoint-6")
+    here(out, args={"max_steps": 6}).train(resume_from_checkpoint=True)
+    assert AutoModelForCausalLM.from_pretrained(out / "checkpoint-6") is not None
+
+
+def test_damage_makes_the_one_before_count_and_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    here(out).train()
+    whole = read(tmp_path / "losses")
+    (tmp_path / "losses").unlink()
+    for newest in (out / "laststep").glob("step-00000012.*/model.safetensors"):
+        flip_last_byte(newest)
+    trainer = here(out)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=True)
+    assert "the checkpoint of step 12 is damaged; training goes on from step 9" in caplog.text
+    assert read(tmp_path / "losses") == {step: whole[step] for step in (10, 11, 12)}
+    live = trainer.model.state_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(out / "checkpoint-12").state_dict()
+    assert all(torch.equal(loaded[name], live[name]) for name in live)
+    for newest in (out / "laststep").glob("step-00000012.*/model.safetensors"):
+        flip_last_byte(newest)
+    with pytest.raises(laststep.Corrupt):
+        here(out).train(resume_from_checkpoint=str(out / "checkpoint-12"))
+
+
+def flip_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_checkpoints_of_the_trainer_itself_are_taken_up(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    here(out, kind="stock").train()
+    whole = read(tmp_path / "losses")
+    for step in (9, 12):
+        shutil.rmtree(out / f"checkpoint-{step}")
+    (tmp_path / "losses").unlink()
+    here(out).train(resume_from_checkpoint=True)
+    assert read(tmp_path / "losses") == {step: whole[step] for step in range(7, STEPS + 1)}
+    assert laststep.open(out / "laststep").steps() == [9, 12]
+
+
+def test_what_would_lose_or_mix_checkpoints_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    here(out, args={"max_steps": 3}).train()
+    with pytest.raises(laststep.Usage, match="would not go on from any of them"):
+        here(out).train()
+    with pytest.raises(laststep.Mismatch, match=r"layers\.1"):
+        here(out, layers=1).train(resume_from_checkpoint=True)
+    with pytest.raises(laststep.Usage, match="no checkpoint of the run"):
+        here(tmp_path / "other").train(resume_from_checkpoint=str(out / "checkpoint-3"))
+    with pytest.raises(laststep.NotFound, match="step 4"):
+        here(out).train(resume_from_checkpoint=str(out / "checkpoint-4"))
+    with laststep.Checkpointer(tmp_path / "loop", model=hf_train.tiny()) as ckpt:
+        ckpt.save(1)
+    with pytest.raises(laststep.Mismatch, match="was not saved by transformers"):
+        here(out, settings={"run": tmp_path / "loop"}).train(resume_from_checkpoint=True)
+    with pytest.raises(laststep.Usage, match="takes a trainer"):
+        laststep.hf.attach(hf_train.tiny())
+    assert laststep.open(out / "laststep").steps() == [3]
+    here(out, args={"max_steps": 3}, settings={"new_lineage": True}).train()
+
+
+def test_a_method_of_the_trainer_that_has_changed_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Trainer, "_save_checkpoint", lambda self, model, metrics: None)
+    with pytest.raises(laststep.Usage, match=r"Trainer\._save_checkpoint of transformers"):
+        importlib.reload(laststep.hf.trainer)
+
+
+def test_a_trainer_with_a_way_of_saving_of_its_own_is_told_that_it_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Own(Trainer):
+        def _save_checkpoint(self, model: object, trial: object) -> None:
+            raise AssertionError("not called")
+
+    plain = here(tmp_path / "out", kind="stock", args={"max_steps": 3})
+    plain.__class__ = Own
+    with caplog.at_level(logging.WARNING):
+        laststep.hf.attach(plain).train()
+    assert "Own._save_checkpoint is not called" in caplog.text
+    assert folders(tmp_path / "out") == ["checkpoint-3"]
+
+
+def test_an_error_in_training_leaves_what_was_saved_and_a_folder_for_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError, match="stopped"):
+        here(out, stop=4).train()
+    assert laststep.open(out / "laststep").steps() == [3]
+    assert folders(out) == ["checkpoint-3"]
+
+
+def test_saves_by_a_schedule_of_laststep_s_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = {"args": {"save_strategy": "no"}, "settings": {"every": 5}}
+    here(out, **options).train()
+    assert laststep.open(out / "laststep").steps() == [5, 10]
+    assert folders(out) == ["checkpoint-10", "checkpoint-5"]
+
+
+def test_a_trainer_that_was_saved_with_its_model_only_begins_the_rest_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    here(out, args={"save_only_model": True, "max_steps": 6}).train()
+    with caplog.at_level(logging.WARNING):
+        trainer = here(out)
+        trainer.train(resume_from_checkpoint=True)
+    assert "save_only_model: logged, optimizer, rng, scheduler begin anew" in caplog.text
+    assert trainer.state.global_step == STEPS
+    assert laststep.open(out / "laststep").steps() == [3, 6, 9, 12]
+
+
+def test_the_hub_gets_each_checkpoint_when_it_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+
+    class Hub:
+        """Stands for the server, which cannot be had here."""
+
+        def create_repo(self, name: str, **_: object) -> SimpleNamespace:
+            return SimpleNamespace(repo_id=name)
+
+        def upload_folder(self, *, folder_path: str, commit_message: str, **_: object) -> Future:
+            weights = load_file(Path(folder_path) / "model.safetensors")
+            sent.append((commit_message, Path(folder_path).name, len(weights)))
+            done: Future = Future()
+            done.set_result(None)
+            return done
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    args = {"push_to_hub": True, "hub_model_id": "me/tiny", "hub_strategy": "all_checkpoints",
+            "save_steps": 6, "hub_always_push": True}  # fmt: skip
+    here(tmp_path / "out", args=args).train()
+    said = "Training in progress, step"
+    assert {(message, name) for message, name, _ in sent} >= {
+        (f"{said} 6", "out"), (f"{said} 6, checkpoint", "checkpoint-6"),
+        (f"{said} 12", "out"), (f"{said} 12, checkpoint", "checkpoint-12"),
+    }  # fmt: skip
+    assert (tmp_path / "out" / "tokenizer.json").exists()
