@@ -6,6 +6,8 @@ import importlib
 import json
 import logging
 import shutil
+import subprocess
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +30,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import laststep
 from frameworks import hf_train
-from frameworks.trained import Script, read
+from frameworks.trained import Script, environment, read
 
 STEPS = 12
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging_face.py"
 
 
 @pytest.fixture(autouse=True)
@@ -364,3 +367,29 @@ def test_the_hub_gets_each_checkpoint_when_it_is_committed(
         (f"{said} 12", "out"), (f"{said} 12, checkpoint", "checkpoint-12"),
     }  # fmt: skip
     assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_two_ranks_that_were_killed_go_on_bit_for_bit_and_one_rank_takes_over(
+    tmp_path: Path,
+) -> None:
+    check_resumed_exactly(tmp_path, ranks=2)
+    broken = tmp_path / "broken"
+    before = laststep.load(broken / "run")["optimizer"]
+    alone = script(broken, args={"max_steps": 12}, weights="alone").to_its_end()
+    assert alone == {}, "all steps were done; what it has is what two ranks had saved"
+    weights = torch.load(broken / "alone")
+    saved = AutoModelForCausalLM.from_pretrained(broken / "out" / "checkpoint-12").state_dict()
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    assert before
+    more = script(broken, args={"max_steps": 15}).to_its_end()
+    assert sorted(more) == [13, 14, 15]
+
+
+def test_the_example_trains_and_goes_on(tmp_path: Path) -> None:
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", EXAMPLE, tmp_path / "out"],
+            check=True, capture_output=True, text=True, env=environment(),
+        )  # fmt: skip
+        assert "40 steps" in done.stdout
+    assert folders(tmp_path / "out") == ["checkpoint-30", "checkpoint-40"]

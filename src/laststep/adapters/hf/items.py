@@ -12,6 +12,7 @@ import torch
 from laststep.adapters import deepspeed, fsdp1
 from laststep.state.late import Late
 from laststep.state.provider import ABSENT, State, StateProvider
+from laststep.state.trainable import trainable
 from laststep.state.values import RNG
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def _model(trainer: Any) -> tuple[_Held, _Make]:
     if trainer.is_deepspeed_enabled or _is_fsdp1(trainer):
         make = deepspeed.model if trainer.is_deepspeed_enabled else fsdp1.model
         return lambda: trainer.model_wrapped, make
-    return lambda: trainer.model, lambda model: Trained(model) if is_peft(model) else model
+    return lambda: trainer.model, lambda model: trainable(model) if is_peft(model) else model
 
 
 def _optimizer(trainer: Any) -> _Make:
@@ -89,32 +90,6 @@ class Live(Late):
         if thing is not self._thing:
             self._thing, self._made = thing, None
         return super()._inner
-
-
-class Trained(StateProvider):
-    """What is trained of a model, and its buffers: all that an adapter of peft needs."""
-
-    kind = "module"
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def parts(self) -> tuple[object, ...]:
-        return (self._model,)
-
-    def describe(self) -> State:
-        state = self._model.state_dict(keep_vars=True)
-        kept = {
-            name: entry for name, entry in state.items()
-            if not isinstance(entry, torch.nn.Parameter) or entry.requires_grad
-        }  # fmt: skip
-        buffers = {
-            (name,) for name, entry in kept.items() if not isinstance(entry, torch.nn.Parameter)
-        }
-        return State(value=kept, volatile=frozenset(buffers), standalone=True)
-
-    def restore(self, value: object) -> None:
-        """All of it was restored in place."""
 
 
 class HeldRNG(RNG):
