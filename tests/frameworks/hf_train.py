@@ -1,8 +1,8 @@
 """Train a tiny Llama with Hugging Face's Trainer: hf_train.py RUN LOSSES OPTIONS, these as JSON.
 
 OPTIONS: `args` for TrainingArguments, `settings` for the Checkpointer, `kind` of trainer (mixin,
-attached, sft, stock), `resume` for train(), `stop` at a step with an exception,
-`waits` for the first save, `lora`, `layers`.
+attached, sft, stock), `stop` at a step with an exception, `waits` for the first save, `fsdp2`,
+`lora` with `modules`, `layers`, `eval`.
 """
 
 from __future__ import annotations
@@ -47,16 +47,6 @@ class Losses(TrainerCallback):
             time.sleep(0.01)
         if state.global_step == self._stop:
             raise RuntimeError("stopped")
-
-
-class RandomCollator:
-    """Draws random numbers for each batch, as masking does."""
-
-    def __call__(self, rows):
-        ids = torch.tensor([row["input_ids"] for row in rows])
-        labels = ids.clone()
-        labels[torch.rand(ids.shape) < 0.2] = -100
-        return {"input_ids": ids, "labels": labels}
 
 
 def tiny(layers: int = 2, **more: object) -> LlamaForCausalLM:
@@ -109,8 +99,6 @@ def trainer(out: Path, losses: Path, options: dict) -> Trainer:
             more["peft_config"] = lora
         else:
             model = get_peft_model(model, lora)
-    if options.get("random"):
-        more["data_collator"] = RandomCollator()
     if options.get("eval"):
         more["eval_dataset"] = rows(8)
     if kind == "sft":
@@ -134,14 +122,27 @@ def trainer(out: Path, losses: Path, options: dict) -> Trainer:
     return Own(model=model, args=TrainingArguments(**common), **more, **settings)
 
 
+def shard(made: Trainer) -> None:
+    """As `fsdp="full_shard"` does on GPUs: accelerate does not turn it on for ranks of a CPU."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    state = made.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )  # fmt: skip
+    made.is_fsdp_enabled = True
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
     run, losses, options = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     options.setdefault("settings", {})["run"] = str(run)
     made = trainer(run.parent / "out", losses, options)
-    made.train(resume_from_checkpoint=options.get("resume", True))
-    if options.get("weights") and made.is_world_process_zero():
-        torch.save(made.model.state_dict(), run.parent / options["weights"])
+    if options.get("fsdp2"):
+        shard(made)
+    made.train(resume_from_checkpoint=True)
 
 
 if __name__ == "__main__":

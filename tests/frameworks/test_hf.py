@@ -25,6 +25,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     Trainer,
+    TrainerCallback,
 )
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -369,20 +370,33 @@ def test_the_hub_gets_each_checkpoint_when_it_is_committed(
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_two_ranks_that_were_killed_go_on_bit_for_bit_and_one_rank_takes_over(
-    tmp_path: Path,
+    tmp_path: Path, sharded: bool
 ) -> None:
-    check_resumed_exactly(tmp_path, ranks=2)
+    check_resumed_exactly(tmp_path, ranks=2, fsdp2=sharded)
     broken = tmp_path / "broken"
-    before = laststep.load(broken / "run")["optimizer"]
-    alone = script(broken, args={"max_steps": 12}, weights="alone").to_its_end()
-    assert alone == {}, "all steps were done; what it has is what two ranks had saved"
-    weights = torch.load(broken / "alone")
+    found = {}
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, optimizer=None, **_):
+            found["step"] = state.global_step
+            found["weights"] = {k: v.clone() for k, v in model.state_dict().items()}
+            found["moments"] = [v["exp_avg"].clone() for v in optimizer.state.values()]
+
+    alone = here(broken / "out", args={"max_steps": 15}, settings={"run": broken / "run"})
+    alone.add_callback(Look())
+    alone.train(resume_from_checkpoint=True)
+    assert found["step"] == STEPS
+    assert sorted(read(tmp_path / "broken" / "losses")) == [13, 14, 15]
+    stored = laststep.load(broken / "run", step=STEPS)
     saved = AutoModelForCausalLM.from_pretrained(broken / "out" / "checkpoint-12").state_dict()
-    assert all(torch.equal(weights[name], saved[name]) for name in saved)
-    assert before
-    more = script(broken, args={"max_steps": 15}).to_its_end()
-    assert sorted(more) == [13, 14, 15]
+    for name, weight in found["weights"].items():
+        assert torch.equal(weight, saved[name])
+        assert torch.equal(weight, stored["model"][name])
+    moments = stored["optimizer"]["state"].values()
+    for restored, state in zip(found["moments"], moments, strict=True):
+        assert torch.equal(restored, state["exp_avg"])
 
 
 def test_the_example_trains_and_goes_on(tmp_path: Path) -> None:
