@@ -335,7 +335,7 @@ def test_a_trainer_that_was_saved_with_its_model_only_begins_the_rest_anew(
     with caplog.at_level(logging.WARNING):
         trainer = here(out)
         trainer.train(resume_from_checkpoint=True)
-    assert "save_only_model: logged, optimizer, rng, scheduler begin anew" in caplog.text
+    assert "saved without them: logged, optimizer, rng, scheduler begin anew" in caplog.text
     assert trainer.state.global_step == STEPS
     assert laststep.open(out / "laststep").steps() == [3, 6, 9, 12]
 
@@ -370,11 +370,24 @@ def test_the_hub_gets_each_checkpoint_when_it_is_committed(
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+ZERO = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fsdp2": True},
+        {"args": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 2}}}},
+        {"args": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 3}}}},
+    ],
+    ids=["ddp", "fsdp2", "zero2", "zero3"],
+)
 def test_two_ranks_that_were_killed_go_on_bit_for_bit_and_one_rank_takes_over(
-    tmp_path: Path, sharded: bool
+    tmp_path: Path, options: dict[str, object]
 ) -> None:
-    check_resumed_exactly(tmp_path, ranks=2, fsdp2=sharded)
+    check_resumed_exactly(tmp_path, ranks=2, **options)
     broken = tmp_path / "broken"
     found = {}
 

@@ -161,13 +161,14 @@ class Training:
             absent = set(self._items) - resume.stored
             if absent:
                 log.warning(
-                    "the checkpoint of step %d was saved with save_only_model: %s begin anew",
+                    "the checkpoint of step %d was saved without them: %s begin anew",
                     resume.step, ", ".join(sorted(absent)),
                 )  # fmt: skip
+            both = sorted(set(self._items) & resume.stored)  # DeepSpeed has counts of its own
             # `Restored.step` is the number of completed steps, as `global_step` is.
             self._ckpt.restore(
                 resume.step if resume.exact else None,
-                only=sorted(set(self._items) & resume.stored) if absent else None,
+                only=None if resume.stored == set(self._items) else both,
             )
             resume.restored = True
         if self._folders is None and self._trainer.args.should_save:
