@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
+ADAPTERS = ROOT / "src" / "laststep" / "adapters"
 CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]+`", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -103,6 +105,19 @@ def named_in(code: str) -> Iterator[str]:
             yield f"{module}.{name.split()[0]}"
     for name in re.findall(r"(?<![\w./-])laststep(?:\.[A-Za-z_]\w*)+", code):
         yield name
+
+
+def of_frameworks() -> dict[str, list[str]]:
+    """The adapters of frameworks, as `laststep.NAME`, and the names that they list. They are only
+    read: what they import is not installed here."""
+    found = {}
+    for file in (*ADAPTERS.glob("*.py"), *ADAPTERS.glob("*/__init__.py")):
+        listed = re.search(r"^__all__ = (\[.*?\])", file.read_text(), re.MULTILINE | re.DOTALL)
+        name = file.parent.name if file.stem == "__init__" else file.stem
+        found[f"laststep.{name}"] = ast.literal_eval(listed[1]) if listed else []
+    return {
+        name: names for name, names in found.items() if name.rpartition(".")[2] in dir(laststep)
+    }
 
 
 def is_public(name: str) -> bool:

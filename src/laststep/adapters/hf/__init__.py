@@ -7,6 +7,11 @@ trainer.train(resume_from_checkpoint=True)
 
 from __future__ import annotations
 
-from laststep.adapters.hf.trainer import TrainerMixin, attach
+from laststep.adapters.framework import Framework
+
+FRAMEWORK: Framework = Framework(package="transformers", extra="hf", first="5.22", last="5.22")
+FRAMEWORK.check()  # before anything imports it
+
+from laststep.adapters.hf.trainer import TrainerMixin, attach  # noqa: E402
 
 __all__ = ["TrainerMixin", "attach"]

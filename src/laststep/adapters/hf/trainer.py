@@ -1,8 +1,8 @@
 """The Trainer with its saving and loading replaced.
 
-Overrides the few methods in which Hugging Face's Trainer saves and loads; `Training` does the work,
-one for each call of `train()`. The Trainer counts completed steps, and so do its checkpoints: the
-step of a save is `global_step`, and training goes on from `Restored.step`.
+Overrides the few methods in which Hugging Face's Trainer saves and loads; `TrainCall` does the
+work, one for each call of `train()`. The Trainer counts completed steps, and so do its checkpoints:
+the step of a save is `global_step`, and training goes on from `Restored.step`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laststep.adapters.hf.training import FRAMEWORK, Training
+from transformers import Trainer
+
+from laststep.adapters.hf import FRAMEWORK
+from laststep.adapters.hf.training import TrainCall
 from laststep.arguments import SETTINGS
 from laststep.errors import Corrupt, Usage
 from laststep.terms import with_article
-
-from transformers import Trainer  # isort: skip (only after its version was compared)
 
 if TYPE_CHECKING:
     import os
@@ -39,13 +40,8 @@ _SEAMS = {
 }
 """What is overridden, and what is called, of the private methods."""
 
-
-def _compare_seams(owner: type) -> None:
-    for method, parameters in _SEAMS.items():
-        FRAMEWORK.seam(owner, method, *parameters)
-
-
-_compare_seams(Trainer)
+for _method, _parameters in _SEAMS.items():
+    FRAMEWORK.seam(Trainer, _method, *_parameters)
 
 
 class TrainerMixin(Trainer):  # type: ignore[misc]
@@ -54,7 +50,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     _laststep_run: str | os.PathLike[str] | None = None
     _laststep_settings: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
-    _laststep: Training
+    _laststep: TrainCall
 
     def __init__(
         self, *args: Any, run: str | os.PathLike[str] | None = None, **keywords: Any
@@ -71,7 +67,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     ) -> Any:
         """As the Trainer's; `True` begins a new run where there is no checkpoint yet."""
         self._tell_who_saves()
-        with Training(self, trial, self._laststep_run, self._laststep_settings) as self._laststep:
+        with TrainCall(self, trial, self._laststep_run, self._laststep_settings) as self._laststep:
             resume = self._laststep.found(resume_from_checkpoint)
             return super().train(resume, trial, ignore_keys_for_eval)
 

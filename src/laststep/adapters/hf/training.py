@@ -17,19 +17,16 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+
 import laststep
-from laststep.adapters.framework import Framework
+from laststep.adapters.hf import FRAMEWORK
 from laststep.adapters.hf.folders import MARK, Folders, path_of, state_json
 from laststep.adapters.hf.items import HeldRNG, Logged, items_of
 from laststep.browse import open as open_run
 from laststep.errors import NotFound, Usage
 from laststep.events import Committed
-
-FRAMEWORK = Framework(package="transformers", extra="hf", first="5.22", last="5.22")
-FRAMEWORK.check()
-
-from transformers.trainer_callback import ExportableState, TrainerState  # noqa: E402
-from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -55,7 +52,7 @@ class _Resume:
         self.path = str(folder)
 
 
-class Training:
+class TrainCall:
     """The saves of one `train()`; closes everything at its end."""
 
     def __init__(self, trainer: Any, trial: Any, run: Any, settings: dict[str, Any]) -> None:
