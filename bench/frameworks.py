@@ -64,11 +64,12 @@ def config(size: str) -> Any:
     )  # fmt: skip
 
 
-def llama(size: str) -> torch.nn.Module:
+def llama(size: str, device: str) -> torch.nn.Module:
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    made: torch.nn.Module = LlamaForCausalLM(config(size))
+    with torch.device(device):
+        made: torch.nn.Module = LlamaForCausalLM(config(size))
     return made
 
 
@@ -90,7 +91,7 @@ def train_hf(way: str, folder: str, size: str, device: str, clock: Clock) -> Non
         save_strategy="no" if way == "none" else "steps", per_device_train_batch_size=2,
         use_cpu=device == "cpu", report_to=[], disable_tqdm=True, bf16=False,
     )  # fmt: skip
-    trainer = Trainer(llama(size), arguments, train_dataset=samples(), callbacks=[Ticks()])
+    trainer = Trainer(llama(size, device), arguments, train_dataset=samples(), callbacks=[Ticks()])
     if way == "ours":
         import laststep
 
@@ -105,7 +106,7 @@ def train_lightning(way: str, folder: str, size: str, device: str, clock: Clock)
     class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.model = llama(size)
+            self.model = llama(size, device)
 
         def training_step(self, batch: Any, _: int) -> torch.Tensor:
             loss: torch.Tensor = self.model(**batch).loss
@@ -137,7 +138,7 @@ def train_accelerate(way: str, folder: str, size: str, device: str, clock: Clock
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=device == "cpu")
-    model = llama(size)
+    model = llama(size, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loader = torch.utils.data.DataLoader(samples(), batch_size=2)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -159,7 +160,7 @@ def train_deepspeed(way: str, folder: str, size: str, device: str, clock: Clock)
     import deepspeed
 
     deepspeed.init_distributed("gloo" if device == "cpu" else "nccl")
-    model = llama(size)
+    model = llama(size, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     settings = {
         "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1},
@@ -232,6 +233,7 @@ def main() -> None:
         for _ in range(asked.repeat):
             for way in WAYS:
                 times[way].append(trained_s(framework, way, asked.size, asked.device))
+                print(framework, way, f"{times[way][-1]:.3f} s", flush=True)
         base = statistics.median(times["none"])
         lost = {way: [(t - base) / SAVES for t in times[way]] for way in WAYS}
         found[framework] = {
