@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from laststep.adapters import dcp as dcp
     from laststep.adapters import deepspeed as deepspeed
     from laststep.adapters import hf as hf
+    from laststep.adapters import lightning as lightning
     from laststep.adapters import megatron as megatron
     from laststep.browse import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
     from laststep.catalog.retention import Keep

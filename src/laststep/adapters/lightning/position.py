@@ -1,0 +1,263 @@
+"""Where training is, between two batches: the counters of Lightning's loops, its place in the data.
+
+Lightning saves while a batch is not over: after it comes validation, a hook of the module, a
+scheduler. So this waits for the moment in which nothing is half done, at the end of a batch, or for
+the last batch of an epoch at the end of that.
+
+A loader that has a state is handed it back. Any other one is asked to begin its epoch anew, with
+the random numbers of that time, and to hand out once more what was consumed: what it draws then is
+what it drew before. Where Lightning fetches a batch ahead, as the loader has no length, the last
+one is fetched with the random numbers with which it was.
+"""
+
+# ruff: noqa: SLF001 (Lightning's loops have no public names; package.py compares what is used)
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any, Protocol
+
+from laststep.adapters.lightning.package import LOADER_MODES, CombinedLoader, SigTerm
+from laststep.state.provider import State
+from laststep.state.values import RNG
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Rests(Protocol):
+    """Is told that nothing is half done: whether training `ends` in the midst of an epoch, or an
+    `epoch` has ended."""
+
+    def __call__(self, *, ends: bool, epoch: bool) -> None: ...
+
+
+class HeldRNG(RNG):
+    """The random number generators as they were at one moment."""
+
+    def __init__(self) -> None:
+        self.take()
+
+    def take(self) -> None:
+        """Hold what they are now."""
+        self._held = RNG().describe().value
+
+    def put(self) -> None:
+        """Set them to what is held."""
+        RNG().restore(self._held)
+
+    def describe(self) -> State:
+        return State(value=self._held, fresh=((),))
+
+    def restore(self, value: object) -> None:
+        if not self.check(value):
+            self._held = value
+
+    def derive(self, value: object, rank: int) -> None:
+        now = HeldRNG()
+        super().derive(value, rank)
+        self.take()
+        now.put()
+
+
+class Position:
+    """Of one `fit()`: says when a save can be made, what it has to know, and takes it up again."""
+
+    def __init__(self, trainer: Any, rests: Rests) -> None:
+        """`rests` is called when nothing is half done."""
+        self._fit = trainer.fit_loop
+        self._epoch = trainer.fit_loop.epoch_loop
+        self._trainer, self._rests = trainer, rests
+        self._at_begin, self._at_first, self._at_ahead = HeldRNG(), HeldRNG(), HeldRNG()
+        """Before the loader was asked to begin the epoch, before its first batch, and before the
+        last one that was fetched ahead."""
+        self._ahead: list[object] | None = None
+        """The states of loaders before that."""
+        self._fetcher: Any = None
+        self._stored: dict[str, Any] | None = None
+        self._now: HeldRNG | None = None
+        self._around: list[tuple[Any, str]] = []
+        self.ends_with_epoch = False
+        """Whether the last epoch was trained to its end."""
+
+    def attach(self) -> None:
+        """Be called by the loops."""
+        for loop, method, ours in (
+            (self._fit, "_load_combined_loader_states", self._loader_made),
+            (self._fit, "on_advance_end", self._epoch_ended),
+            (self._epoch, "on_run_start", self._epoch_begins),
+            (self._epoch, "on_advance_end", self._batch_ended),
+        ):
+            setattr(loop, method, functools.partial(ours, getattr(loop, method)))
+            self._around.append((loop, method))
+
+    def detach(self) -> None:
+        """Leave the loops as they were."""
+        for loop, method in self._around:
+            delattr(loop, method)
+        self._around.clear()
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def random_numbers(self) -> dict[str, HeldRNG]:
+        """By which the loader hands out once more what it has."""
+        return {"begin": self._at_begin, "first": self._at_first, "ahead": self._at_ahead}
+
+    def describe(self) -> dict[str, object]:
+        """Everything of it that is plain, on this rank."""
+        loops = self._fit.state_dict()
+        loops["state_dict"] = {}  # the loaders', which Lightning would ask for a batch too late
+        between = self._is_between_epochs
+        ahead = None if between else self._ahead
+        fetcher = self._fetcher
+        return {
+            "loops": loops,
+            "consumed": 0 if between else fetcher.fetched - len(getattr(fetcher, "batches", ())),
+            "ranks": self._trainer.world_size,
+            "loaders": self._states_of_loaders() if ahead is None else ahead,
+        }
+
+    @property
+    def _is_between_epochs(self) -> bool:
+        counts = self._fit.epoch_progress.current
+        return bool(counts.ready == counts.processed)
+
+    def _states_of_loaders(self) -> list[object]:
+        """Empty unless all have one: what one hands out again, the others do too."""
+        loader = self._fit._combined_loader
+        states: list[object] = [] if loader is None else loader._state_dicts()
+        return states if loader is not None and len(states) == len(loader.flattened) else []
+
+    def _batch_ended(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        stopped = self._stopped_in(functools.partial(original, fetcher))
+        epoch = self._epoch
+        if not epoch._should_accumulate() and not epoch._num_ready_batches_reached():
+            self._rests(ends=epoch.done or stopped is not None, epoch=False)
+        if stopped is not None:
+            raise stopped
+
+    def _epoch_ended(self, original: Callable[[], None]) -> None:
+        stopped = self._stopped_in(original)
+        self.ends_with_epoch = self._epoch._num_ready_batches_reached()
+        if self.ends_with_epoch:  # else training ends within it
+            self._rests(ends=stopped is not None, epoch=True)
+        if stopped is not None:
+            raise stopped
+
+    def _stopped_in(self, original: Callable[[], None]) -> BaseException | None:
+        """SIGTERM, of which Lightning tells when all else is done: it is time to save. Of several
+        ranks, others may not know of it yet."""
+        try:
+            original()
+        except SigTerm as stopped:
+            if self._trainer.world_size > 1:
+                raise
+            return stopped
+        return None
+
+    # -- resuming ---------------------------------------------------------------------------------
+
+    def resume(self, stored: dict[str, Any]) -> None:
+        """Take up what `describe` gave; the random numbers are set to what they shall be."""
+        self._stored, self._now = stored, HeldRNG()
+        self._fit.load_state_dict(stored["loops"])
+        if stored["consumed"] and stored["ranks"] != self._trainer.world_size:
+            self._cut_anew(stored)
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+
+    def _cut_anew(self, stored: dict[str, Any]) -> None:
+        """As many samples of the epoch are over as were, of which each rank has another share."""
+        counts, each = self._epoch.batch_progress.current, self._trainer.accumulate_grad_batches
+        scaled = stored["consumed"] * stored["ranks"] // self._trainer.world_size
+        stored["consumed"] = scaled - scaled % each
+        counts.ready = counts.started = counts.processed = counts.completed = stored["consumed"]
+
+    def _loader_made(self, original: Callable[[], None]) -> None:
+        """Lightning is about to ask the loader to begin; on resume that is left to `_wind_on`."""
+        if self._stored is None:
+            self._at_begin.take()
+            original()
+            return
+        if self._is_between_epochs:  # else Lightning would take up an epoch that is over
+            self._fit._restarting = self._epoch.restarting = False
+        loader = self._fit._combined_loader
+        kind = type(loader)
+        loader.__class__ = type("NotBegun", (_NotBegun, kind), {"kind": kind})
+
+    def epoch_starts(self) -> None:
+        """The hooks of an epoch's start draw what they would have drawn."""
+        if self._now is not None and self._is_resumed_between_epochs:
+            self._now.put()
+
+    @property
+    def _is_resumed_between_epochs(self) -> bool:
+        return self._stored is not None and not self._stored["consumed"]
+
+    def _epoch_begins(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        self._fetcher, self._ahead = fetcher, None
+        if self._stored is not None:
+            self._wind_on(fetcher, self._stored)
+            original(fetcher)
+            self._stored = self._now = None
+        else:
+            if self._trainer.current_epoch > 0:  # else the loader has begun: see `_loader_made`
+                self._at_begin.take()
+            original(fetcher)
+            self._at_first.take()
+        if fetcher.length is None:
+            fetcher._start_profiler = functools.partial(
+                self._fetches_ahead, fetcher._start_profiler
+            )
+
+    def _fetches_ahead(self, original: Callable[[], None]) -> None:
+        self._at_ahead.take()
+        self._ahead = self._states_of_loaders()
+        original()
+
+    def _wind_on(self, fetcher: Any, stored: dict[str, Any]) -> None:
+        """Bring the loader to where it was."""
+        if stored["loaders"]:
+            self._fit._combined_loader._load_state_dicts(stored["loaders"])
+        if not stored["consumed"]:
+            self._begin(fetcher, stored["loaders"])
+        elif stored["loaders"]:
+            fetcher._start_profiler = self._at_ahead.put  # called between beginning and fetching
+            iter(fetcher)
+        else:
+            self._hand_out_again(fetcher, stored["consumed"])
+        if stored["consumed"] and self._now is not None:
+            self._now.put()
+        self._fit._restarting = self._epoch.restarting = False
+
+    def _begin(self, fetcher: Any, states: list[Any]) -> None:
+        """The epoch that comes after the one that is over."""
+        self._at_begin.take()
+        if any(state.get("_iterator_finished") is False for state in states):
+            # A loader of torchdata does not know that: it has to be in that one to leave it.
+            iter(fetcher)
+            self._at_begin.put()
+        iter(fetcher)
+        self._at_first.take()
+
+    def _hand_out_again(self, fetcher: Any, consumed: int) -> None:
+        self._at_begin.put()
+        iter(fetcher)
+        self._at_first.put()
+        batches = getattr(fetcher, "iterator_wrapper", fetcher)
+        for left in reversed(range(consumed)):
+            if not left and fetcher.length is None:
+                self._at_ahead.put()
+            next(batches)
+        fetcher.fetched -= self._epoch.batch_progress.current.ready  # which Lightning adds
+
+
+class _NotBegun(CombinedLoader):  # type: ignore[misc]
+    """A loader that is told to begin before it can: it does not, and is what it was again."""
+
+    kind: type
+
+    def __iter__(self) -> Iterator[object]:
+        self.__class__ = self.kind
+        self._iterator = LOADER_MODES[self._mode]["iterator"](self.flattened, self._limits)
+        return iter(())
