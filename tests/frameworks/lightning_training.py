@@ -164,7 +164,7 @@ class Flat(Net):
 
 def strategy(name: str):
     if name == "fsdp2":
-        ranks = int(os.environ["WORLD_SIZE"])
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
         return pl.strategies.ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     return OnTheCPU(use_orig_params=True) if name == "fsdp" else name
 
