@@ -121,9 +121,7 @@ def of_frameworks() -> dict[str, list[str]]:
 
 
 def is_public(name: str) -> bool:
-    modules = {"laststep": [*laststep.__all__, "__all__"], **submodules()}
-    # An adapter is an attribute of laststep as well.
-    modules |= {name.replace(".adapters.", "."): names for name, names in modules.items()}
+    modules = {"laststep": [*laststep.__all__, "__all__"], **submodules(), **of_frameworks()}
     if name in modules or any(module.startswith(f"{name}.") for module in modules):
         return True
     return any(
