@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 from laststep.version import VERSION as __version__  # noqa: N811 (every package has this name)
 
 if TYPE_CHECKING:
+    from laststep.adapters import accelerate as accelerate
     from laststep.adapters import dcp as dcp
     from laststep.adapters import deepspeed as deepspeed
     from laststep.adapters import hf as hf
     from laststep.adapters import lightning as lightning
     from laststep.adapters import megatron as megatron
+    from laststep.adapters import ray as ray
     from laststep.browse import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
     from laststep.catalog.retention import Keep
     from laststep.checkpointer import Checkpointer
