@@ -249,6 +249,21 @@ def test_the_scaler_and_objects_that_were_registered_are_items(tmp_path: Path) -
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("ways", "batches", "again"), [(1, 6, ""), (3, 2, ""), (4, 1, "2 batches")]
+)
+def test_other_ranks_go_on_as_far_as_all_had_come_rounded_down(
+    tmp_path: Path, ways: int, batches: int, again: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = laststep.accelerate.items(Loop(tmp_path).acc)["loader"]
+    loader._place.ways = ways
+    states = [{"ways": 2, "place": {"batches": 3}}] * 2
+    with caplog.at_level(logging.WARNING):
+        assert loader.when_ranks_change(states, 0, ways)["place"]["batches"] == batches
+    assert again in caplog.text
+    assert bool(again) == bool(caplog.text)
+
+
 # -- bad use --------------------------------------------------------------------------------------
 
 
