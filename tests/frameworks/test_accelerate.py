@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import laststep
 from frameworks.trained import Script
@@ -247,6 +247,45 @@ def test_the_scaler_and_objects_that_were_registered_are_items(tmp_path: Path) -
     assert list(items) == [
         "model", "optimizer", "loader", "custom", "scaler", "accelerator", "rng"
     ]  # fmt: skip
+
+
+class Counting(IterableDataset):
+    """Has a state of its own, and reads nothing twice."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 8:
+            self.at += 1
+            yield torch.full((4,), float(self.at))
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_dataset_with_a_state_goes_on_by_that(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+
+    def loop() -> Loop:
+        made = Loop(tmp_path)
+        made.acc.dataloader_config.use_stateful_dataloader = True
+        made.loader = made.acc.prepare(DataLoader(Counting(), batch_size=1))
+        return made
+
+    first = loop()
+    batches = iter(first.loader)
+    assert first.train(3, batches) == [1, 2, 3]
+    first.acc.save_state().result(60)
+    again = loop()
+    again.acc.load_state()
+    assert again.train(9) == [4, 5, 6, 7, 8]
+    assert again.train(9) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert laststep.accelerate.items(again.acc)["loader_1"].when_ranks_change == "refuse"
 
 
 @pytest.mark.parametrize(
