@@ -22,7 +22,7 @@ from accelerate.utils import ProjectConfiguration
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(550)]
 
-STEPS, KILLED = 22, 12
+STEPS, KILLED = 22, 15  # the last that is there is 12: in the middle of an epoch, with 1 rank and 2
 NEEDS = {"stateful": "torchdata", "deepspeed": "deepspeed"}
 
 
