@@ -31,10 +31,9 @@ FRAMEWORK.seam(Accelerator, "skip_first_batches", "dataloader", "num_batches")
 def items(accelerator: Any) -> dict[str, object]:
     """All that `save_state` would save, and the place in each loader; for after `prepare`."""
     engines = engines_of(accelerator)
-    found = _numbered("model", engines and [deepspeed.model(engine) for engine in engines])
-    found |= found or _numbered("model", map(_model, held(accelerator, "models")))
-    optimizers = [deepspeed.optimizer(engine) for engine in engines] or _optimizers(accelerator)
-    found |= _numbered("optimizer", optimizers)
+    models = [_model(model, engines) for model in held(accelerator, "models")]
+    optimizers = [deepspeed.optimizer(x) for x in engines] or _optimizers(accelerator)
+    found = _numbered("model", models) | _numbered("optimizer", optimizers)
     found |= _numbered("progress", [deepspeed.progress(engine) for engine in engines])
     found |= _numbered("scheduler", held(accelerator, "schedulers"))
     found |= _numbered("loader", _loaders(accelerator))
@@ -100,7 +99,9 @@ def _numbered(name: str, things: Any) -> dict[str, object]:
     return {f"{name}_{i}" if i else name: thing for i, thing in enumerate(things)}
 
 
-def _model(model: Any) -> object:
+def _model(model: Any, engines: list[Any]) -> object:
+    if engines:
+        return deepspeed.model(model)
     return fsdp1.model(model) if isinstance(model, FullyShardedDataParallel) else model
 
 
