@@ -234,15 +234,18 @@ class ModuleProvider(StateProvider):
     kind = "module"
     cheap = True
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, *, hooks: bool = True) -> None:
+        """`hooks=False`: parameters and buffers are taken as they lie, whatever hooks on
+        `state_dict()` would make of them."""
         self._module = module
+        self._hooks = hooks
 
     def parts(self) -> tuple[object, ...]:
         return (self._module,)
 
     def describe(self) -> State:
         _module, named, tensors, hooked = _look(self._module)
-        self.passive = named.is_standard and not hooked
+        self.passive = named.is_standard and not (hooked and self._hooks)
         if self.passive:
             # What state_dict() would give, without its one detach() per tensor.
             pairs = zip(named.names, tensors, strict=True)
@@ -266,8 +269,9 @@ class ModuleProvider(StateProvider):
     def restore(self, value: object) -> None:
         if not isinstance(value, dict):
             return  # which `check` has said
-        live = self._module.state_dict(keep_vars=False)
         nodes = walk_modules(self._module)
+        as_they_lie = not self._hooks and _look(self._module).named.is_standard
+        live = {} if as_they_lie else self._module.state_dict(keep_vars=False)
         plain_of = _plain_names(nodes)
         own_of = {_plain(name, plain_of): name for name in live}
         aliases = _aliases(nodes)

@@ -1,0 +1,228 @@
+"""A checkpoint manager for torchtitan.
+
+    checkpoint=laststep.torchtitan.Manager.Config(folder="checkpoint")
+
+It does what torchtitan asks of a checkpoint manager, and what that does not do itself it leaves to
+torchtitan's own one: to begin from checkpoints of DCP or of Hugging Face, and to write the latter.
+torchtitan counts the optimizer steps that are done. That is the step of a checkpoint, and the
+trainer's again after a restore.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torchtitan.components.checkpointer import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+    AsyncMode,
+    CheckpointManager,
+)
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.tools import filesystem
+
+from laststep.adapters.framework import Framework
+from laststep.adapters.torchtitan_state import Loader, Optimizers, Parts, Weights
+from laststep.catalog.names import parse_folder
+from laststep.catalog.retention import Keep
+from laststep.catalog.run import Run
+from laststep.checkpointer import Checkpointer
+from laststep.errors import Corrupt, NotFound, Usage
+from laststep.state.values import RNG, PerRank, StateDictProvider
+from laststep.storage.registry import open_store
+
+__all__ = ["Manager"]
+
+log = logging.getLogger(__name__)
+
+FRAMEWORK = Framework(package="torchtitan", extra="torchtitan", first="0.3", last="0.3")
+FRAMEWORK.check()
+FRAMEWORK.seam(CheckpointManager, "_load", "step")
+FRAMEWORK.seam(CheckpointManager, "_save", "curr_step", "last_step")
+FRAMEWORK.seam(CheckpointManager, "_should_save", "curr_step", "last_step")
+FRAMEWORK.seam(
+    CheckpointManager, "dcp_save", "state_dict", "checkpoint_id", "async_mode",
+    "enable_garbage_collection", "to_hf",
+)  # fmt: skip
+
+RNG_STATE = "rng"
+FINAL = "final"
+"""The folder, within that of the run, of the model that is saved alone at the end."""
+
+
+class Manager(CheckpointManager):  # type: ignore[misc]
+    """Saves and restores by laststep. The state of each checkpoint is whole: it can be resumed."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """As torchtitan's own; none of its modes of saving makes training wait."""
+
+        enable: bool = True
+        settings: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        """Of `laststep.Checkpointer`, such as `{"compression": "adaptive"}`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        **more: Any,
+    ) -> None:
+        # It would start a thread to delete folders, and make a group of ranks to save with.
+        bare: Any = replace(config, keep_latest_k=0, async_mode="disabled")  # type: ignore[call-arg]
+        super().__init__(
+            bare, dataloader=dataloader, model_parts=model_parts, optimizers=optimizers,
+            lr_schedulers=lr_schedulers, states=states, **more,
+        )  # fmt: skip
+        if not self.enable:
+            return
+        schedule = StateDictProvider(lr_schedulers)
+        schedule.per_rank = False  # though one can iterate over it, as over a loader
+        self._parts = model_parts
+        self._items = {
+            **self.states,
+            MODEL: Parts(model_parts),
+            OPTIMIZER: Optimizers(list(optimizers)),
+            LR_SCHEDULER: schedule,
+            DATALOADER: dataloader,
+            RNG_STATE: RNG(),  # the last: to begin with a loader draws a number
+        }
+        if TRAIN_STATE in states:  # in which each rank counts tokens of its own
+            self._items[TRAIN_STATE] = PerRank(states[TRAIN_STATE], when_ranks_change=_some_other)
+        if isinstance(dataloader, ParallelAwareDataloader):
+            self._items[DATALOADER] = Loader(dataloader)
+        elif dataloader is None:
+            del self._items[DATALOADER]
+        settings = _settings(config)
+        self._by_step = "every" in settings
+        self._ckpt = Checkpointer(
+            None if "tiers" in settings else self.folder, items=self._items, **settings
+        )
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 (theirs)
+        if last_step and self.last_save_model_only and curr_step > 0:
+            if not self.load_only:
+                self._save_model(curr_step)
+            return not self.load_only
+        if self._by_step and not self.load_only:
+            handle = self._ckpt.step(curr_step, metadata=FRAMEWORK.stamp(), last=last_step)
+        elif self._should_save(curr_step, last_step):
+            handle = self._ckpt.save(curr_step, metadata=FRAMEWORK.stamp())
+        else:
+            return False
+        self.save_future = handle
+        return handle is not None
+
+    def _save_model(self, step: int) -> None:
+        """The model alone, as torchtitan names its weights, in the dtype of exports. It goes into a
+        folder of its own, so that the newest checkpoint of the run can be resumed."""
+        weights = {
+            name: entry.to(self.export_dtype) if _is_real(entry) else entry
+            for name, entry in self.states[MODEL].state_dict().items()
+        }
+        folder = filesystem.join(self.folder, FINAL)
+        if self.last_save_in_hf:
+            self.dcp_save(weights, folder, AsyncMode.DISABLED, to_hf=True)
+            return
+        keep = Keep(last=1, abandoned=False)
+        with Checkpointer(folder, items={MODEL: weights}, keep=keep, new_lineage=True) as alone:
+            alone.save(step, metadata=FRAMEWORK.stamp())
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Nothing: what is captured while training goes on keeps the optimizer waiting itself."""
+
+    def _wait_for_saving(self) -> None:
+        self.save_future = None
+        self._ckpt.wait()
+
+    def _close(self) -> None:
+        if hasattr(self, "_ckpt"):  # else its constructor has failed
+            self._ckpt.close()
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        while (found := self._ckpt.peek()) is not None:
+            FRAMEWORK.own(found.metadata, filesystem.join(self.folder, found.folder))
+            wanted = found.step if step == -1 else step
+            try:
+                self._ckpt.restore(
+                    None if step == -1 else step, only=self._wanted(model_only=wanted == 0)
+                )
+            except Corrupt as error:
+                if step != -1:
+                    raise
+                log.warning("step %d is damaged, the one before it is tried: %s", wanted, error)
+                continue
+            return True
+        return self._begin(step)
+
+    def _begin(self, step: int) -> bool:
+        """Begin a run: from another of laststep's, or from what torchtitan itself can load."""
+        start = self.initial_load_path
+        if step != -1 or start is None or self.initial_load_in_hf or not (run := _run_at(start)):
+            return bool(super()._load(step))
+        url, number = run
+        model = {MODEL: Weights(self._parts, self.states[MODEL])}
+        names = self._wanted(model_only=self.initial_load_model_only)
+        items = {name: item for name, item in {**self._items, **model}.items() if name in names}
+        with Checkpointer(url, items=items) as source:
+            source.restore(number, only=names)
+        return True
+
+    def _wanted(self, *, model_only: bool) -> list[str]:
+        """The names of the items to load."""
+        if model_only:
+            return [MODEL]
+        for name in self.exclude_from_loading:
+            if name not in self._items:
+                raise Usage(
+                    "exclude_from_loading names no part of the state", expected=", ".join(
+                        self._items), found=name, remedy="leave it out",
+                )  # fmt: skip
+        return [name for name in self._items if name not in self.exclude_from_loading]
+
+
+def _settings(config: Manager.Config) -> dict[str, Any]:
+    """Those of the Checkpointer: what torchtitan has a name for, and the user's own."""
+    keep = Keep(last=config.keep_latest_k) if config.keep_latest_k else None
+    settings = {"keep": keep, **config.settings}
+    if settings.get("preemption"):
+        settings.setdefault("every", config.interval)  # it is noticed at each step
+    return settings
+
+
+def _some_other(states: list[Any], rank: int, _ranks: int) -> Any:
+    return states[rank % len(states)]
+
+
+def _is_real(entry: object) -> bool:
+    return isinstance(entry, torch.Tensor) and entry.is_floating_point()
+
+
+def _run_at(path: str) -> tuple[str, int | None] | None:
+    """The run that a path means, and the step (None: the newest); None where it means neither that
+    nor a checkpoint in one."""
+    above, _, last = path.rstrip("/").rpartition("/")
+    named = parse_folder(last)
+    url, step = (path, None) if named is None else (above, named.step)
+    try:
+        Run.open(open_store(url))
+    except NotFound:
+        return None
+    return url, step
