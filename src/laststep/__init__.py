@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from laststep.adapters import lightning as lightning
     from laststep.adapters import megatron as megatron
     from laststep.adapters import ray as ray
+    from laststep.adapters import torchtitan as torchtitan
     from laststep.browse import Catalog, Checkpoint, StoredTensor, open  # noqa: A004
     from laststep.catalog.retention import Keep
     from laststep.checkpointer import Checkpointer

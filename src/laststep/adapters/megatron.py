@@ -8,8 +8,8 @@ cut, a bucket has this rank's part. What is stored is the whole fp32 weight, und
 parameter, with layers numbered through all pipeline stages; after a restore the module's own
 weights are made from it and gathered, as in a step. To describe the state, nothing communicates:
 where each parameter lies is read from the optimizer, and how it was cut from the attributes that
-Megatron gives it. Imports nothing of Megatron; checked with Megatron-Core 0.16.1, on CPUs that it
-takes for GPUs.
+Megatron gives it. Imports nothing of Megatron, but for `SaveStrategy` and `LoadStrategy`, which are
+for its own calls; checked with Megatron-Core 0.16.1, on CPUs that it takes for GPUs.
 
 Not covered, and refused: experts over any parallelism but data; layers that are cut in ways of
 their own, such as Mamba's, and gated ones that do not say so; frozen parameters that are cut; the
@@ -19,6 +19,7 @@ precision-aware optimizer; Megatron's own FSDP.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,9 +42,10 @@ from laststep.state.tensors import Laid
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from laststep.adapters.megatron_strategy import LoadStrategy, SaveStrategy
     from laststep.state.provider import StateProvider
 
-__all__ = ["model", "optimizer"]
+__all__ = ["LoadStrategy", "SaveStrategy", "model", "optimizer"]
 
 _TESTED = "Megatron-Core 0.16"
 _need = functools.partial(need, tested=_TESTED)
@@ -52,6 +54,12 @@ _CUTTING_AXIS = "tp"
 _SIZES_OF_PARTS = (
     "output_size_per_partition", "input_size_per_partition", "num_embeddings_per_partition",
 )  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name in ("LoadStrategy", "SaveStrategy"):
+        return getattr(importlib.import_module("laststep.adapters.megatron_strategy"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def model(model: torch.nn.Module | Sequence[torch.nn.Module], optimizer: object) -> StateProvider:
