@@ -281,6 +281,25 @@ def test_state_dict_hooks_are_obeyed_on_both_ways(carry: Callable[..., object]) 
     assert torch.equal(source[0].weight, target[0].weight)
 
 
+def test_without_hooks_tensors_are_taken_and_put_back_as_they_lie(tmp_path: Path) -> None:
+    def hooked(seed: int) -> nn.Sequential:
+        module = network(seed)
+        module.register_state_dict_post_hook(refuse)
+        module.register_load_state_dict_pre_hook(refuse)
+        return module
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a hook was called")
+
+    module, other = hooked(0), hooked(1)
+    with laststep.Checkpointer(tmp_path / "run", m=ModuleProvider(module, hooks=False)) as ckpt:
+        ckpt.save(0)
+    with laststep.Checkpointer(tmp_path / "run", m=ModuleProvider(other, hooks=False)) as ckpt:
+        ckpt.restore()
+    pairs = zip(module.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(here, there) for here, there in pairs)
+
+
 def test_hooks_for_the_end_of_loading_run_once_with_what_was_restored(
     carry: Callable[..., object],
 ) -> None:

@@ -29,7 +29,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.tools import filesystem
 
 from laststep.adapters.framework import Framework
-from laststep.adapters.torchtitan_state import Loader, Optimizers, Parts, Weights
+from laststep.adapters.torchtitan_state import LoaderPlace, Optimizers, Parts, Weights
 from laststep.catalog.names import parse_folder
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run
@@ -101,7 +101,7 @@ class Manager(CheckpointManager):  # type: ignore[misc]
         if TRAIN_STATE in states:  # in which each rank counts tokens of its own
             self._items[TRAIN_STATE] = PerRank(states[TRAIN_STATE], when_ranks_change=_some_other)
         if isinstance(dataloader, ParallelAwareDataloader):
-            self._items[DATALOADER] = Loader(dataloader)
+            self._items[DATALOADER] = LoaderPlace(dataloader)
         elif dataloader is None:
             del self._items[DATALOADER]
         settings = _settings(config)

@@ -187,7 +187,7 @@ _LENGTH = struct.Struct("<Q")
 _LEAST_BYTES = 4096
 
 
-class Loader(StateProvider):
+class LoaderPlace(StateProvider):
     """The place in the data of each data-parallel rank. What all ranks with the same data have is
     a tensor with that rank's name: so it finds its way whatever other ranks there are."""
 
