@@ -52,6 +52,7 @@ FRAMEWORK.seam(
     "enable_garbage_collection", "to_hf",
 )  # fmt: skip
 
+_STAMP = FRAMEWORK.stamp()  # once: to look up a version reads files
 RNG_STATE = "rng"
 FINAL = "final"
 """The folder, within that of the run, of the model that is saved alone at the end."""
@@ -119,9 +120,9 @@ class Manager(CheckpointManager):  # type: ignore[misc]
                 self._save_model(curr_step)
             return not self.load_only
         if self._by_step and not self.load_only:
-            handle = self._ckpt.step(curr_step, metadata=FRAMEWORK.stamp(), last=last_step)
+            handle = self._ckpt.step(curr_step, metadata=_STAMP, last=last_step)
         elif self._should_save(curr_step, last_step):
-            handle = self._ckpt.save(curr_step, metadata=FRAMEWORK.stamp())
+            handle = self._ckpt.save(curr_step, metadata=_STAMP)
         else:
             return False
         self.save_future = handle
@@ -140,7 +141,7 @@ class Manager(CheckpointManager):  # type: ignore[misc]
             return
         keep = Keep(last=1, abandoned=False)
         with Checkpointer(folder, items={MODEL: weights}, keep=keep, new_lineage=True) as alone:
-            alone.save(step, metadata=FRAMEWORK.stamp())
+            alone.save(step, metadata=_STAMP)
 
     def _maybe_wait_for_staging(self) -> None:
         """Nothing: what is captured while training goes on keeps the optimizer waiting itself."""
