@@ -62,6 +62,10 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def model(model: torch.nn.Module | Sequence[torch.nn.Module], optimizer: object) -> StateProvider:
     """The fp32 weights, and the buffers, of the chunks of a model on this pipeline stage."""
     return _MegatronModule(_chunks_of(model), _distributed(optimizer))

@@ -15,14 +15,6 @@ import os
 import re
 from typing import Any
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies import torch as theirs
-from megatron.core.dist_checkpointing.strategies.base import (
-    SaveShardedStrategy,
-    StrategyAction,
-    register_default_strategy,
-)
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -30,10 +22,20 @@ from laststep.adapters.dcp import Reader, Writer
 from laststep.adapters.framework import Framework
 from laststep.errors import Usage
 
+FRAMEWORK = Framework(package="megatron-core", extra="megatron", first="0.16", last="0.16")
+FRAMEWORK.check()  # before anything of it is imported, which need not be there
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import torch as theirs  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.base import (  # noqa: E402
+    SaveShardedStrategy,
+    StrategyAction,
+    register_default_strategy,
+)
+
 __all__ = ["LoadStrategy", "SaveStrategy"]
 
-FRAMEWORK = Framework(package="megatron-core", extra="megatron", first="0.16", last="0.16")
-FRAMEWORK.check()
 FRAMEWORK.seam(theirs.TorchDistLoadShardedStrategy, "load", "sharded_state_dict", "checkpoint_dir")
 FRAMEWORK.seam(
     theirs.TorchDistLoadShardedStrategy, "load_tensors_metadata", "checkpoint_dir", "metadata"

@@ -15,21 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import torch
-import tyro
-from torchtitan.components.checkpointer import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    TRAIN_STATE,
-    AsyncMode,
-    CheckpointManager,
-)
-from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.tools import filesystem
 
 from laststep.adapters.framework import Framework
-from laststep.adapters.torchtitan_state import LoaderPlace, Optimizers, Parts, Weights
 from laststep.catalog.names import parse_folder
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run
@@ -38,12 +25,28 @@ from laststep.errors import Corrupt, NotFound, Usage
 from laststep.state.values import RNG, PerRank, StateDictProvider
 from laststep.storage.registry import open_store
 
+FRAMEWORK = Framework(package="torchtitan", extra="torchtitan", first="0.3", last="0.3")
+FRAMEWORK.check()  # before anything of it is imported, which need not be there
+
+import tyro  # noqa: E402
+from torchtitan.components.checkpointer import (  # noqa: E402
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+    AsyncMode,
+    CheckpointManager,
+)
+from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
+from torchtitan.tools import filesystem  # noqa: E402
+
+from laststep.adapters.torchtitan_state import LoaderPlace, Optimizers, Parts, Weights  # noqa: E402
+
 __all__ = ["Manager"]
 
 log = logging.getLogger(__name__)
 
-FRAMEWORK = Framework(package="torchtitan", extra="torchtitan", first="0.3", last="0.3")
-FRAMEWORK.check()
 FRAMEWORK.seam(CheckpointManager, "_load", "step")
 FRAMEWORK.seam(CheckpointManager, "_save", "curr_step", "last_step")
 FRAMEWORK.seam(CheckpointManager, "_should_save", "curr_step", "last_step")
