@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +32,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WAYS = ("none", "own", "ours")
-STEPS, EVERY = 16, 4
-"""Saves after steps 4, 8 and 12; the last one has four steps to run beside."""
-SAVES = (STEPS - 1) // EVERY
-_SIZES = {"small": (512, 8, 8), "1b": (2048, 18, 16)}
-"""Width, layers, heads: 34 million parameters, and 1.0 billion."""
-TOKENS = 64
+SAVES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A model, and how long it trains: a save ends before the next, and the last before the end."""
+
+    width: int
+    layers: int
+    heads: int
+    rows: int
+    tokens: int
+    every: int
+    """Steps from save to save, and after the last one."""
+
+    @property
+    def steps(self) -> int:
+        return (SAVES + 1) * self.every
+
+
+SIZES = {
+    "small": Size(width=512, layers=8, heads=8, rows=2, tokens=64, every=4),
+    "1b": Size(width=2048, layers=18, heads=16, rows=8, tokens=512, every=30),
+}
+"""34 million parameters, and 1.0 billion."""
 
 
 class Clock:
@@ -53,33 +72,27 @@ class Clock:
         self.ends.append(time.perf_counter())
 
 
-def config(size: str) -> Any:
-    from transformers import LlamaConfig
+def llama(size: Size, device: str) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    width, layers, heads = _SIZES[size]
-    return LlamaConfig(
-        vocab_size=8192, hidden_size=width, intermediate_size=width * 3, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=TOKENS,
-        use_cache=False,
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=size.width, intermediate_size=size.width * 3,
+        num_hidden_layers=size.layers, num_attention_heads=size.heads,
+        num_key_value_heads=size.heads, max_position_embeddings=size.tokens, use_cache=False,
     )  # fmt: skip
-
-
-def llama(size: str, device: str) -> torch.nn.Module:
-    from transformers import LlamaForCausalLM
-
     torch.manual_seed(0)
     with torch.device(device):
-        made: torch.nn.Module = LlamaForCausalLM(config(size))
+        made: torch.nn.Module = LlamaForCausalLM(config)
     return made
 
 
-def samples() -> list[dict[str, torch.Tensor]]:
+def samples(size: Size) -> list[dict[str, torch.Tensor]]:
     torch.manual_seed(1)
-    rows = torch.randint(0, 8192, (2 * STEPS, TOKENS))
+    rows = torch.randint(0, 8192, (size.rows * size.steps, size.tokens))
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def train_hf(way: str, folder: str, size: str, device: str, clock: Clock) -> None:
+def train_hf(way: str, folder: str, size: Size, device: str, clock: Clock) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Ticks(TrainerCallback):  # type: ignore[misc]
@@ -87,11 +100,13 @@ def train_hf(way: str, folder: str, size: str, device: str, clock: Clock) -> Non
             clock.tick()
 
     arguments = TrainingArguments(
-        output_dir=folder, max_steps=STEPS, save_steps=EVERY, logging_strategy="no",
-        save_strategy="no" if way == "none" else "steps", per_device_train_batch_size=2,
+        output_dir=folder, max_steps=size.steps, save_steps=size.every, logging_strategy="no",
+        save_strategy="no" if way == "none" else "steps", per_device_train_batch_size=size.rows,
         use_cpu=device == "cpu", report_to=[], disable_tqdm=True, bf16=False,
     )  # fmt: skip
-    trainer = Trainer(llama(size, device), arguments, train_dataset=samples(), callbacks=[Ticks()])
+    trainer = Trainer(
+        llama(size, device), arguments, train_dataset=samples(size), callbacks=[Ticks()]
+    )
     if way == "ours":
         import laststep
 
@@ -99,7 +114,7 @@ def train_hf(way: str, folder: str, size: str, device: str, clock: Clock) -> Non
     trainer.train()
 
 
-def train_lightning(way: str, folder: str, size: str, device: str, clock: Clock) -> None:
+def train_lightning(way: str, folder: str, size: Size, device: str, clock: Clock) -> None:
     import lightning
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
@@ -121,26 +136,26 @@ def train_lightning(way: str, folder: str, size: str, device: str, clock: Clock)
 
     callbacks: list[Any] = [Ticks()]
     if way == "own":
-        callbacks.append(ModelCheckpoint(folder, every_n_train_steps=EVERY, save_top_k=-1))
+        callbacks.append(ModelCheckpoint(folder, every_n_train_steps=size.every, save_top_k=-1))
     elif way == "ours":
         import laststep
 
-        callbacks.append(laststep.lightning.Checkpoint(f"{folder}/run", every=EVERY))
+        callbacks.append(laststep.lightning.Checkpoint(f"{folder}/run", every=size.every))
     trainer = lightning.Trainer(
-        max_steps=STEPS, callbacks=callbacks, logger=False, enable_progress_bar=False,
+        max_steps=size.steps, callbacks=callbacks, logger=False, enable_progress_bar=False,
         enable_model_summary=False, accelerator="cpu" if device == "cpu" else "gpu",
         enable_checkpointing=way == "own", default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(Module(), torch.utils.data.DataLoader(samples(), batch_size=2))  # type: ignore[arg-type]
+    trainer.fit(Module(), torch.utils.data.DataLoader(samples(size), batch_size=size.rows))  # type: ignore[arg-type]
 
 
-def train_accelerate(way: str, folder: str, size: str, device: str, clock: Clock) -> None:
+def train_accelerate(way: str, folder: str, size: Size, device: str, clock: Clock) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=device == "cpu")
     model = llama(size, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    loader = torch.utils.data.DataLoader(samples(), batch_size=2)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(samples(size), batch_size=size.rows)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if way == "ours":
         import laststep
@@ -151,19 +166,19 @@ def train_accelerate(way: str, folder: str, size: str, device: str, clock: Clock
         accelerator.backward(model(**batch).loss)
         optimizer.step()
         optimizer.zero_grad()
-        if step % EVERY == 0 and step < STEPS and way != "none":
+        if step % size.every == 0 and step < size.steps and way != "none":
             accelerator.save_state(f"{folder}/{step}")
     accelerator.end_training()
 
 
-def train_deepspeed(way: str, folder: str, size: str, device: str, clock: Clock) -> None:
+def train_deepspeed(way: str, folder: str, size: Size, device: str, clock: Clock) -> None:
     import deepspeed
 
     deepspeed.init_distributed("gloo" if device == "cpu" else "nccl")
     model = llama(size, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     settings = {
-        "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": size.rows, "zero_optimization": {"stage": 1},
         "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
@@ -171,17 +186,17 @@ def train_deepspeed(way: str, folder: str, size: str, device: str, clock: Clock)
         import laststep
 
         engine = laststep.deepspeed.attach(engine, f"{folder}/run")
-    loader = torch.utils.data.DataLoader(samples(), batch_size=2)  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader(samples(size), batch_size=size.rows)  # type: ignore[arg-type]
     for step, batch in enumerate(loader, start=1):
         clock.tick()
         moved = {name: tensor.to(engine.device) for name, tensor in batch.items()}
         engine.backward(engine(**moved).loss)
         engine.step()
-        if step % EVERY == 0 and step < STEPS and way != "none":
+        if step % size.every == 0 and step < size.steps and way != "none":
             engine.save_checkpoint(folder, tag=f"global_step{step}")
 
 
-FRAMEWORKS: dict[str, Callable[[str, str, str, str, Clock], None]] = {
+FRAMEWORKS: dict[str, Callable[[str, str, Size, str, Clock], None]] = {
     "hf": train_hf, "lightning": train_lightning, "accelerate": train_accelerate,
     "deepspeed": train_deepspeed,
 }  # fmt: skip
@@ -190,7 +205,7 @@ FRAMEWORKS: dict[str, Callable[[str, str, str, str, Clock], None]] = {
 def one(framework: str, way: str, folder: str, size: str, device: str) -> None:
     """Train once, and write when each step began."""
     clock = Clock(device)
-    FRAMEWORKS[framework](way, folder, size, device, clock)
+    FRAMEWORKS[framework](way, folder, SIZES[size], device, clock)
     print("ENDS", json.dumps(clock.ends), flush=True)
 
 
@@ -211,7 +226,7 @@ def trained_s(framework: str, way: str, size: str, device: str) -> float:
     if done.returncode or not lines:
         raise RuntimeError(f"{framework} {way}: {done.stderr[-3000:]}")
     ends = json.loads(lines[0].removeprefix("ENDS "))
-    return float(ends[STEPS - 1] - ends[2])
+    return float(ends[-1] - ends[2])
 
 
 def main() -> None:
@@ -219,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument("--frameworks", default=",".join(FRAMEWORKS))
-    parser.add_argument("--size", choices=_SIZES, default="small")
+    parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -237,7 +252,7 @@ def main() -> None:
         base = statistics.median(times["none"])
         lost = {way: [(t - base) / SAVES for t in times[way]] for way in WAYS}
         found[framework] = {
-            "step_s": base / (STEPS - 3),
+            "step_s": base / (SIZES[asked.size].steps - 3),
             "trained_s": times,
             "lost_s": {way: asdict(spread(values)) for way, values in lost.items()},  # type: ignore[arg-type]
         }
