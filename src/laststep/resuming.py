@@ -94,6 +94,13 @@ class Resuming:
             found = peek_into(
                 store, self._bus, replace(wanted, damaged=self._damaged), ranks=group, saw=self._saw
             )
+        if found is None and self._damaged:
+            raise Corrupt(
+                "no checkpoint of this run is sound", where=self._store.url,
+                found=f"damage in {', '.join(sorted(self._damaged))}",
+                remedy=f"`laststep verify {self._store.url}` lists it; a copy of the run may still "
+                "be good, and a new run elsewhere begins from the start",
+            )  # fmt: skip
         self._peek = None if found is None else _Peek(found)
         if earlier is not None and earlier.used and not self._is_whole(earlier):
             if found is not None and found.folder == earlier.peeked.folder:

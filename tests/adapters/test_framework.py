@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import re
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import laststep
 from laststep.adapters.framework import Framework
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Trainer:
@@ -66,3 +71,47 @@ def test_a_stamp_is_known_again_and_another_framework_s_is_refused() -> None:
         one.own(other.stamp(), "runs/a")
     with pytest.raises(laststep.Mismatch, match="one of a loop of its own"):
         one.own(None, "runs/a")
+
+
+def test_resuming_goes_back_to_what_is_sound_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    numpy, state = known("0", "999"), {"w": torch.zeros(1 << 20)}
+    how = {"items": {"state": state}, "progress": False, "flush": "thread"}
+    with laststep.Checkpointer(tmp_path / "run", **how) as ckpt:
+        assert numpy.resume(ckpt, lambda *_: ckpt.restore()) is None
+        for step in (1, 2):
+            state["w"].fill_(step)
+            ckpt.save(step, metadata=numpy.stamp(at=step))
+    damage(tmp_path / "run", 2)
+    stamps = []
+    with laststep.Checkpointer(tmp_path / "run", **how) as ckpt, caplog.at_level(logging.WARNING):
+        found = numpy.resume(ckpt, lambda _, stamp: stamps.append(stamp["at"]) or ckpt.restore())
+        assert (found.step, stamps) == (1, [2, 1])
+    assert "step 2 is damaged, step 1 is tried" in caplog.text
+    damage(tmp_path / "run", 1)
+    with (
+        laststep.Checkpointer(tmp_path / "run", **how) as ckpt,
+        pytest.raises(laststep.Corrupt, match="no checkpoint of this run is sound"),
+    ):
+        numpy.resume(ckpt, lambda *_: ckpt.restore())
+
+
+def damage(run: Path, step: int) -> None:
+    (file,) = run.glob(f"step-{step:08}*/state.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_damage_elsewhere_is_not_taken_for_damage_of_the_checkpoint(tmp_path: Path) -> None:
+    numpy, state = known("0", "999"), {"w": torch.zeros(4)}
+    how = {"items": {"state": state}, "progress": False, "flush": "thread"}
+
+    def elsewhere(*_: object) -> laststep.Restored:
+        raise laststep.Corrupt("the tokenizer is damaged")
+
+    with laststep.Checkpointer(tmp_path / "run", **how) as ckpt:
+        ckpt.save(1, metadata=numpy.stamp()).result()
+        with pytest.raises(laststep.Corrupt, match="tokenizer"):
+            numpy.resume(ckpt, elsewhere)

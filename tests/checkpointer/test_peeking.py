@@ -125,6 +125,18 @@ def test_none_of_several_that_can_be_opened_is_an_error(
         ckpt.peek()
 
 
+def test_a_run_of_which_all_was_found_damaged_is_not_taken_for_a_new_one(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    damage(saved(1), 1)
+    with opened(fresh) as ckpt:
+        ckpt.peek()
+        with pytest.raises(laststep.Corrupt):
+            ckpt.restore()
+        with pytest.raises(laststep.Corrupt, match="no checkpoint of this run is sound"):
+            ckpt.peek()
+
+
 def test_one_that_is_gone_by_then_is_an_error_and_another_is_offered(
     saved: Callable[..., Path], opened: object, fresh: object
 ) -> None:

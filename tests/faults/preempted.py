@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import laststep
-from laststep import checkpointer as checkpointers
+from laststep import resuming
 from laststep.events import PreemptionEnded
 from laststep.flush.epoch import WriterEpoch
 from laststep.flush.saves import SaveUnderWay
@@ -42,7 +42,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "durable": (SaveFlush, "finish"),
     "commit": (WriterEpoch, "commit"),
     "retention": (WriterEpoch, "retain"),
-    "restore": (checkpointers, "restore_into"),
+    "restore": (resuming, "restore_into"),
 }
 
 

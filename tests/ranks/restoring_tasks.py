@@ -144,7 +144,7 @@ def load_without_a_run(run: str, who: int) -> tuple[str, str]:
     mine = run if dist.get_rank() == who else f"{run}-elsewhere"
     Path(mine).mkdir(exist_ok=True)
     with opened(run, model=sharded_model()) as c:
-        c._store = DirectoryStore(mine)
+        c._resuming._store = DirectoryStore(mine)
         return kinds(c.restore)
 
 

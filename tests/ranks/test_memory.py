@@ -42,4 +42,7 @@ def test_ranks_of_which_only_some_have_the_tier_are_told_so(
     crew: Crew, left: dict[str, str]
 ) -> None:
     for error in crew("memory_tasks:restore", 2, without=1, **left):
-        assert "the newest with a tier in shared memory on rank 0, the newest on rank 1" in error
+        assert (
+            "the newest with a tier in shared memory on rank 0, restore() of the newest on rank 1"
+            in error
+        )

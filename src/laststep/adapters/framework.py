@@ -12,8 +12,15 @@ import inspect
 import logging
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from laststep.errors import Mismatch, Usage
+from laststep.errors import Corrupt, Mismatch, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from laststep.checkpointer import Checkpointer
+    from laststep.restoring.restore import Peeked, Restored
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +97,27 @@ class Framework:
             found="one of a loop of its own" if whose is None else f"one of {whose}",
             remedy="choose another folder for this run; `laststep.load` reads single items",
         )  # fmt: skip
+
+    def resume(
+        self, ckpt: Checkpointer, restore: Callable[[Peeked, dict[str, object]], Restored]
+    ) -> Restored | None:
+        """Let `restore` restore the newest checkpoint, which it is given with its stamp; where that
+        is damaged, the one before it, and the log says so. None in a new run; `Corrupt` in one
+        of which nothing is sound."""
+        found = ckpt.peek()
+        while found is not None:
+            stamp = self.own(found.metadata, f"{ckpt.path}, step {found.step}")
+            try:
+                return restore(found, stamp)
+            except Corrupt as damage:
+                older = ckpt.peek()
+                if older is None or older.folder == found.folder:
+                    raise  # something else was damaged
+                log.warning(
+                    "step %d is damaged, step %d is tried: %s", found.step, older.step, damage
+                )
+                found = older
+        return None
 
     def _tested(self) -> str:
         span = self.first if self.first == self.last else f"{self.first} to {self.last}"

@@ -10,9 +10,8 @@ trainer's again after a restore.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
@@ -21,7 +20,7 @@ from laststep.catalog.names import parse_folder
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
-from laststep.errors import Corrupt, NotFound, Usage
+from laststep.errors import NotFound, Usage
 from laststep.state.values import RNG, PerRank, StateDictProvider
 from laststep.storage.registry import open_store
 
@@ -43,9 +42,11 @@ from torchtitan.tools import filesystem  # noqa: E402
 
 from laststep.adapters.torchtitan_state import LoaderPlace, Optimizers, Parts, Weights  # noqa: E402
 
+if TYPE_CHECKING:
+    from laststep.restoring.restore import Restored
+
 __all__ = ["Manager"]
 
-log = logging.getLogger(__name__)
 
 FRAMEWORK.seam(CheckpointManager, "_load", "step")
 FRAMEWORK.seam(CheckpointManager, "_save", "curr_step", "last_step")
@@ -161,20 +162,19 @@ class Manager(CheckpointManager):  # type: ignore[misc]
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        while (found := self._ckpt.peek()) is not None:
-            FRAMEWORK.own(found.metadata, filesystem.join(self.folder, found.folder))
-            wanted = found.step if step == -1 else step
-            try:
-                self._ckpt.restore(
-                    None if step == -1 else step, only=self._wanted(model_only=wanted == 0)
-                )
-            except Corrupt as error:
-                if step != -1:
-                    raise
-                log.warning("step %d is damaged, the one before it is tried: %s", wanted, error)
-                continue
-            return True
-        return self._begin(step)
+        newest = self._ckpt.peek()
+        if newest is None:
+            return self._begin(step)
+        if step == -1:
+            FRAMEWORK.resume(self._ckpt, lambda found, _: self._restore(found.step))
+        else:
+            FRAMEWORK.own(newest.metadata, filesystem.join(self.folder, newest.folder))
+            self._restore(step, step)
+        return True
+
+    def _restore(self, number: int, step: int | None = None) -> Restored:
+        """That step, or what was peeked at, which has that number."""
+        return self._ckpt.restore(step, only=self._wanted(model_only=number == 0))
 
     def _begin(self, step: int) -> bool:
         """Begin a run: from another of laststep's, or from what torchtitan itself can load."""

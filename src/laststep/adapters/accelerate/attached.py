@@ -129,11 +129,10 @@ class Attached:
             for hook in hooks:
                 hook([] if self._has_shards else models, os.fspath(folder))
         checkpointer = self._checkpointer or self._make(models)
-        if found is None:
-            peeked = checkpointer.peek()
-            if peeked is not None:
-                FRAMEWORK.own(peeked.metadata, f"{self._home}, step {peeked.step}")
-        restored = checkpointer.restore(None if found is None else found.step)
+        restored = None if found is None else checkpointer.restore(found.step)
+        if restored is None:
+            newest = FRAMEWORK.resume(checkpointer, lambda *_: checkpointer.restore())
+            restored = newest or checkpointer.restore()
         self._go_on_from(restored)
         return restored
 

@@ -1,7 +1,7 @@
 """The place in a loader of Accelerate's: which batch comes next, in the order in which they came.
 
 Accelerate's own checkpoints have the place of torchdata's loaders alone, and of no loader the
-random numbers that the order of an epoch was drawn from. `Place` stands where an Accelerate loader
+random numbers that the order of an epoch was drawn from. `PlacedLoader` stands where Accelerate's
 holds the one that it goes through, counts batches, and keeps the generators as they were when the
 epoch began. Accelerate asks what stands there for its state before it fetches ahead, as it knows
 loaders that have one: so the place is that of the training, not of the fetching.
@@ -33,7 +33,7 @@ _TAKEN_OVER: Final = (
 """What a loader of the rest of an epoch has from the loader of all of it."""
 
 
-class LoaderPlace(StateProvider):
+class LoaderProgress(StateProvider):
     """The epoch, the place in it and the generators of a loader that `Accelerator.prepare` made."""
 
     kind = "loader"
@@ -76,7 +76,7 @@ class LoaderPlace(StateProvider):
         return {**state, "place": {**place, "batches": batches}}
 
 
-class Place:
+class PlacedLoader:
     """Stands for the loader inside of an Accelerate loader, which is asked everything else."""
 
     def __init__(self, outer: Any) -> None:
@@ -242,11 +242,11 @@ def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
     return {name: of for name, of in state.items() if name != _OURS}
 
 
-def place_in(loader: Any) -> Place:
+def place_in(loader: Any) -> PlacedLoader:
     """The place in a loader, which is kept from the first call on."""
-    if type(loader.base_dataloader) is not Place:
-        loader.base_dataloader = Place(loader)
-    place: Place = loader.base_dataloader
+    if type(loader.base_dataloader) is not PlacedLoader:
+        loader.base_dataloader = PlacedLoader(loader)
+    place: PlacedLoader = loader.base_dataloader
     return place
 
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from laststep.adapters import deepspeed, fsdp1
-from laststep.adapters.accelerate.loaders import LoaderPlace, place_in
+from laststep.adapters.accelerate.loaders import LoaderProgress, place_in
 from laststep.adapters.framework import Framework
 from laststep.errors import Usage
 from laststep.state.provider import State, StateProvider
@@ -117,7 +117,7 @@ def _optimizers(accelerator: Any) -> list[object]:
 def _loaders(accelerator: Any) -> list[object]:
     keep_places(accelerator)
     loaders = held(accelerator, "dataloaders")
-    return [LoaderPlace(x) if hasattr(x, "base_dataloader") else x for x in loaders]
+    return [LoaderProgress(x) if hasattr(x, "base_dataloader") else x for x in loaders]
 
 
 def keep_places(accelerator: Any) -> None:

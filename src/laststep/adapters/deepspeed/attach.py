@@ -18,14 +18,14 @@ from laststep import browse
 from laststep.adapters.deepspeed.items import model, optimizer, progress
 from laststep.adapters.deepspeed.seams import FRAMEWORK
 from laststep.checkpointer import Checkpointer
-from laststep.errors import Corrupt, LaststepError, NotFound, Usage
+from laststep.errors import LaststepError, NotFound, Usage
 from laststep.state.provider import State, StateProvider
 from laststep.state.values import RNG
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.restoring.restore import Restored
+    from laststep.restoring.restore import Peeked, Restored
 
 log = logging.getLogger(__name__)
 
@@ -152,18 +152,20 @@ class _EngineSaving:
     ) -> Restored | None:
         """None in a new run."""
         self._client.hand_in({})
-        while (newest := ckpt.peek()) is not None:
-            stamp = FRAMEWORK.own(newest.metadata, f"{ckpt.path}, step {newest.step}")
-            if tag is not None or not stamp["latest"]:
-                step, frozen = _together(lambda: _find(ckpt.path, tag))
-                self._model.leaves_frozen = not frozen
-                return ckpt.restore(step, only=only, strict=strict)
+
+        def restore(_: Peeked, stamp: dict[str, object]) -> Restored:
             self._model.leaves_frozen = not stamp["frozen"]
-            try:
-                return ckpt.restore(only=only, strict=strict)
-            except Corrupt as error:
-                log.warning("step %s is passed over: %s", newest.step, error)
-        return None
+            return ckpt.restore(only=only, strict=strict)
+
+        newest = ckpt.peek()
+        if newest is None:
+            return None
+        stamp = FRAMEWORK.own(newest.metadata, f"{ckpt.path}, step {newest.step}")
+        if tag is None and stamp["latest"]:
+            return FRAMEWORK.resume(ckpt, restore)
+        step, frozen = _together(lambda: _find(ckpt.path, tag))
+        self._model.leaves_frozen = not frozen
+        return ckpt.restore(step, only=only, strict=strict)
 
     def _is_deepspeeds(self, folder: str | os.PathLike[str] | None, tag: str | None) -> bool:
         """Whether a folder has what DeepSpeed has saved itself, with which a run may begin."""

@@ -20,7 +20,7 @@ from laststep.adapters.lightning.position import Position
 from laststep.adapters.lightning.state import TrainerState, items_of
 from laststep.catalog.retention import Keep
 from laststep.checkpointer import Checkpointer
-from laststep.errors import Corrupt, NotFound, Usage
+from laststep.errors import NotFound, Usage
 from laststep.state.values import RNG
 
 if TYPE_CHECKING:
@@ -125,13 +125,7 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             restored = ckpt.restore(self._resume)
             FRAMEWORK.own(restored.metadata, f"{self._path}, step {restored.step}")
             return restored
-        while (found := ckpt.peek()) is not None:
-            FRAMEWORK.own(found.metadata, f"{self._path}, step {found.step}")
-            try:
-                return ckpt.restore()
-            except Corrupt as damage:
-                log.warning("step %d is passed over: %s", found.step, damage)
-        return ckpt.restore()
+        return FRAMEWORK.resume(ckpt, lambda *_: ckpt.restore()) or ckpt.restore()
 
     def _refuse_both(self, path: object) -> None:
         if self._newest() is not None and not self._settings.get("new_lineage"):

@@ -33,7 +33,7 @@ class Rests(Protocol):
     def __call__(self, *, ends: bool, epoch: bool) -> None: ...
 
 
-class HeldRNG(RNG):
+class KeptRNG(RNG):
     """The random number generators as they were at one moment."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class HeldRNG(RNG):
             self._held = value
 
     def derive(self, value: object, rank: int) -> None:
-        now = HeldRNG()
+        now = KeptRNG()
         super().derive(value, rank)
         self.take()
         now.put()
@@ -69,14 +69,14 @@ class Position:
         self._fit = trainer.fit_loop
         self._epoch = trainer.fit_loop.epoch_loop
         self._trainer, self._rests = trainer, rests
-        self._at_begin, self._at_first, self._at_ahead = HeldRNG(), HeldRNG(), HeldRNG()
+        self._at_begin, self._at_first, self._at_ahead = KeptRNG(), KeptRNG(), KeptRNG()
         """Before the loader was asked to begin the epoch, before its first batch, and before the
         last one that was fetched ahead."""
         self._ahead: list[object] | None = None
         """The states of loaders before that."""
         self._fetcher: Any = None
         self._stored: dict[str, Any] | None = None
-        self._now: HeldRNG | None = None
+        self._now: KeptRNG | None = None
         self._around: list[tuple[Any, str]] = []
         self.ends_with_epoch = False
         """Whether the last epoch was trained to its end."""
@@ -100,7 +100,7 @@ class Position:
 
     # -- saving -----------------------------------------------------------------------------------
 
-    def random_numbers(self) -> dict[str, HeldRNG]:
+    def random_numbers(self) -> dict[str, KeptRNG]:
         """By which the loader hands out once more what it has."""
         return {"begin": self._at_begin, "first": self._at_first, "ahead": self._at_ahead}
 
@@ -160,7 +160,7 @@ class Position:
 
     def resume(self, stored: dict[str, Any]) -> None:
         """Take up what `describe` gave; the random numbers are set to what they shall be."""
-        self._stored, self._now = stored, HeldRNG()
+        self._stored, self._now = stored, KeptRNG()
         self._fit.load_state_dict(stored["loops"])
         if stored["consumed"] and stored["ranks"] != self._trainer.world_size:
             self._cut_anew(stored)
