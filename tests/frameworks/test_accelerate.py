@@ -107,6 +107,7 @@ def test_a_checkpoint_is_found_by_the_folder_that_it_was_saved_as(tmp_path: Path
         loop.acc.save_state(name)
         weights[name] = loop.weight()
     loop.acc.save_state("out/last")  # of the same step: it has both names then
+    loop.acc.end_training()
     for name in ("out/epoch_0", f"{tmp_path}/elsewhere/epoch_1", "out/last"):
         again = Loop(tmp_path)
         restored = again.acc.load_state(name)
