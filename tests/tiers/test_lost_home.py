@@ -173,3 +173,34 @@ def test_a_flusher_does_not_wait_for_itself(
     assert "does not end" not in caplog.text
     nearest.sealed_of(store, str(base))
     assert "does not end" in caplog.text
+
+
+def test_what_is_peeked_at_in_memory_is_restored_from_there_part_by_part(
+    base: Path, run_folder: Path
+) -> None:
+    state = torch.zeros(5 * MB)
+    with job(base, run_folder, state) as ckpt:
+        found = ckpt.peek()
+        assert found.step == 5
+        restored = ckpt.restore(only="state")
+        assert (restored.step, restored.folder) == (5, found.folder)
+        assert bool((state == 5).all())
+        ckpt.save(6).result()
+    assert laststep.open(run_folder).steps() == [5, 6]
+    assert not [one.step for one in laststep.open(run_folder) if one.verify().damage]
+
+
+def test_what_is_peeked_at_a_further_tier_is_restored_from_there(
+    tmp_path: Path, run_folder: Path
+) -> None:
+    base, further, state = tmp_path / "shm", tmp_path / "further", torch.ones(5 * MB)
+    base.mkdir()
+    with job(base, run_folder, state, further) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result()
+    shutil.rmtree(next(run_folder.glob("step-*")))
+    state.zero_()
+    with job(base, run_folder, state, further) as ckpt:
+        assert ckpt.peek().step == 1
+        assert ckpt.restore(only="state").step == 1
+    assert bool((state == 1).all())
