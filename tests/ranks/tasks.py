@@ -146,10 +146,11 @@ def save_random(run: str) -> list[float]:
         return drawn()
 
 
-def load_random(run: str) -> tuple[list[float], list[str]]:
+def load_random(run: str, *, late: bool = False) -> tuple[list[float], list[str]]:
     """Returns what this rank draws after the restore, and the warnings."""
     seed(100 + dist.get_rank())
-    with Heard() as warnings, opened(run, rng=laststep.RNG()) as c:
+    rng = laststep.Late(laststep.RNG) if late else laststep.RNG()
+    with Heard() as warnings, opened(run, rng=rng) as c:
         assert c.restore().step == 1
     return drawn(), warnings
 
@@ -207,7 +208,7 @@ def own_groups(number: int) -> tuple[dict[str, object], list[dict[str, int]]]:
         "kept": {"a": said(0, "keep"), "inner": {"b": said(1, "keep")}},
         "nested": laststep.PerRank(said(2, "keep")),
         "made": laststep.PerRank({"a": said(3, _total), "b": said(4, _total)}),
-        "random": {"rng": laststep.RNG()},
+        "random": {"rng": laststep.Late(laststep.RNG)},
         "rest": laststep.PerRank({"p": own[5]}, when_ranks_change="drop"),
     }
     return items, own
@@ -260,11 +261,14 @@ def save_what_becomes_mixed(run: str) -> list[str]:
     return errors
 
 
-def load_places(run: str, policy: str) -> tuple[str, tuple[int, list[int]], list[str]]:
+def load_places(
+    run: str, policy: str, *, late: bool = False
+) -> tuple[str, tuple[int, list[int]], list[str]]:
     """What was raised, where the rank stands then, and the warnings."""
     place, common = Place(50, policy), {"w": torch.zeros(6)}
     error = ""
-    with Heard() as warnings, opened(run, place=place, common=common) as c:
+    item = laststep.Late(lambda: place) if late else place
+    with Heard() as warnings, opened(run, place=item, common=common) as c:
         try:
             c.restore()
         except laststep.Mismatch as raised:

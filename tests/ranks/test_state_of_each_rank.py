@@ -28,6 +28,8 @@ def test_random_numbers_go_on_on_each_rank(crew: Crew, run_folder: Path) -> None
     more = crew("tasks:load_random", 4, run=run)
     assert [numbers for numbers, _ in more][:3] == drawn
     assert more[3][0] not in drawn
+    made_late = crew("tasks:load_random", 4, run=run, late=True)
+    assert [numbers for numbers, _ in made_late] == [numbers for numbers, _ in more]
 
 
 def seen(number: int) -> tuple[int, list[int]]:
@@ -45,6 +47,14 @@ def places(crew: Crew) -> Iterator[str]:
 def test_what_is_each_ranks_own_comes_back_to_it(crew: Crew, places: str) -> None:
     found = crew("tasks:load_places", 3, run=places, policy="refuse")
     assert found == [("", seen(10 + rank), []) for rank in range(3)]
+
+
+def test_what_is_made_late_says_then_what_becomes_of_it_with_other_ranks(
+    crew: Crew, places: str
+) -> None:
+    ((error, place, _),) = crew("tasks:load_places", 1, run=places, policy="refuse", late=True)
+    assert "it was saved by 3" in error
+    assert place == seen(50)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

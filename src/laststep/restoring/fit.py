@@ -19,6 +19,7 @@ from laststep.restoring.match import PLAIN_KINDS, Match, match_item
 from laststep.restoring.renaming import modules_in, rename
 from laststep.restoring.trees import newer_entries
 from laststep.saving.describe import naming
+from laststep.state.members import make_late
 from laststep.state.modules import loads_in_its_own_way
 from laststep.state.provider import lies_above, lies_under
 from laststep.state.tensors import collect
@@ -187,6 +188,8 @@ def _look(
             continue
         item = content.item(name)
         _, selected = selection(only, name, item.names())
+        with naming(name):
+            make_late(provider)
         if not _takes_over(content, name, provider, rank, fitted):
             continue
         if selected is not None and not any(map(selected, item.names())):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from laststep.errors import Mismatch
-from laststep.state.provider import ABSENT, State, StateProvider, handing_over
+from laststep.state.provider import ABSENT, AroundProvider, State, StateProvider, handing_over
 from laststep.state.values import put_entry
 
 if TYPE_CHECKING:
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
     from laststep.state.provider import WhenRanksChange
     from laststep.state.tree import Path
+
+
+def make_late(provider: StateProvider) -> None:
+    """See to it that what is made late exists, also within: only then does it tell what it is."""
+    if isinstance(provider, GroupProvider):
+        for member in provider._members.values():
+            make_late(member)
+    elif isinstance(provider, AroundProvider):
+        make_late(provider._inner)
 
 
 class EntryProvider(StateProvider):
