@@ -25,7 +25,7 @@ from laststep.saving.pausing import without_collection
 from laststep.tiers.nearest import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from laststep.events import Bus
     from laststep.ranks.group import Ranks
@@ -124,7 +124,7 @@ class Resuming:
                 mixed = self.mixed
                 outcome = restore_into(
                     store, self._providers, room, self._bus, wanted, ranks=group,
-                    touched=functools.partial(setattr, self, "mixed"), saw=self._saw,
+                    touched=functools.partial(self._touch, peek, wanted.only), saw=self._saw,
                 )  # fmt: skip
         except (Corrupt, NotFound) as error:
             if peek is None:
@@ -137,6 +137,14 @@ class Resuming:
             return Restored(step=None, next_step=0)
         self._go_on(outcome, wanted, mixed, peek)
         return outcome.told(() if peek is None else peek.peeked.skipped)
+
+    def _touch(self, peek: _Peek | None, only: Sequence[str] | None, folder: str) -> None:
+        """From now on items are neither what they were nor what is stored, until all is read."""
+        self.mixed = folder
+        if peek is not None:
+            peek.items.difference_update(
+                item for item in self._providers if selection(only, item)[0]
+            )
 
     def _go_on(
         self, outcome: Outcome, wanted: RestoreRequest, mixed: str | None, peek: _Peek | None
@@ -164,13 +172,18 @@ class Resuming:
         return peek.items >= self._providers.keys()
 
     def _let_go(self, peek: _Peek, error: Corrupt | NotFound) -> Corrupt | NotFound:
-        """What was peeked at is not to be had: the next `peek()` offers another."""
+        """What was peeked at is not to be had: the next `peek()` offers another, whose state must
+        not be saved beside parts of this one."""
         self._peek = None
+        if peek.used:
+            self.mixed = peek.peeked.folder
+        offered = "another"
         if isinstance(error, Corrupt):
             self._damaged |= {peek.peeked.folder}
+            offered = "the next older"
         told = type(error)(
             error.what, where=error.where, expected=error.expected, found=error.found,
-            remedy="peek() again offers the next older one, of which all is then to be restored",
+            remedy=f"peek() again offers {offered} one, of which all is then to be restored",
         )  # fmt: skip
         return told if error.missing is None else told.lacking(error.missing)
 

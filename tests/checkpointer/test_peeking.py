@@ -168,6 +168,61 @@ def test_parts_of_two_that_were_peeked_at_one_after_the_other_are_not_saved(
         ckpt.save(3)
 
 
+@pytest.mark.parametrize("loss", ["is gone", "rots"])
+def test_parts_of_one_that_is_lost_midway_are_not_saved_beside_parts_of_another(
+    saved: Callable[..., Path], opened: object, fresh: object, loss: str
+) -> None:
+    run = saved(1, 2)
+    with opened(fresh) as ckpt:
+        ckpt.peek()
+        ckpt.restore(only="model")
+        if loss == "is gone":
+            shutil.rmtree(next(run.glob("step-00000002*")))
+        else:
+            flip(file_of(run, 2, "blob.safetensors"), 40)  # in its header: nothing is touched
+        with pytest.raises(laststep.NotFound if loss == "is gone" else laststep.Corrupt):
+            ckpt.restore(only=["blob", "optimizer", "plain"])
+        assert ckpt.peek().step == 1
+        ckpt.restore(only=["blob", "optimizer", "plain"])
+        with pytest.raises(laststep.Usage, match="mixed"):
+            ckpt.save(2)
+        ckpt.restore(only="model")
+        assert fresh.is_wholly(1)
+        ckpt.save(2)
+
+
+class Fragile(laststep.StateProvider):
+    """Breaks when it is told to."""
+
+    breaks = False
+
+    def describe(self) -> laststep.State:
+        return laststep.State(value={"n": 1})
+
+    def restore(self, value: object) -> None:
+        if self.breaks:
+            raise RuntimeError("broken")
+
+
+def test_an_item_whose_second_restore_fails_counts_as_not_restored(run_folder: Path) -> None:
+    items = {"fragile": Fragile(), "plain": {"n": 1}}
+    how = {"flush": "thread", "progress": False}
+    with laststep.Checkpointer(run_folder, items=items, **how) as ckpt:
+        ckpt.save(1)
+    with laststep.Checkpointer(run_folder, items=items, **how) as ckpt:
+        ckpt.peek()
+        ckpt.restore(only="fragile")
+        items["fragile"].breaks = True
+        with pytest.raises(RuntimeError, match="broken"):
+            ckpt.restore(only="fragile")
+        ckpt.restore(only="plain")
+        with pytest.raises(laststep.Usage, match="mixed"):
+            ckpt.save(2)
+        items["fragile"].breaks = False
+        ckpt.restore(only="fragile")
+        ckpt.save(2)
+
+
 def test_a_step_that_is_named_counts_more(
     saved: Callable[..., Path], opened: object, fresh: object
 ) -> None:
