@@ -204,3 +204,24 @@ def test_what_is_peeked_at_a_further_tier_is_restored_from_there(
         assert ckpt.peek().step == 1
         assert ckpt.restore(only="state").step == 1
     assert bool((state == 1).all())
+
+
+def test_what_is_peeked_at_and_damaged_at_home_is_read_at_the_tier_and_saved_on(
+    tmp_path: Path, run_folder: Path
+) -> None:
+    base, further, state = tmp_path / "shm", tmp_path / "further", torch.ones(5 * MB)
+    base.mkdir()
+    with job(base, run_folder, state, further) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result()
+    (file,) = run_folder.glob("step-*/state.safetensors")
+    stored = bytearray(file.read_bytes())
+    stored[2 * MB] ^= 1
+    file.write_bytes(stored)
+    state.zero_()
+    with job(base, run_folder, state, further) as ckpt:
+        ckpt.peek()
+        assert ckpt.restore(only="state").step == 1
+        assert bool((state == 1).all())
+        ckpt.save(2).result()
+    assert laststep.open(run_folder)[2].verify().damage == ()

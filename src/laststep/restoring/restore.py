@@ -225,8 +225,8 @@ class _Restoring:
         self._wanted = wanted
         self._ranks = ranks
         self._touched = touched
-        self._changed = False
-        """Whether an earlier one may have put something in place."""
+        self._changed: set[str] = set()
+        """Those that may have put something in place."""
 
     def restore(self, chosen: Chosen) -> Outcome:
         """Restore that one; what fails on one rank fails on all."""
@@ -244,7 +244,7 @@ class _Restoring:
                 together(ranks, refuse)
             transfer = Transfer(content, fitted.matches, ranks, self._choosing.readers(chosen))
             self._touched(chosen.folder)
-            changed_before, self._changed = self._changed, True
+            self._changed.add(chosen.folder)
             size_bytes = transfer.run(room, wanted.threads)
             judge_twins(fitted, ranks)
             give = functools.partial(
@@ -256,8 +256,9 @@ class _Restoring:
         outcome = Outcome(
             chosen=chosen, commit=content.commit, skipped=(), problems=fitted.problems,
             was_at_home=at_home, was_read=at_home and wanted.only is None,
-            # What a damaged checkpoint had put in place may lie beyond what this one covers.
-            mixed=changed_before and (bool(fitted.problems) or wanted.only is not None),
+            # What a damaged one had put in place may lie beyond what this one covers, unless it is
+            # the same, read elsewhere.
+            mixed=len(self._changed) > 1 and (bool(fitted.problems) or wanted.only is not None),
         )  # fmt: skip
         self._bus.emit(
             RestoredEvent(
