@@ -6,6 +6,7 @@ The folder is a checkpoint like any other: verified, committed atomically, read 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from laststep.browse import Catalog, Checkpoint, open_folder
 from laststep.catalog.decision import is_checkpoint
-from laststep.catalog.names import parse_folder
+from laststep.catalog.names import FATE_NAME, PIN_NAME, parse_folder
 from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
 from laststep.errors import Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
@@ -32,7 +33,7 @@ from laststep.state.tensors import allocate
 from laststep.storage.disk import UNSUPPORTED, Disk, failed
 from laststep.storage.paths import absolute
 from laststep.storage.registry import local_path, open_store
-from laststep.terms import with_article
+from laststep.terms import MANIFEST_NAME, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,8 +73,6 @@ def save(
     full = absolute(path)
     if os.path.lexists(full):
         full = _to_replace(full, overwrite=overwrite)
-    else:
-        overwrite = False
     write_folder({VALUE: state}, full, allow_pickle=allow_pickle, overwrite=overwrite)
 
 
@@ -93,7 +92,19 @@ def _to_replace(full: str, *, overwrite: bool) -> str:
             found="a checkpoint of a run" if parse_folder(name) else "something else",
             remedy="choose another path or remove it",
         )  # fmt: skip
+    names = sorted(entry.name for entry in Path(real).iterdir())
+    if others := [name for name in names if not _is_stored(name)]:
+        raise Exists(
+            "there are files of others in what is to be replaced", where=full,
+            expected="what laststep.save has stored", found=", ".join(others[:3]),
+            remedy="choose another path, or move them elsewhere: they would be deleted",
+        )  # fmt: skip
     return real
+
+
+def _is_stored(name: str) -> bool:
+    """Whether a file in the folder of a checkpoint is one of laststep's."""
+    return name in (MANIFEST_NAME, PIN_NAME, FATE_NAME) or name.endswith((".safetensors", ".lock"))
 
 
 @contextlib.contextmanager
@@ -128,17 +139,26 @@ def write_folder(
         with saver as ckpt:
             handle = ckpt.save(0)
             handle.wait()
-        made = staging / str(handle.report.folder)
-        if overwrite:
-            _exchange(made, target)
-        else:
-            made.rename(target)
+        _put(staging / str(handle.report.folder), target, overwrite=overwrite)
+        beside.sync_folder("")  # before what was there goes
     except OSError as error:
         raise failed("save a folder", full, error) from error
     finally:
         if staging.is_dir():
             beside.delete_folder(staging.name)
-    beside.sync_folder("")
+
+
+def _put(made: Path, target: Path, *, overwrite: bool) -> None:
+    """Give a checkpoint its name, which another process may have taken meanwhile."""
+    if not os.path.lexists(target):
+        try:
+            made.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+        else:
+            return
+    _exchange(made, Path(_to_replace(str(target), overwrite=overwrite)))
 
 
 def _exchange(made: Path, target: Path) -> None:

@@ -72,6 +72,63 @@ def test_what_no_save_has_stored_is_not_replaced(tmp_path: Path) -> None:
     assert laststep.open(tmp_path / "run").latest().verify().damage == ()
 
 
+def test_files_of_others_beside_what_a_save_has_stored_are_not_deleted(tmp_path: Path) -> None:
+    laststep.save(state(1), tmp_path / "one")
+    (tmp_path / "one" / "tokenizer.json").write_text("{}")
+    with pytest.raises(laststep.Exists, match=r"found tokenizer\.json"):
+        laststep.save(state(2), tmp_path / "one", overwrite=True)
+    assert (tmp_path / "one" / "tokenizer.json").exists()
+    assert number_in(tmp_path / "one") == 1
+
+
+def test_one_that_another_has_saved_meanwhile_is_replaced_or_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = type(tmp_path).rename
+
+    def late(made: Path, target: Path) -> object:
+        """Somebody else saves just before."""
+        monkeypatch.undo()
+        laststep.save(state(1), target)
+        return rename(made, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", late)
+    laststep.save(state(2), tmp_path / "one", overwrite=True)
+    assert number_in(tmp_path / "one") == 2
+    monkeypatch.setattr(type(tmp_path), "rename", late)
+    with pytest.raises(laststep.Exists, match="overwrite=True"):
+        laststep.save(state(2), tmp_path / "two")
+    assert number_in(tmp_path / "two") == 1
+    assert {*tmp_path.iterdir()} == {tmp_path / "one", tmp_path / "two"}
+
+
+def test_what_was_there_goes_after_the_new_one_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laststep.save(state(1), tmp_path / "one")
+    calls, sync = [], Disk.sync_folder
+
+    def exchange(self: Disk, path: str, other: str) -> None:
+        calls.append("exchange")
+        exchanged(self, path, other)
+
+    def synced(self: Disk, path: str) -> None:
+        calls.append(path)
+        sync(self, path)
+
+    def unlink(self: Disk, path: str) -> None:
+        calls.append("unlink")
+        unlinked(self, path)
+
+    exchanged, unlinked = Disk.exchange, Disk.unlink
+    monkeypatch.setattr(Disk, "exchange", exchange)
+    monkeypatch.setattr(Disk, "sync_folder", synced)
+    monkeypatch.setattr(Disk, "unlink", unlink)
+    laststep.save(state(2), tmp_path / "one", overwrite=True)
+    after = calls[calls.index("exchange") + 1 :]
+    assert after[0] == str(tmp_path)
+
+
 def test_a_save_that_fails_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
