@@ -86,10 +86,33 @@ def test_what_is_thawed_later_is_saved_from_then_on(run_folder: Path) -> None:
         model.base[0].requires_grad_(True)
         ckpt.save(2)
     assert "model/base.0.weight" in laststep.open(run_folder)[2].tensors()
-    with laststep.Checkpointer(run_folder, **how(*trained(2))) as ckpt:
+    other, its = trained(2)
+    with laststep.Checkpointer(run_folder, **how(other, its)) as ckpt:
+        assert ckpt.restore().step == 2
+        assert torch.equal(other.base[0].weight, model.base[0].weight)
         with pytest.raises(laststep.Mismatch, match=r"base\.0\.weight"):
-            ckpt.restore()
+            ckpt.restore(1)  # what it was then, nobody knows
+    with laststep.Checkpointer(run_folder, **how(*trained(2))) as ckpt:
         assert ckpt.restore(1).step == 1
+
+
+def test_what_was_trained_and_is_frozen_since_is_saved_and_comes_back(run_folder: Path) -> None:
+    """As with a head that is trained first, or peft's adapters, of which one is active."""
+    model, optimizer = trained(1)
+    model.second = nn.Linear(64, 4)
+    with laststep.Checkpointer(run_folder, **how(model, optimizer)) as ckpt:
+        ckpt.save(1)
+        nn.init.constant_(model.adapter.weight, 7.0)
+        model.adapter.requires_grad_(False)
+        ckpt.save(2)
+    other, its = trained(2)
+    other.second = nn.Linear(64, 4)
+    other.adapter.requires_grad_(False)
+    with laststep.Checkpointer(run_folder, **how(other, its)) as ckpt:
+        assert ckpt.restore().step == 2
+        ckpt.save(3)
+    assert torch.equal(other.adapter.weight, model.adapter.weight)
+    assert "model/adapter.weight" in laststep.open(run_folder)[3].tensors()
 
 
 def test_a_module_of_which_nothing_is_trained_is_told(run_folder: Path) -> None:

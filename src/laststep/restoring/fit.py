@@ -23,6 +23,7 @@ from laststep.state.members import make_late
 from laststep.state.modules import loads_in_its_own_way
 from laststep.state.provider import lies_above, lies_under
 from laststep.state.tensors import collect
+from laststep.state.trainable import TrainableProvider
 from laststep.state.tree import show_path
 
 if TYPE_CHECKING:
@@ -189,7 +190,9 @@ def _look(
         item = content.item(name)
         _, selected = selection(only, name, item.names())
         with naming(name):
-            make_late(provider)
+            inner = make_late(provider)
+        if isinstance(inner, TrainableProvider):
+            inner.expect(item.names())
         if not _takes_over(content, name, provider, rank, fitted):
             continue
         if selected is not None and not any(map(selected, item.names())):

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from laststep.state.tree import Path
 
 
-def make_late(provider: StateProvider) -> None:
-    """See to it that what is made late exists, also within: only then does it tell what it is."""
+def make_late(provider: StateProvider) -> StateProvider:
+    """See to it that what is made late exists, also within: only then does it tell what it is.
+    Returns what others stand around."""
+    while isinstance(provider, AroundProvider):
+        provider = provider._inner
     if isinstance(provider, GroupProvider):
         for member in provider._members.values():
             make_late(member)
-    elif isinstance(provider, AroundProvider):
-        make_late(provider._inner)
+    return provider
 
 
 class EntryProvider(StateProvider):

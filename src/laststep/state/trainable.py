@@ -2,7 +2,8 @@
 
 The parameters that want a gradient, and the buffers that training changes: those of modules which
 have such parameters of their own, and the running statistics of norms, which change in frozen ones
-too. Whoever restores it has the rest: the module as it was before. Imports no torch.
+too. What was trained once stays part of it when it is frozen later: it is not what it was before.
+Whoever restores it has the rest: the module as it was before. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from laststep.state.tensors import is_module
 from laststep.terms import with_article
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
     from laststep.state.provider import State
@@ -34,11 +37,21 @@ def trainable(model: torch.nn.Module) -> TrainableProvider:
 
 
 class TrainableProvider(ModuleProvider):
-    """Describes a module without what is frozen, as it is at each save."""
+    """Describes a module without what is frozen, and was so at each save and restore."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self._once: set[str] = set()
+        """What was trained at an earlier save or restore, or when it was stored."""
+
+    def expect(self, stored: Iterable[str]) -> None:
+        """These are stored, and about to be restored, frozen or not."""
+        self._once.update(stored)
 
     def describe(self) -> State:
         state = super().describe()
-        value, names = state.value, self._names()
+        self._once |= self._names()
+        value, names = state.value, self._once
         assert isinstance(value, dict)  # noqa: S101 (of a module)
         extra = {path[0] for path in state.fresh}
         kept = {name: entry for name, entry in value.items() if name in names or name in extra}
@@ -57,7 +70,7 @@ class TrainableProvider(ModuleProvider):
             buffers = node._buffers if trained else _STATISTICS.intersection(node._buffers)
             names.update(prefix + name for name in (*trained, *buffers))
             is_trained = is_trained or bool(trained)
-        if not is_trained:
+        if not (is_trained or self._once):
             raise Usage(
                 "nothing of the module is trained", expected="parameters that want a gradient",
                 found="none", remedy="pass the module itself to save what is frozen",
