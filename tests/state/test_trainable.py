@@ -129,6 +129,10 @@ def test_a_module_of_which_nothing_is_trained_is_told(run_folder: Path) -> None:
 
 def test_no_memory_is_made_ready_for_what_is_frozen() -> None:
     model, frozen_bytes = Adapted(1), 64 * 65 * 4
-    items = ({"model": model}, {"model": laststep.trainable(model)})
-    whole, part = (memory_for(providers_for(one), Settings(), Rank(0, 1))[1] for one in items)
+    late = laststep.Late(lambda: laststep.trainable(model))
+    items = ({"model": model}, {"model": laststep.trainable(model)}, {"model": late})
+    providers = [providers_for(one) for one in items]
+    providers[2]["model"].describe()  # which makes it
+    whole, part, made_late = (memory_for(one, Settings(), Rank(0, 1))[1] for one in providers)
     assert whole - part >= frozen_bytes
+    assert made_late == part

@@ -16,6 +16,7 @@ from laststep.memory.shared import available_bytes
 from laststep.process import threads
 from laststep.ranks.rank import ranks_on_this_node
 from laststep.settings import MIN_SLOTS, Settings
+from laststep.state.members import make_late
 from laststep.state.tensors import is_module, is_optimizer, share_bytes
 from laststep.state.trainable import TrainableProvider
 from laststep.terms import CHUNK_BYTES
@@ -47,8 +48,9 @@ def memory_for(
     cap = settings.host_memory_bytes or max(share, MIN_SLOTS * CHUNK_BYTES)
     total: dict[str, int] = {}
     for provider in providers.values():
-        trained_only = isinstance(provider, TrainableProvider)
-        for part in provider.parts():
+        parts = provider.parts()  # of what is not made yet there are none
+        trained_only = bool(parts) and isinstance(make_late(provider), TrainableProvider)
+        for part in parts:
             for device, size in _estimate(part, rank.ranks, trained_only=trained_only):
                 total[device] = total.get(device, 0) + size
     on_device = {d: size + CHUNK_BYTES for d, size in total.items() if d.startswith("cuda")}
