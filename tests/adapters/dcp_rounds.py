@@ -73,7 +73,8 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor):
         if not isinstance(b, torch.Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
-        flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+        flat = [torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)) for t in (a, b)]
+        flat = [t.view(torch.uint8) for t in flat]
         return torch.equal(*flat)
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)

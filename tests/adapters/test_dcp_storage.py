@@ -40,6 +40,7 @@ def test_tensors_of_all_dtypes_and_shapes_come_back(tmp_path: Path) -> None:
     shapes["transposed"] = torch.arange(6.0).view(2, 3).t()
     shapes["expanded"] = torch.arange(3.0).expand(4, 3)
     shapes["strided"] = torch.arange(40.0).view(4, 10)[:, ::3]
+    shapes["one of many"] = torch.arange(10.0)[::10]  # which is contiguous
     shapes["conjugate"] = torch.view_as_complex(torch.randn(3, 2)).conj()
     shapes["parameter"] = torch.nn.Parameter(torch.randn(3))
     save(state, tmp_path)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from laststep.adapters.dcp.layout import tensor_name
 from laststep.adapters.dcp.values import take_apart
+from laststep.capture.gather import bytes_of
 from laststep.errors import Usage
 from laststep.flush.protocol import FileBegin
 from laststep.flush.writer import SaveFlush
@@ -235,9 +236,9 @@ def _stretches(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes of a tensor in row-major order; a strided one is copied a few rows at a time."""
     tensor = tensor.detach()
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        yield tensor.reshape(-1).view(torch.uint8)
+        yield bytes_of(tensor)
     elif tensor.nbytes <= CHUNK_BYTES or not tensor.dim():
-        yield tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        yield bytes_of(tensor.resolve_conj().resolve_neg().contiguous())
     else:
         rows = max(CHUNK_BYTES * tensor.shape[0] // tensor.nbytes, 1)
         for part in tensor.split(rows):

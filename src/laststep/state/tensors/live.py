@@ -61,7 +61,9 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one form have the same bytes, where a NaN is what its bits are."""
-    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+    rows = (t.detach().contiguous() for t in (a, b))
+    # as_strided, not view: a contiguous tensor of one element may have any stride.
+    return torch.equal(*(t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in rows))
 
 
 def repeats_itself(tensor: torch.Tensor) -> bool:
