@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog.lineage import Seen
 from laststep.commit import meeting as teaming
@@ -40,17 +40,20 @@ if TYPE_CHECKING:
     from laststep.tiers.tier import Arranged
 
 
-class _Peek:
-    """The checkpoint that was peeked at, and what of it has been restored."""
+class _Peek(NamedTuple):
+    """The checkpoint that was peeked at."""
 
-    def __init__(self, peeked: Peeked) -> None:
-        self.peeked = peeked
-        self.used = False
-        """Whether any of it has been restored."""
-        self.items: set[str] = set()
-        """What has been restored wholly."""
-        self.was_read = True
-        """Whether all of these were read in the run itself."""
+    peeked: Peeked
+    elsewhere: set[str]
+    """The items that were not read in the run itself, or not all of them."""
+
+
+class _Origin(NamedTuple):
+    """Of which checkpoint the live state of an item is, up to the next save."""
+
+    folder: str
+    is_all: bool
+    """False where a restore has failed midway."""
 
 
 class Resuming:
@@ -71,8 +74,8 @@ class Resuming:
         self._settings, self._rank, self._bus = settings, rank, bus
         self._work, self._steps = work, steps
         self._group: Ranks | None = None
-        self.mixed: str | None = None
-        """The checkpoint of which only a part was put in place, so that nothing may be saved."""
+        self._origins: dict[str, _Origin] = {}
+        """Of the items that were restored in parts, or in vain."""
         self._seen = Seen()
         self._resumed = False
         self._knows_lineage = settings.new_lineage
@@ -80,6 +83,14 @@ class Resuming:
         self._peek: _Peek | None = None
         self._damaged: frozenset[str] = frozenset()
         """Those that were peeked at, and then found damaged."""
+
+    @property
+    def mixed(self) -> str | None:
+        """The checkpoint of which only a part was put in place, so that nothing may be saved."""
+        origins = list(self._origins.values())
+        broken = [origin.folder for origin in origins if not origin.is_all]
+        several = {origin.folder for origin in origins}
+        return broken[0] if broken else min(several) if len(several) > 1 else None
 
     def all_ranks(self, call: str) -> Ranks:
         """Those that restore together, and meet for `step()`; brought together by that call."""
@@ -101,12 +112,9 @@ class Resuming:
                 remedy=f"`laststep verify {self._store.url}` lists it; a copy of the run may still "
                 "be good, and a new run elsewhere begins from the start",
             )  # fmt: skip
-        self._peek = None if found is None else _Peek(found)
-        if earlier is not None and earlier.used and not self._is_whole(earlier):
-            if found is not None and found.folder == earlier.peeked.folder:
-                self._peek = earlier
-            else:
-                self.mixed = earlier.peeked.folder
+        self._peek = None if found is None else _Peek(found, set())
+        if earlier is not None and found is not None and found.folder == earlier.peeked.folder:
+            self._peek = earlier
         return found
 
     def restore(self, wanted: RestoreRequest, begin_anew: Callable[[], None]) -> Restored:
@@ -121,10 +129,10 @@ class Resuming:
                 self._work.pool.reading(wanted.threads, remote=remote) as room,
             ):
                 begin_anew()
-                mixed = self.mixed
+                before = self._origins
                 outcome = restore_into(
                     store, self._providers, room, self._bus, wanted, ranks=group,
-                    touched=functools.partial(self._touch, peek, wanted.only), saw=self._saw,
+                    touched=functools.partial(self._touch, wanted.only), saw=self._saw,
                 )  # fmt: skip
         except (Corrupt, NotFound) as error:
             if peek is None:
@@ -135,48 +143,46 @@ class Resuming:
             self._steps.restored(0)
             self._work.client.continue_from(continuing(None, self._seen))
             return Restored(step=None, next_step=0)
-        self._go_on(outcome, wanted, mixed, peek)
+        self._go_on(outcome, wanted, before, peek)
         return outcome.told(() if peek is None else peek.peeked.skipped)
 
-    def _touch(self, peek: _Peek | None, only: Sequence[str] | None, folder: str) -> None:
+    def _touch(self, only: Sequence[str] | None, folder: str) -> None:
         """From now on items are neither what they were nor what is stored, until all is read."""
-        self.mixed = folder
-        if peek is not None:
-            peek.items.difference_update(
-                item for item in self._providers if selection(only, item)[0]
-            )
+        touched = [item for item in self._providers if selection(only, item)[0]]
+        self._origins = self._origins | dict.fromkeys(touched, _Origin(folder, is_all=False))
 
     def _go_on(
-        self, outcome: Outcome, wanted: RestoreRequest, mixed: str | None, peek: _Peek | None
+        self,
+        outcome: Outcome,
+        wanted: RestoreRequest,
+        before: dict[str, _Origin],
+        peek: _Peek | None,
     ) -> None:
-        """Saves continue what was restored."""
+        """Saves continue what was restored. A part that was taken from anywhere says nothing of the
+        rest; parts of what was peeked at are to be of one checkpoint."""
         found, only, was_read = outcome.chosen, wanted.only, outcome.was_read
-        whole = only is None
         if peek is not None:
-            peek.items.update(
-                item for item in self._providers if selection(only, item) == (True, None)
-            )
-            peek.used, peek.was_read = True, peek.was_read and outcome.was_at_home
-            whole = self._is_whole(peek)
-            was_read = whole and peek.was_read
-        # A part that was restored does not make whole what an earlier restore left mixed.
+            items = [item for item in self._providers if selection(only, item) == (True, None)]
+            this = _Origin(found.folder, is_all=True)
+            before = before | dict.fromkeys(items, this)
+            peek.elsewhere.difference_update(items)
+            if not outcome.was_at_home:
+                peek.elsewhere.update(items)
+            of_this = {item for item, origin in before.items() if origin == this}
+            was_read = of_this >= self._providers.keys() and not peek.elsewhere
+        elif only is None:
+            before = {}
         if not outcome.mixed:
-            self.mixed = None if whole else mixed
+            self._origins = before
         # A part taken from an older checkpoint in mid-run does not turn the run back to it.
         if only is None or peek is not None or not (self._resumed or self._work.preflight):
             self._work.client.continue_from(continuing(found, self._seen, was_read=was_read))
             self._steps.restored(found.step, found.lineage_steps)
             self._resumed = True
 
-    def _is_whole(self, peek: _Peek) -> bool:
-        return peek.items >= self._providers.keys()
-
     def _let_go(self, peek: _Peek, error: Corrupt | NotFound) -> Corrupt | NotFound:
-        """What was peeked at is not to be had: the next `peek()` offers another, whose state must
-        not be saved beside parts of this one."""
+        """What was peeked at is not to be had: the next `peek()` offers another."""
         self._peek = None
-        if peek.used:
-            self.mixed = peek.peeked.folder
         offered = "another"
         if isinstance(error, Corrupt):
             self._damaged |= {peek.peeked.folder}
@@ -191,6 +197,7 @@ class Resuming:
         """Before each save. Before the first one without a restore(): it may leave nothing
         behind."""
         self._peek = None
+        self._origins = {}
         if not self._knows_lineage:
             seen = self._work.client.newest_point()
             places.refuse_to_leave(newest_of(self._store), self._store.url)

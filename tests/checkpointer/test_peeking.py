@@ -92,7 +92,7 @@ def test_damage_that_a_part_finds_is_an_error_and_the_next_older_one_is_offered(
         with pytest.raises(laststep.Corrupt, match=r"peek\(\) again offers the next older"):
             ckpt.restore(only="blob")
         assert ckpt.peek().step == 2
-        parts = ["model", "plain", "blob", "optimizer"]
+        parts = ["optimizer", "model", "plain", "blob"]
         for part in parts:
             with pytest.raises(laststep.Usage, match="mixed"):
                 ckpt.save(9)
@@ -189,6 +189,43 @@ def test_parts_of_one_that_is_lost_midway_are_not_saved_beside_parts_of_another(
         ckpt.restore(only="model")
         assert fresh.is_wholly(1)
         ckpt.save(2)
+
+
+def test_what_was_never_restored_need_not_be_after_damage(
+    saved: Callable[..., Path], opened: object, fresh: object
+) -> None:
+    """As a framework leaves out its loader where there are other ranks now."""
+    damage(saved(1, 2), 2)
+    wanted = ["blob", "model", "optimizer"]
+    with opened(fresh) as ckpt:
+        ckpt.peek()
+        with pytest.raises(laststep.Corrupt):
+            ckpt.restore(only=wanted)
+        ckpt.peek()
+        ckpt.restore(only=wanted[:2])
+        with pytest.raises(laststep.Usage, match="mixed"):
+            ckpt.save(2)
+        ckpt.restore(only=wanted[2:])
+        ckpt.save(2)
+    assert fresh.values() == {"blob": {1}, "model": {1}, "optimizer": {1}, "plain": {-1}}
+
+
+def test_a_part_of_another_one_is_not_saved_beside_a_whole_one(
+    saved: Callable[..., Path], opened: object, fresh: object, training: object
+) -> None:
+    saved(1)
+    with opened(fresh) as ckpt:
+        ckpt.peek()
+        ckpt.restore()
+        with opened(training) as other:
+            other.restore()
+            other.save(2)
+        ckpt.peek()
+        ckpt.restore(only="model")
+        with pytest.raises(laststep.Usage, match="mixed"):
+            ckpt.save(3)
+        ckpt.restore()
+        ckpt.save(3)
 
 
 class Fragile(laststep.StateProvider):
