@@ -1,14 +1,16 @@
 """`python bench/frameworks.py`: training time lost by a save, a framework's own way against ours.
 
-Each framework trains the same small transformer three ways: without saving, with its own saving,
-with laststep's adapter. A process of its own for each, in rotation; what is compared is the time
-from the end of the second step to the end of the last, so that saves run beside training but the
-end of the program does not count. Run it in the environment of `make test-frameworks`.
+Each framework trains the same transformer three ways: without saving, with its own saving, with
+laststep's adapter. A process of its own for each, in rotation. A save has lost what the steps from
+it to the next one took beyond as many steps of the same process before its first save: so the call
+and all that slows later steps count, and the end of the program does not. What the way without
+saving "loses" is the noise. Run it in the environment of `make test-frameworks`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -53,23 +55,23 @@ class Size:
 
 
 SIZES = {
-    "small": Size(width=512, layers=8, heads=8, rows=2, tokens=64, every=4),
+    "small": Size(width=512, layers=8, heads=8, rows=2, tokens=64, every=12),
     "1b": Size(width=2048, layers=18, heads=16, rows=8, tokens=512, every=30),
 }
 """34 million parameters, and 1.0 billion."""
 
 
 class Clock:
-    """When each step ended."""
+    """When each step began."""
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self.ends: list[float] = []
+        self.begins: list[float] = []
 
     def tick(self) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
+        self.begins.append(time.perf_counter())
 
 
 def llama(size: Size, device: str) -> torch.nn.Module:
@@ -206,27 +208,45 @@ def one(framework: str, way: str, folder: str, size: str, device: str) -> None:
     """Train once, and write when each step began."""
     clock = Clock(device)
     FRAMEWORKS[framework](way, folder, SIZES[size], device, clock)
-    print("ENDS", json.dumps(clock.ends), flush=True)
+    print("BEGINS", json.dumps(clock.begins), flush=True)
 
 
-def trained_s(framework: str, way: str, size: str, device: str) -> float:
-    """The time of all steps but the first two and the last, in a process of its own."""
+def begins(framework: str, way: str, size: str, device: str) -> list[float]:
+    """When each step of a training in a process of its own began."""
     with tempfile.TemporaryDirectory(prefix="laststep-", ignore_cleanup_errors=True) as to:
         command = [sys.executable, __file__, "--one", framework, way, to, size, device]
-        environment = {
-            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571", "RANK": "0",
-            "WORLD_SIZE": "1", "LOCAL_RANK": "0", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled",
-        }  # fmt: skip
-        for name in (
-            ("MASTER_ADDR", "RANK", "WORLD_SIZE", "LOCAL_RANK") if framework != "deepspeed" else ()
-        ):
-            del environment[name]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+        if framework == "deepspeed":
+            environment |= {
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571", "RANK": "0",
+                "WORLD_SIZE": "1", "LOCAL_RANK": "0",
+            }  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ENDS ")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("BEGINS ")]
     if done.returncode or not lines:
         raise RuntimeError(f"{framework} {way}: {done.stderr[-3000:]}")
-    ends = json.loads(lines[0].removeprefix("ENDS "))
-    return float(ends[-1] - ends[2])
+    return [float(begin) for begin in json.loads(lines[0].removeprefix("BEGINS "))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """What the saves of one training have lost."""
+
+    step_s: float
+    """A step before the first save, the median of them."""
+    saves_s: list[float]
+
+
+def lost(began: list[float], every: int) -> Lost:
+    """Save number n, from 1, is made between the step `n * every` and the next.
+
+    The first three steps of a process are slower and count for nothing; a save's time begins with
+    the last step before it and ends with the last step before the next one.
+    """
+    steps = [after - before for before, after in itertools.pairwise(began)]
+    step_s = statistics.median(steps[3 : every - 1])
+    windows = [steps[n * every - 1 : (n + 1) * every - 1] for n in range(1, SAVES + 1)]
+    return Lost(step_s=step_s, saves_s=[sum(window) - len(window) * step_s for window in windows])
 
 
 def main() -> None:
@@ -244,25 +264,26 @@ def main() -> None:
         return
     found: dict[str, Any] = {}
     for framework in asked.frameworks.split(","):
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        trainings: dict[str, list[Lost]] = {way: [] for way in WAYS}
         for _ in range(asked.repeat):
             for way in WAYS:
-                times[way].append(trained_s(framework, way, asked.size, asked.device))
-                print(framework, way, f"{times[way][-1]:.3f} s", flush=True)
-        base = statistics.median(times["none"])
-        lost = {way: [(t - base) / SAVES for t in times[way]] for way in WAYS}
+                began = begins(framework, way, asked.size, asked.device)
+                trainings[way].append(lost(began, SIZES[asked.size].every))
+                print(framework, way, trainings[way][-1], flush=True)
         found[framework] = {
-            "step_s": base / (SIZES[asked.size].steps - 3),
-            "trained_s": times,
-            "lost_s": {way: asdict(spread(values)) for way, values in lost.items()},  # type: ignore[arg-type]
+            "lost_s": {
+                way: asdict(spread(s for one in every for s in one.saves_s))  # type: ignore[arg-type]
+                for way, every in trainings.items()
+            },
+            "trainings": {way: [asdict(one) for one in every] for way, every in trainings.items()},
         }
         print(framework, json.dumps(found[framework]["lost_s"]), flush=True)
-    result = {
-        "commit": commit(ROOT), "hardware": asdict(hardware(Path(tempfile.gettempdir()))),
-        "size": asked.size, "device": asked.device, "saves": SAVES, "frameworks": found,
-    }  # fmt: skip
-    if asked.json:
-        asked.json.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        if asked.json:
+            result = {
+                "commit": commit(ROOT), "hardware": asdict(hardware(Path(tempfile.gettempdir()))),
+                "size": asked.size, "device": asked.device, "saves": SAVES, "frameworks": found,
+            }  # fmt: skip
+            asked.json.write_text(json.dumps(result, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":
