@@ -68,7 +68,10 @@ def accelerator() -> Accelerator:
             zero_stage=2, gradient_accumulation_steps=ACCUMULATED, gradient_clipping=1.0
         )
     made = Accelerator(
-        cpu=True, dataloader_config=config, gradient_accumulation_steps=ACCUMULATED, **more
+        cpu=plugin != "gpu",
+        dataloader_config=config,
+        gradient_accumulation_steps=ACCUMULATED,
+        **more,
     )
     if plugin.startswith("fsdp"):  # which Accelerate offers for accelerators only
         made.state.distributed_type = DistributedType.FSDP

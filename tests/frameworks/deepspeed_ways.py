@@ -1,4 +1,4 @@
-"""Small DeepSpeed engines of every kind, on CPU ranks.
+"""Small DeepSpeed engines of every kind, on CPU ranks or on one GPU.
 
 A way is words with `+` between: `zero0` to `zero3`, `bf16`, `fp16`, `offload`, `twice` (two
 micro-steps for a step), `moe`, `pipe`; `steady`: without dropout, and with the same data on any
@@ -37,7 +37,8 @@ def start() -> tuple[int, int]:
             "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-    deepspeed.init_distributed("gloo", verbose=False)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    deepspeed.init_distributed(backend, verbose=False)
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -134,12 +135,12 @@ def step_of(engine: Any, way: str) -> float:
     micro = engine.gradient_accumulation_steps()
     if "pipe" in words:
         data = torch.randn(ROWS, WIDTH, generator=one).chunk(engine.dp_world_size)
-        own = data[engine.grid.get_data_parallel_rank()].to(_dtype(engine))
+        own = data[engine.grid.get_data_parallel_rank()].to(engine.device, _dtype(engine))
         pairs = iter([(rows, rows.flip(-1)) for rows in own.chunk(micro)])
         return float(engine.train_batch(data_iter=pairs))
     data = torch.randn(ROWS, WIDTH, generator=one) if one else torch.randn(ROWS // ranks, WIDTH)
-    own = (data.chunk(ranks)[rank] if one else data).to(_dtype(engine))
-    total = torch.zeros(())
+    own = (data.chunk(ranks)[rank] if one else data).to(engine.device, _dtype(engine))
+    total = torch.zeros((), device=engine.device)
     for rows in own.chunk(micro):
         loss = (engine(rows) - rows.flip(-1)).float().square().mean()
         engine.backward(loss)

@@ -104,7 +104,7 @@ class Net(pl.LightningModule):
         self.draws.append(torch.rand(()).item())  # a hook may draw as well
 
     def validation_step(self, batch, batch_idx):
-        noisy = batch + torch.rand(WIDTH)
+        noisy = batch + torch.rand(WIDTH, device=batch.device)
         self.log("val_loss", (self.net(noisy) - batch).square().mean(), sync_dist=True)
 
     def test_step(self, batch, batch_idx):
@@ -162,6 +162,13 @@ class Flat(Net):
         self.write()
 
 
+class Partitioned(Net):
+    """By ZeRO, of which a weight may be empty here."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.write()
+
+
 def strategy(name: str):
     if name == "fsdp2":
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -212,7 +219,7 @@ def loader(way: str):
 
 WAYS = {
     "loader": "plain", "every": 5, "epochs": 4, "steps": -1, "accumulate": 1, "validate": 1.0,
-    "strategy": "auto", "resume": True, "limit": 1.0, "step": "plain", "paced": 0,
+    "strategy": "auto", "resume": True, "limit": 1.0, "step": "plain", "paced": 0, "on": "cpu",
 }  # fmt: skip
 
 
@@ -227,13 +234,14 @@ def train(run: str | None, losses: str, callbacks=(), ckpt_path=None, **asked: o
     if run is not None and ways["paced"]:
         more.append(Paces(run))
     trainer = pl.Trainer(
-        accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")),
+        accelerator=ways["on"], deterministic=True, devices=int(os.environ.get("WORLD_SIZE", "1")),
         strategy=strategy(ways["strategy"]), max_epochs=ways["epochs"], max_steps=ways["steps"],
         logger=False, enable_progress_bar=False, enable_model_summary=False,
         accumulate_grad_batches=ways["accumulate"], val_check_interval=ways["validate"],
         limit_train_batches=ways["limit"], callbacks=[*ours, *more, *callbacks],
     )  # fmt: skip
     kinds = {"fetching": Fetching, "fsdp2": Sharded, "fsdp": Flat}
+    kinds |= dict.fromkeys(("deepspeed_stage_2", "deepspeed_stage_3"), Partitioned)
     net = kinds.get(ways["strategy"], kinds.get(ways["step"], Net))(losses)
     validation = DataLoader(Samples(), batch_size=BATCH)
     trainer.fit(net, loader(ways["loader"]), validation, ckpt_path=ckpt_path)

@@ -22,10 +22,13 @@ PATIENCE_S = 240.0
 class Script:
     """Starts of one script over one run, each with its losses in a file of its own."""
 
-    def __init__(self, name: str, folder: Path, *arguments: str, ranks: int = 1) -> None:
+    def __init__(
+        self, name: str, folder: Path, *arguments: str, ranks: int = 1, gpu: bool = False
+    ) -> None:
         self.script = SCRIPTS / name
         self.run, self.folder = folder / "run", folder
         self._arguments, self._ranks, self._starts = arguments, ranks, 0
+        self._gpu = gpu
         folder.mkdir(parents=True, exist_ok=True)
 
     def to_its_end(self, *more: str, ranks: int | None = None) -> dict[int, str]:
@@ -68,16 +71,17 @@ class Script:
         with self._log.open("wb") as log:
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                start_new_session=True, env=environment(),
+                start_new_session=True, env=environment(gpu=self._gpu),
             )  # fmt: skip
         return process, losses
 
 
-def environment() -> dict[str, str]:
+def environment(*, gpu: bool = False) -> dict[str, str]:
     """No network, few threads, and the same numbers each time."""
+    device = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     return {
-        **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0",
-        "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled", "RAY_DEDUP_LOGS": "0",
+        **os.environ, **device, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "0", "WANDB_MODE": "disabled", "RAY_DEDUP_LOGS": "0",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
 
