@@ -101,6 +101,10 @@ def train_hf(way: str, folder: str, size: Size, device: str, clock: Clock) -> No
         def on_step_begin(self, *_: object, **__: object) -> None:
             clock.tick()
 
+        def on_step_end(self, _: object, state: Any, control: Any, **__: object) -> None:
+            if state.global_step == size.steps:  # it would save at its end, which takes long
+                control.should_save = False
+
     arguments = TrainingArguments(
         output_dir=folder, max_steps=size.steps, save_steps=size.every, logging_strategy="no",
         save_strategy="no" if way == "none" else "steps", per_device_train_batch_size=size.rows,
