@@ -356,3 +356,19 @@ def test_enqueueing_a_thousand_tensors_makes_few_launches(tmp_path: Path) -> Non
         ckpt.wait()
     kernels = [e for e in profile.events() if "copy_" in e.name and "memcpy" not in e.name.lower()]
     assert 1 <= len(kernels) <= 3
+
+
+@pytest.mark.parametrize("mode", ["device", "auto"])
+def test_copies_of_training_get_through_while_a_capture_copies(tmp_path: Path, mode: str) -> None:
+    """A `loss.item()` waits for some of the capture's copies, not for all of them."""
+    weights = torch.zeros(4 << 28, device="cuda")  # 4 GiB: 32 batches of copies
+    loss = torch.zeros((), device="cuda")
+    with laststep.Checkpointer(tmp_path, weights=weights, capture=mode) as ckpt:
+        ckpt.save(1).committed.wait()  # from now on there is memory for all of it
+        weights.add_(1)
+        handle = ckpt.save(2)
+        seen = 0
+        while not handle.captured.over_within(0):
+            loss.item()
+            seen += 1
+    assert seen > 4

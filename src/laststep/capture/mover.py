@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _BATCH = 8
 """Chunks that are copied, waited for and handed over together: what the capture thread does in
 Python takes the GIL from training, so it does little."""
-_IN_FLIGHT = 3
-"""Batches whose copies may be under way before the oldest is waited for."""
 
 
 _READ = 0x100
@@ -89,9 +87,11 @@ class Mover:
             slots = self.lease(job, min(at_once, len(todo)))
             batch = list(zip(todo, slots, strict=False))
             del todo[: len(slots)]
-            flying.append((batch, self._fill(job, batch)))
             # A lazy capture holds the optimizer back until all its copies are enqueued: no pause.
-            while len(flying) > _IN_FLIGHT and not job.rings:
+            if flying and not job.rings:
+                _let_others_copy(flying[-1][1])
+            flying.append((batch, self._fill(job, batch)))
+            while len(flying) > 1 and not job.rings:
                 self.hand_over(job, *flying.popleft())
         for device in job.layout.direct:
             if device != "cpu":
@@ -200,6 +200,13 @@ class Mover:
     def _read_timers(self, job: Job) -> None:
         for device, began in job.staging_began.items():
             job.timing.device_copy_s += began.elapsed_time(job.ready[device]) / 1e3
+
+
+def _let_others_copy(events: list[torch.cuda.Event]) -> None:
+    """Leave the device without a copy for a moment, by waiting for those under way. It takes copies
+    of another stream only then: a `loss.item()` of training's would wait for the whole capture."""
+    for event in events:
+        event.synchronize()
 
 
 def land(pool: Pool, job: Job, group: StagingGroup, slot: int) -> None:
