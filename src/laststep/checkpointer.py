@@ -8,6 +8,7 @@ reported before the process ends.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -146,8 +147,7 @@ class Checkpointer(single.OnlyOne):
         self._pool, self._capturer, self._client = work.pool, work.capturer, work.client
         self._team = work.team
         self._capturer.at_optimizer_step(1, self._work.start_early)
-        if self._team is None:
-            self._capturer.at_optimizer_step(_REHEARSAL_STEP, lifetimes.weakly(self._rehearse))
+        self._capturer.at_optimizer_step(_REHEARSAL_STEP, lifetimes.weakly(self._rehearse))
         self._dropped = self._work.outlive(self)
         self._resuming = Resuming(
             self._store, self._tiers, self._providers, self._settings, self._rank, self._bus, work,
@@ -227,6 +227,7 @@ class Checkpointer(single.OnlyOne):
                 self._providers, self._caches, asked.metrics, asked.metadata,
                 allow_pickle=self._settings.allow_pickle,
             )  # fmt: skip
+            self._look_at_late()
             agree = None
             if self._team is not None:
                 agree = functools.partial(self._team.agreements.on, step=save.handle.step)
@@ -422,8 +423,8 @@ class Checkpointer(single.OnlyOne):
     def _look_at_late(self) -> None:
         """Have ready what items need that did not exist at construction, once all do."""
         if self._late and all(one.is_made for one in self._late):
-            self._late.clear()
             teaming.check_own(self._providers, self._rank)
+            self._late.clear()
             self._work.expect(self._providers, self._settings, self._rank)
 
     def _check_usable(self, what: str, *, mixed_is_fine: bool = False) -> None:
@@ -459,10 +460,18 @@ class Checkpointer(single.OnlyOne):
         self._work.prepare_for(size_bytes, self._store, self._tiers.keep, self._bus)
 
     def _rehearse(self) -> bool:
-        """Prepare what the first save needs, at an early optimizer step."""
+        """Prepare what the first save needs, at an early optimizer step; False if it is too early.
+        A rank among others prepares memory alone."""
         if self._closed or self._work.preflight or os.getpid() != self._pid:
             return True
-        if not all(provider.cheap for provider in self._providers.values()):
+        if self._late:
+            if all(one.is_there() for one in self._late):
+                with contextlib.suppress(LaststepError):  # the first save tells of it
+                    self._look_at_late()
+            return False
+        if self._team is not None or not all(
+            provider.cheap for provider in self._providers.values()
+        ):
             return True
         return rehearse(
             self._providers, self._caches, self._preparer, self._pool, self._capturer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -333,6 +334,70 @@ def test_a_late_item_is_a_function() -> None:
         laststep.Late(nn.Linear(2, 2).state_dict())  # type: ignore[arg-type]
 
 
+def test_a_late_item_that_is_another_each_time_is_refused(run_folder: Path) -> None:
+    """Nothing of it could be restored: the next look would be at another one."""
+    late = laststep.Late(lambda: nn.Linear(2, 2))
+    with (
+        laststep.Checkpointer(run_folder, late=late, flush="thread", progress=False) as ckpt,
+        pytest.raises(laststep.Usage, match="each time"),
+    ):
+        ckpt.save(0)
+
+
+def test_a_late_item_that_is_replaced_is_saved_as_what_it_is_then(run_folder: Path) -> None:
+    made = Made()
+    made.make(1.0)
+    with laststep.Checkpointer(run_folder, items=made.items(), flush="thread") as ckpt:
+        ckpt.save(1).result()
+        made.make(2.0)
+        ckpt.save(2).result()
+        made.optimizer.step()
+        ckpt.save(3).result()
+        made.make(4.0)
+        ckpt.restore(3)
+        restored = made.model.weight.clone()
+    run = laststep.open(run_folder)
+    stored = [run[step].tensor("model/weight")[:] for step in (1, 2, 3)]
+    assert [weight.mean().item() for weight in stored[:2]] == [1.0, 2.0]
+    assert torch.equal(restored, stored[2])
+    assert not torch.equal(stored[1], stored[2])
+
+
+def test_what_is_made_of_a_late_item_is_made_once_for_each(run_folder: Path) -> None:
+    made, calls = Made(), []
+    made.make(1.0)
+    made.model.bias.requires_grad_(False)
+
+    def trained(model: nn.Module) -> object:
+        calls.append(model)
+        return laststep.trainable(model)
+
+    late = laststep.Late(lambda: made.model, trained)
+    with laststep.Checkpointer(run_folder, model=late, flush="thread") as ckpt:
+        ckpt.save(1)
+        ckpt.save(2).result()
+        made.make(2.0)
+        ckpt.save(3).result()
+    assert len(calls) == 2
+    stored = [list(laststep.open(run_folder)[step].tensors()) for step in (2, 3)]
+    assert stored == [["model/weight"], ["model/weight", "model/bias"]]
+
+
+def test_memory_is_made_ready_once_a_late_item_is_there(run_folder: Path) -> None:
+    """The first save finds it, as if the items had been there from the beginning."""
+    made, size = Made(), 3 * 8 * MB
+    items = {"model": laststep.Late(lambda: made.model)}
+    with laststep.Checkpointer(run_folder, items=items, host_memory_bytes=256 * MB) as ckpt:
+        made.model = nn.Linear(1024, size // 4096, bias=False)
+        optimizer = torch.optim.SGD(made.model.parameters())
+        for _ in range(3):
+            optimizer.step()
+        deadline = time.monotonic() + 60
+        while ckpt._pool.ready_bytes < size:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 def test_a_late_item_that_is_not_made_by_then_is_told(run_folder: Path) -> None:
     items = {"state": {"n": 1}, "late": laststep.Late(lambda: None)}
     how = {"flush": "thread", "progress": False}
@@ -344,7 +409,8 @@ def test_a_late_item_that_is_not_made_by_then_is_told(run_folder: Path) -> None:
 
 
 def test_a_late_item_has_the_kind_of_what_it_became(run_folder: Path) -> None:
-    late = laststep.PerRank(laststep.Late(lambda: nn.Linear(2, 2)))
+    model = nn.Linear(2, 2)
+    late = laststep.PerRank(laststep.Late(lambda: model))
     with laststep.Checkpointer(run_folder, late=late, flush="thread", progress=False) as ckpt:
         ckpt.save(0).result()
     content = laststep.open(run_folder).latest().content()

@@ -129,7 +129,7 @@ def test_a_module_of_which_nothing_is_trained_is_told(run_folder: Path) -> None:
 
 def test_no_memory_is_made_ready_for_what_is_frozen() -> None:
     model, frozen_bytes = Adapted(1), 64 * 65 * 4
-    late = laststep.Late(lambda: laststep.trainable(model))
+    late = laststep.Late(lambda: model, laststep.trainable)
     items = ({"model": model}, {"model": laststep.trainable(model)}, {"model": late})
     providers = [providers_for(one) for one in items]
     providers[2]["model"].describe()  # which makes it

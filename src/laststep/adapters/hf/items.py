@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 def items_of(trainer: Any, rng: HeldRNG, logged: Logged) -> dict[str, object]:
     """The items by their names; all ranks have the same."""
-    items: dict[str, object] = {"model": Live(*_model(trainer))}
+    items: dict[str, object] = {"model": Late(*_model(trainer))}
     if trainer.args.save_only_model:
         return items
-    items["optimizer"] = Live(lambda: trainer.optimizer, _optimizer(trainer))
-    items["scheduler"] = Live(lambda: trainer.lr_scheduler)
+    items["optimizer"] = Late(lambda: trainer.optimizer, _optimizer(trainer))
+    items["scheduler"] = Late(lambda: trainer.lr_scheduler)
     if getattr(trainer.accelerator, "scaler", None) is not None:
         items["scaler"] = trainer.accelerator.scaler
     if trainer.is_deepspeed_enabled:
-        items["counts"] = Live(lambda: trainer.model_wrapped, deepspeed.progress)
+        items["counts"] = Late(lambda: trainer.model_wrapped, deepspeed.progress)
     return {**items, "rng": rng, "logged": logged}
 
 
@@ -59,37 +59,6 @@ def _is_fsdp1(trainer: Any) -> bool:
 def is_peft(model: object) -> bool:
     """Whether peft has put adapters into a model, of which only these are trained."""
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
-
-
-class Live(Late):
-    """What a Trainer holds at the time: when it begins again, it makes some of it anew."""
-
-    def __init__(self, held: _Held, make: _Make = lambda thing: thing) -> None:
-        super().__init__(self._current)
-        self._held, self._make_of = held, make
-        self._last: tuple[object, object] = (None, None)
-
-    def _current(self) -> object:
-        """The item of what is held, the same one for as long as that is the same."""
-        held = self._held()
-        if held is not self._last[0]:
-            self._last = (held, self._make_of(held))
-        return self._last[1]
-
-    def around(self, provide: Callable[[object], StateProvider]) -> Live:
-        made = Live(self._held, self._make_of)
-        made._source, made._provide = self, provide
-        return made
-
-    def thing(self) -> object:
-        return self._source._make()
-
-    @property
-    def _inner(self) -> StateProvider:  # type: ignore[override]
-        thing = self.thing()
-        if thing is not self._thing:
-            self._thing, self._made = thing, None
-        return super()._inner
 
 
 class HeldRNG(RNG):
