@@ -6,6 +6,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
@@ -205,3 +207,21 @@ def test_every_choice_of_a_setting_is_in_the_guide(name: str) -> None:
 
 def test_the_version_is_the_one_that_is_installed() -> None:
     assert metadata.version("laststep") == VERSION
+
+
+@pytest.mark.parametrize("line", [
+    "import laststep.dcp; assert laststep.dcp.Writer",
+    "from laststep.dcp import Writer",
+    "from laststep import dcp; assert dcp.Writer",
+    "import laststep; assert laststep.dcp.Writer",
+    "import laststep.dcp as short, laststep.adapters.dcp as long; assert short is long",
+    "import laststep.adapters.dcp as long, laststep.dcp as short; assert short is long",
+])  # fmt: skip
+def test_an_adapter_is_imported_by_its_short_name_in_every_way(line: str) -> None:
+    """In a process of its own, in which nothing has been imported."""
+    subprocess.run([sys.executable, "-c", line], check=True)
+
+
+def test_a_submodule_that_is_not_there_is_no_adapter() -> None:
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        importlib.import_module("laststep.nowhere")

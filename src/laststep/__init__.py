@@ -7,11 +7,16 @@ without torch.
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 from laststep.version import VERSION as __version__  # noqa: N811 (every package has this name)
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from laststep.adapters import accelerate as accelerate
     from laststep.adapters import dcp as dcp
     from laststep.adapters import deepspeed as deepspeed
@@ -143,13 +148,30 @@ __all__ = [
 def __getattr__(name: str) -> object:
     value: object
     if name in _ADAPTERS:
-        value = importlib.import_module(f"laststep.adapters.{name}")
+        value = importlib.import_module(f"laststep.{name}")
     elif name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
     else:
         raise AttributeError(f"module 'laststep' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+class _ShortNames(MetaPathFinder, Loader):
+    """Has `import laststep.hf` and `from laststep.hf import attach` find the adapter."""
+
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+        package, _, name = fullname.rpartition(".")
+        known = package == __name__ and name in _ADAPTERS
+        return ModuleSpec(fullname, self) if known else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        short = module.__name__
+        name = short.rpartition(".")[2]
+        sys.modules[short] = importlib.import_module(f"laststep.adapters.{name}")
+
+
+sys.meta_path.append(_ShortNames())
 
 
 def __dir__() -> list[str]:
