@@ -56,7 +56,7 @@ class Size:
 
 SIZES = {
     "small": Size(width=512, layers=8, heads=8, rows=2, tokens=64, every=12),
-    "1b": Size(width=2048, layers=18, heads=16, rows=8, tokens=512, every=30),
+    "1b": Size(width=2048, layers=18, heads=16, rows=8, tokens=512, every=15),
 }
 """34 million parameters, and 1.0 billion."""
 
