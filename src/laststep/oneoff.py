@@ -9,6 +9,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,10 +43,12 @@ if TYPE_CHECKING:
 
     from laststep.read.content import Content
     from laststep.restoring.match import Match
+    from laststep.storage.store import Store
 
 log = logging.getLogger(__name__)
 
 _READERS = 4
+_LOCK = ".lock"
 
 
 class _SoleCheckpointer(Checkpointer):
@@ -128,24 +131,49 @@ def write_folder(
     changes places with what is to be overwritten."""
     target = Path(full)
     check_new_folder(target)
-    staging = target.parent / f".{target.name}.tmp-{os.getpid()}-{time.monotonic_ns()}"
     beside = open_store(target.parent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _without_settings():
+        with _staging(beside, target.name) as name, _without_settings():
+            staging = target.parent / name
             saver = _SoleCheckpointer(
                 staging, items=items, flush="thread", allow_pickle=allow_pickle, progress=False
             )
-        with saver as ckpt:
-            handle = ckpt.save(0)
-            handle.wait()
-        _put(staging / str(handle.report.folder), target, overwrite=overwrite)
-        beside.sync_folder("")  # before what was there goes
+            with saver as ckpt:
+                handle = ckpt.save(0)
+                handle.wait()
+            _put(staging / str(handle.report.folder), target, overwrite=overwrite)
+            beside.sync_folder("")  # before what was there goes
     except OSError as error:
         raise failed("save a folder", full, error) from error
-    finally:
-        if staging.is_dir():
-            beside.delete_folder(staging.name)
+
+
+@contextlib.contextmanager
+def _staging(beside: Store, name: str) -> Iterator[str]:
+    """The name of a folder to save to, beside the one of that name, which is deleted at the end.
+    As long as it is there its lock is held; what the dead have left goes first."""
+    with contextlib.suppress(LaststepError):  # they may be another user's
+        _clear(beside, name)
+    staging = f".{name}.tmp-{os.getpid()}-{time.monotonic_ns()}"
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(NotFound):  # no file can be made there, as the save will say
+            held.enter_context(contextlib.closing(beside.lock(staging + _LOCK)))
+        try:
+            yield staging
+        finally:
+            beside.delete_folder(staging)
+            beside.delete(staging + _LOCK)
+
+
+def _clear(beside: Store, name: str) -> None:
+    """Delete what saves under that name have left that were killed."""
+    ours = re.compile(re.escape(f".{name}.tmp-") + r"[0-9]+-[0-9]+")
+    locks = {entry for entry in beside.file_names("") if entry.endswith(_LOCK)}
+    for left in filter(ours.fullmatch, beside.folder_names("") if beside.locks_tell() else ()):
+        if left + _LOCK in locks and not beside.is_locked(left + _LOCK):
+            log.warning("%s was left by a save that was killed: it is deleted", left)
+            beside.delete_folder(left)
+            beside.delete(left + _LOCK)
 
 
 def _put(made: Path, target: Path, *, overwrite: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import laststep
+from laststep.storage.directory import DirectoryStore
 from laststep.storage.disk import Disk
 
 if TYPE_CHECKING:
@@ -164,3 +166,27 @@ def test_who_loads_meanwhile_and_who_loads_after_a_kill_has_one_whole_state(tmp_
     assert number_in(path) >= found[-1]
     laststep.save(state(1), path, overwrite=True)
     assert number_in(path) == 1
+    assert [*tmp_path.iterdir()] == [path]
+
+
+KILLED = """
+import os, sys, torch, laststep
+from laststep import oneoff
+oneoff._put = lambda *args, **more: os._exit(9)  # when all is written
+laststep.save({"n": 1}, sys.argv[1])
+"""
+
+
+def test_what_a_killed_save_has_left_goes_with_the_next_and_that_of_others_stays(
+    tmp_path: Path,
+) -> None:
+    for name in ("one", "two"):
+        killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / name], check=False)
+        assert killed.returncode == 9
+    assert len([*tmp_path.glob(".one.tmp-*")]) == 2  # a folder and its lock
+    under_way = tmp_path / ".one.tmp-1-1"
+    under_way.mkdir()
+    with contextlib.closing(DirectoryStore(tmp_path).lock(f"{under_way.name}.lock")):
+        laststep.save(state(1), tmp_path / "one")
+    assert [*tmp_path.glob(".one.tmp-*/")] == [under_way]
+    assert len([*tmp_path.glob(".two.tmp-*")]) == 2
