@@ -21,6 +21,8 @@ import laststep
 
 run, losses, way, loading, plugin, steps = sys.argv[1:7]
 SAMPLES, BATCH, ACCUMULATED, EVERY = 72, 4, 2, 3
+if loading == "filled":  # 31 rounds of two ranks; step 15 leaves one, of a batch of 3 samples
+    SAMPLES = 243
 
 
 class Noisy(Dataset):
@@ -58,7 +60,7 @@ def accelerator() -> Accelerator:
     config = DataLoaderConfiguration(
         use_seedable_sampler=loading == "seedable",
         use_stateful_dataloader=loading == "stateful",
-        dispatch_batches=loading in ("dispatched", "stream"),
+        dispatch_batches=loading in ("dispatched", "filled", "stream"),
     )
     more = {}
     if plugin == "deepspeed":
@@ -107,7 +109,7 @@ else:
     ckpt = laststep.Checkpointer(run, items=laststep.accelerate.items(acc))
     step = ckpt.restore().step or 0
 
-micro = 0
+micro, saved = 0, None
 while step < int(steps):
     for batch in loader:
         micro += 1
@@ -125,10 +127,9 @@ while step < int(steps):
             with Path(losses).open("a") as file:
                 file.write(f"{step} {loss.item().hex()}/{tally.seen}\n")
         if step % EVERY == 0:
-            if ckpt is None:
-                acc.save_state()
-            else:
-                ckpt.save(step)
+            if saved is not None:
+                saved.wait()  # a kill in this save leaves the one before
+            saved = acc.save_state() if ckpt is None else ckpt.save(step)
         if step == int(steps):
             break
 if ckpt is not None:

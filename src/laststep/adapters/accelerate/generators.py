@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,16 +83,37 @@ def _tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
+def seeds_of(loader: Any) -> dict[str, int]:
+    """What samplers of Accelerate's seed their generators with, each epoch anew."""
+    return {name: one.initial_seed for name, one in _holders(loader) if _is_seeded(one)}
+
+
+def put_seeds(loader: Any, seeds: dict[str, int]) -> None:
+    for name, holder in _holders(loader):
+        if _is_seeded(holder) and name in seeds:
+            holder.initial_seed = seeds[name]
+
+
+def _is_seeded(holder: object) -> bool:
+    return isinstance(holder, SeedableRandomSampler)
+
+
 def _held(loader: Any) -> dict[str, torch.Generator]:
     found: dict[str, torch.Generator] = {}
-    around, seen = [("loader", loader)], {id(loader)}
-    for name, holder in around:
+    for name, holder in _holders(loader):
         held = getattr(holder, "generator", None)
         if isinstance(held, torch.Generator) and all(held is not one for one in found.values()):
             found.setdefault(name, held)
+    return found
+
+
+def _holders(loader: Any) -> list[tuple[str, Any]]:
+    """The loader and all that it goes through, by what each is."""
+    around, seen = [("loader", loader)], {id(loader)}
+    for _, holder in around:
         for inside in _HOLDERS:
             inner = getattr(holder, inside, None)
             if inner is not None and id(inner) not in seen:
                 seen.add(id(inner))
                 around.append((inside.rpartition("_")[2], inner))
-    return found
+    return around

@@ -14,6 +14,7 @@ import logging
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from laststep.adapters.accelerate import generators
@@ -49,6 +50,8 @@ class LoaderProgress(StateProvider):
         value = {
             "epoch": self._loader.iteration + self._place.has_ended,
             "generators": generators.own_of(self._place),
+            "seeds": generators.seeds_of(self._place),
+            "workers": self._place.has_workers,
             "ways": self._place.ways,
             "place": self._place.now(),
         }
@@ -58,7 +61,8 @@ class LoaderProgress(StateProvider):
         with handing_over("the loader"):
             self._loader.iteration = value["epoch"]
             generators.put_own(self._place, value["generators"])
-            self._place.go_on_at(value["place"])
+            generators.put_seeds(self._place, value.get("seeds", {}))
+            self._place.go_on_at(value["place"], has_workers=value.get("workers", False))
 
     def _for_other_ranks(self, states: list[Any], _rank: int, _ranks: int) -> Any:
         """As far as all ranks together had come; rather a batch twice than one left out."""
@@ -97,6 +101,12 @@ class PlacedLoader:
         self._to_come: dict[str, Any] | None = None
         self._running: weakref.ref[Generator[Any, None, None]] | None = None
         self.ways, self.at_once = _dealing(outer, self._base)
+        self.has_workers = False
+        """Whether workers that stay were started: only then is a seed drawn for them."""
+        self._had_workers = False
+        """The same, when this epoch began."""
+        self._again = self.at_once if self._fills_up(outer) else 0
+        """How many batches of the beginning are read again where an epoch goes on."""
 
     # -- as Accelerate sees it --------------------------------------------------------------------
 
@@ -116,14 +126,19 @@ class PlacedLoader:
         start = place and place["start"] and generators.unpacked(place["start"])
         self._start = start or generators.all_of(self)
         self._batches = place["batches"] if place else 0
+        self._had_workers = place.get("workers", False) if place else self.has_workers
+        self.has_workers = self._base.num_workers > 0 and self._base.persistent_workers
+        again = self._again if place else 0
+        if self._again:
+            self._outer().skip_batches = int(again > 0)  # type: ignore[union-attr]
         if place is None:
-            batches = self._counted(iter(self._base))
+            batches = self._counted(self._begun(self._base), 0)
         else:
             # In an epoch that goes on nothing is drawn to begin it.
             with generators.at(self, self._start):
                 iterator = self._from(place)
                 begun = generators.all_of(self)
-            batches = self._counted(self._brought(iterator, begun))
+            batches = self._counted(self._brought(iterator, begun), again)
         self._state = {_OURS: self._ours()}
         self._running = weakref.ref(batches)
         return batches
@@ -148,26 +163,33 @@ class PlacedLoader:
 
     def now(self) -> dict[str, Any] | None:
         """Where training is in the epoch; None between two, or where it has left the loop."""
-        running: Any = None if self._running is None else self._running()
         outer = self._outer()
         if self._to_come is not None:
             return self._to_come
-        if running is None or running.gi_frame is None or outer is None or outer.end_of_dataloader:
+        # What iterates goes with the loop; it may have fetched all when training has not.
+        is_left = self._running is None or self._running() is None
+        if is_left or outer is None or outer.end_of_dataloader:
             return None
         ours = self._state[_OURS]
         inner = None if self.inner_state is None else _without_ours(self._state)
         packed = {name: ours[name] and generators.packed(ours[name]) for name in _KEPT}
-        return {"batches": ours["batches"], "inner": inner, **packed}
+        return {
+            "batches": ours["batches"], "inner": inner, "workers": self._had_workers, **packed
+        }  # fmt: skip
 
-    def go_on_at(self, place: dict[str, Any] | None) -> None:
+    def go_on_at(self, place: dict[str, Any] | None, *, has_workers: bool) -> None:
         """Begin the next epoch there."""
         self._to_come, self._running, self._epoch = place, None, -1
+        self.has_workers = has_workers
 
     def skip(self, batches: int) -> None:
         """Begin the next epoch after so many batches; in the order that a restore has brought."""
         place = self._to_come
         if batches and place is None:
-            place = {"batches": 0, "inner": None, "start": None, "fetch": None}
+            place = {
+                "batches": 0, "inner": None, "start": None, "fetch": None,
+                "workers": self.has_workers,
+            }  # fmt: skip
         if place is not None and place["batches"] != batches:
             self._to_come = {**place, "batches": batches, "inner": None, "fetch": None}
 
@@ -182,29 +204,45 @@ class PlacedLoader:
             "start": self._start, "fetch": self._fetch,
         }  # fmt: skip
 
-    def _counted(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
-        for batch in batches:
-            self._batches += 1
+    def _fills_up(self, outer: Any) -> bool:
+        """Whether Accelerate fills up the last batch of an epoch with samples of the first: it
+        keeps those of the first that it sees, which has to be that of the epoch."""
+        return (
+            hasattr(outer, "slice_fn")
+            and outer.state.num_processes > 1
+            and not outer._drop_last  # noqa: SLF001 (there is no public name)
+            and self.inner_state is None
+        )
+
+    def _begun(self, loader: Any) -> Iterator[Any]:
+        """Iterates. For workers that were there in the run that is continued no seed is drawn."""
+        is_there = loader._iterator is not None  # noqa: SLF001 (there is no public name)
+        if is_there or not self._had_workers:
+            return iter(loader)
+        generator, loader.generator = loader.generator, torch.Generator()
+        try:
+            return iter(loader)
+        finally:
+            loader.generator = generator
+
+    def _counted(self, batches: Iterator[Any], again: int) -> Generator[Any, None, None]:
+        for number, batch in enumerate(batches):
+            self._batches += number >= again
             yield batch
 
     def _from(self, place: dict[str, Any]) -> Iterator[Any]:
         """The batches from that place on; nothing is fetched yet, which may be left to others."""
         skips, fetch = place["batches"], place["fetch"]
         if self.inner_state is None and _has_indices(self._base):
-            rest = _Rest(self._base.batch_sampler, skips, lambda: self._put(fetch))
+            rest = _Rest(self._base.batch_sampler, skips, self._again, lambda: self._put(fetch))
             taken_over = {name: getattr(self._base, name) for name in _TAKEN_OVER}
-            return iter(DataLoader(self._base.dataset, batch_sampler=rest, **taken_over))
+            return self._begun(DataLoader(self._base.dataset, batch_sampler=rest, **taken_over))
         if place["inner"]:
             self._base.load_state_dict(place["inner"])
             skips = 0
-        return self._after(iter(self._base), skips, fetch)
-
-    def _after(self, batches: Iterator[Any], skips: int, fetch: Any) -> Iterator[Any]:
-        for _ in zip(range(skips), batches, strict=False):
-            pass
-        if not _has_indices(self._base):  # else the sampler has yet to draw
-            self._put(fetch)
-        yield from batches
+        if _has_indices(self._base):  # the sampler has yet to draw
+            fetch = None
+        return _after(self._begun(self._base), skips, self._again, lambda: self._put(fetch))
 
     def _put(self, fetch: Any) -> None:
         if fetch is not None:
@@ -213,7 +251,7 @@ class PlacedLoader:
     def _brought(self, batches: Iterator[Any], begun: generators.Drawn) -> Iterator[Any]:
         """What was fetched when it was saved is fetched with the numbers of then."""
         with generators.at(self, begun):
-            first = list(itertools.islice(batches, self.at_once))
+            first = list(itertools.islice(batches, self._again + self.at_once))
         yield from first
         yield from batches
 
@@ -222,20 +260,29 @@ _KEPT: Final = ("start", "fetch")
 
 
 class _Rest:
-    """The batches of indices after so many; `begin` is called before the first."""
+    """The batches of indices after so many."""
 
-    def __init__(self, batches: Any, skips: int, begin: Callable[[], None]) -> None:
-        self._batches, self._skips, self._begin = batches, skips, begin
+    def __init__(self, batches: Any, skips: int, again: int, begin: Callable[[], None]) -> None:
+        self._batches, self._skips, self._again, self._begin = batches, skips, again, begin
 
     def __len__(self) -> int:
-        return len(self._batches) - self._skips
+        return len(self._batches) - self._skips + self._again
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._batches)
-        for _ in zip(range(self._skips), batches, strict=False):
-            pass
-        self._begin()
-        yield from batches
+        return _after(iter(self._batches), self._skips, self._again, self._begin)
+
+
+def _after(
+    batches: Iterator[Any], skips: int, again: int, begin: Callable[[], None]
+) -> Iterator[Any]:
+    """What comes after so many, behind the first ones `again`; `begin` is called in between."""
+    first = list(itertools.islice(batches, again))
+    yield from first
+    rest = itertools.chain(first, batches)
+    for _ in zip(range(skips), rest, strict=False):
+        pass
+    begin()
+    yield from rest
 
 
 def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
