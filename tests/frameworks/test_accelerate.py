@@ -171,6 +171,30 @@ def test_hooks_write_where_they_did_and_what_they_save_is_not_saved_twice(tmp_pa
     again.acc.end_training()
 
 
+def test_where_the_newest_is_damaged_hooks_get_the_folder_of_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path)
+    for name in ("first", "second"):
+        loop.train(1)
+        loop.acc.save_state(str(tmp_path / name))
+    loop.acc.end_training()
+    for file in loop.run.glob("step-00000002.*/model*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    folders = []
+    for name, expected in ((None, ["second", "first"]), (str(tmp_path / "second"), ["second"])):
+        again = Loop(tmp_path)
+        again.acc.register_load_state_pre_hook(lambda _, at: folders.append(Path(at).name))
+        if name is None:
+            assert again.acc.load_state().step == 1
+            assert "step 2 is damaged, step 1 is tried" in caplog.text
+        else:
+            with pytest.raises(laststep.Corrupt):
+                again.acc.load_state(name)
+        assert folders == expected
+        folders.clear()
+
+
 def test_hooks_without_a_folder_are_told(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.acc.register_save_state_pre_hook(lambda *_: None)
@@ -246,6 +270,44 @@ def test_what_accelerate_has_saved_is_loaded_by_accelerate(tmp_path: Path) -> No
     again.train(1)
     again.acc.save_state()
     again.acc.end_training()
+
+
+def test_a_folder_of_accelerates_is_loaded_also_if_a_checkpoint_is_called_the_same(
+    tmp_path: Path,
+) -> None:
+    stock = Loop(tmp_path, attached=False)
+    stock.train(3)
+    stock.acc.save_state(str(tmp_path / "old" / "epoch_0"))
+    loop = Loop(tmp_path)
+    loop.train(1)
+    loop.acc.save_state("out/epoch_0")
+    loop.acc.end_training()
+    again = Loop(tmp_path)
+    again.acc.load_state(str(tmp_path / "old" / "epoch_0"))
+    assert torch.equal(again.weight(), stock.weight())
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_states_between_which_only_other_optimizers_stepped_are_two_checkpoints(
+    tmp_path: Path, prepared: bool
+) -> None:
+    def make() -> tuple[Loop, torch.optim.Optimizer]:
+        loop = Loop(tmp_path)
+        other = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+        return loop, loop.acc.prepare(other) if prepared else other
+
+    loop, other = make()
+    weights = []
+    for name in ("first", "second"):
+        loop.model(torch.ones(1, 4)).sum().backward()
+        other.step()
+        loop.acc.save_state(name)
+        weights.append(loop.weight())
+    loop.acc.end_training()
+    for name, weight in zip(("first", "second"), weights, strict=True):
+        again, _ = make()
+        again.acc.load_state(name)
+        assert torch.equal(again.weight(), weight)
 
 
 def test_a_plain_loop_reads_what_an_accelerator_has_saved(tmp_path: Path) -> None:

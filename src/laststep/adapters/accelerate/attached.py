@@ -1,12 +1,14 @@
 """`save_state` and `load_state` of an Accelerator, by a Checkpointer.
 
 The step of a checkpoint is the number of steps that the (first) optimizer has done; a restored
-`step` is that number too, so training goes on with the next. The folder that a script names is a
-name of the checkpoint: `load_state` finds it again by that.
+`step` is that number too, so training goes on with the next. Where only others have done steps
+since the last save, it counts one on: no checkpoint takes the place of another state. The folder
+that a script names is a name of the checkpoint: `load_state` finds it again by that.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from pathlib import Path
@@ -19,7 +21,7 @@ from laststep.adapters.accelerate.prepared import FRAMEWORK, engines_of, held, i
 from laststep.browse import open as open_run
 from laststep.catalog.retention import Keep
 from laststep.checkpointer import Checkpointer
-from laststep.errors import NotFound, Usage
+from laststep.errors import Corrupt, NotFound, Usage
 from laststep.tiers.tier import arranged
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ class Attached:
         self._before = {name: getattr(accelerator, name) for name in _REPLACED}
         self._checkpointer: Checkpointer | None = None
         self._steps = 0
+        self._others_stepped = False
+        """Whether another optimizer than the first has done a step since the last save or load."""
         self._names: tuple[int, list[str]] = (-1, [])
         """The last step, and what its checkpoint is called."""
         self._made_for: list[Any] = []
@@ -98,7 +102,7 @@ class Attached:
         step = self._steps_done()
         names = [*self._names[1]] if self._names[0] == step else []
         names += [] if output_dir is None else [os.fspath(output_dir)]
-        self._names = step, names
+        self._names, self._others_stepped = (step, names), False
         handle = checkpointer.save(
             step, metrics=metrics, overwrite=True,
             metadata=FRAMEWORK.stamp(names=names, iteration=project.iteration),
@@ -117,20 +121,13 @@ class Attached:
         is loaded by Accelerate."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
-        hooks = self._hooks("load")
-        found = self._find(input_dir) if input_dir is not None or hooks else None
-        if input_dir is not None and found is None:
+        found = self._find(input_dir) if input_dir is not None or self._hooks("load") else []
+        if input_dir is not None and not found:
             self._load_folder(input_dir, load_kwargs, load_model_func_kwargs)
             return None
-        models = [*held(self._accelerator, "models")]
-        if found is not None:
-            metadata = FRAMEWORK.own(found.metadata, f"{self._home}, step {found.step}")
-            folder = (metadata["names"] or [Path(self._home, found.folder)])[-1]  # type: ignore[index]
-            for hook in hooks:
-                hook([] if self._has_shards else models, os.fspath(folder))
-        checkpointer = self._checkpointer or self._make(models)
-        restored = None if found is None else checkpointer.restore(found.step)
+        restored = self._restore_first_sound(found)
         if restored is None:
+            checkpointer = self._checkpointer or self._make(held(self._accelerator, "models"))
             newest = FRAMEWORK.resume(checkpointer, lambda *_: checkpointer.restore())
             restored = newest or checkpointer.restore()
         self._go_on_from(restored)
@@ -201,11 +198,17 @@ class Attached:
 
     def _count(self, optimizer: object, *_: object) -> None:
         optimizers = held(self._accelerator, "optimizers")
-        self._steps += bool(optimizers) and optimizer is optimizers[0].optimizer
+        is_first = bool(optimizers) and optimizer is optimizers[0].optimizer
+        self._steps += is_first
+        self._others_stepped |= not is_first
 
     def _steps_done(self) -> int:
         engines = engines_of(self._accelerator)
-        return engines[0].global_steps if engines else self._steps
+        if engines:
+            return int(engines[0].global_steps)
+        if self._others_stepped and self._steps == self._names[0]:
+            self._steps += 1
+        return self._steps
 
     def _hooks(self, what: str) -> list[Any]:
         name = f"_{what}_model_state_pre_hook"
@@ -231,20 +234,40 @@ class Attached:
             return models
         return [model for model, of in pairs if any(of is left for left in weights)]
 
-    def _find(self, name: str | os.PathLike[str] | None) -> Checkpoint | None:
-        """The newest checkpoint, or the newest of that name; of that folder rather than of one that
-        is called the same elsewhere."""
+    def _restore_first_sound(self, found: list[Checkpoint]) -> Restored | None:
+        """The first of them that is not damaged, for which hooks are run before; None for none."""
+        for checkpoint, older in itertools.zip_longest(found, found[1:]):
+            metadata = FRAMEWORK.own(checkpoint.metadata, f"{self._home}, step {checkpoint.step}")
+            folder = (_names(metadata) or [Path(self._home, checkpoint.folder)])[-1]
+            models = [*held(self._accelerator, "models")]
+            for hook in self._hooks("load"):
+                hook([] if self._has_shards else models, os.fspath(folder))
+            checkpointer = self._checkpointer or self._make(models)
+            try:
+                return checkpointer.restore(checkpoint.step)
+            except Corrupt as damage:
+                if older is None:
+                    raise
+                log.warning(
+                    "step %d is damaged, step %d is tried: %s", checkpoint.step, older.step, damage
+                )
+        return None
+
+    def _find(self, name: str | os.PathLike[str] | None) -> list[Checkpoint]:
+        """All checkpoints, newest first, or the newest of that name: of that folder rather than of
+        one that is called the same elsewhere, unless Accelerate has saved in that folder."""
         try:
             newest_first: list[Checkpoint] = [*open_run(self._home)][::-1]
         except NotFound:
-            return None
+            return []
         if name is None:
-            return next(iter(newest_first), None)
+            return newest_first
         path = Path(name)
         named = [(one, [*map(Path, _names(one.metadata))]) for one in newest_first]
-        exactly = [one for one, names in named if path in names]
-        alike = [one for one, names in named if path.name in (other.name for other in names)]
-        return next(iter(exactly + alike), None)
+        found = [one for one, names in named if path in names]
+        if not found and not any(path.expanduser().glob("random_states_*")):
+            found = [one for one, names in named if path.name in (other.name for other in names)]
+        return found[:1]
 
     def _load_folder(self, folder: Any, load_kwargs: Any, more: dict[str, Any]) -> None:
         """One that Accelerate has saved."""
@@ -260,6 +283,7 @@ class Attached:
         if restored.step is None:
             return
         metadata: Any = restored.metadata
+        self._others_stepped = False
         self._steps = restored.step  # which counts those that are done, as it is counted here
         self._names = restored.step, [*metadata["names"]]
         self._accelerator.project_configuration.iteration = metadata["iteration"] + 1
