@@ -256,6 +256,21 @@ def test_what_was_saved_without_save_latest_is_loaded_by_its_tag_only(make: Make
     assert other.global_steps == 2
 
 
+@pytest.mark.parametrize("tagged", [2, 3])
+def test_what_is_loaded_by_its_tag_only_stands_for_no_damaged_one(make: Make, tagged: int) -> None:
+    engine = make()
+    for step in (1, 2, 3):
+        steps(engine, 1).save_checkpoint(save_latest=step != tagged)
+    engine.checkpointer.close()
+    damaged = 5 - tagged
+    for file in Path(engine.checkpointer.path).glob(f"step-{damaged:08}.*/model*.safetensors"):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    again = make()
+    again.load_checkpoint()
+    assert again.global_steps == 1
+
+
 def test_frozen_parameters_can_be_left_out(make: Make) -> None:
     engine = steps(make(), 1)
     engine.load_checkpoint()

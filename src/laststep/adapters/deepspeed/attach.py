@@ -7,6 +7,7 @@ DeepSpeed's `global_steps` counts completed steps: that is the step of a save, a
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from pathlib import Path
@@ -18,7 +19,7 @@ from laststep import browse
 from laststep.adapters.deepspeed.items import model, optimizer, progress
 from laststep.adapters.deepspeed.seams import FRAMEWORK
 from laststep.checkpointer import Checkpointer
-from laststep.errors import LaststepError, NotFound, Usage
+from laststep.errors import Corrupt, LaststepError, NotFound, Usage
 from laststep.state.provider import State, StateProvider
 from laststep.state.values import RNG
 
@@ -154,18 +155,27 @@ class _EngineSaving:
         self._client.hand_in({})
 
         def restore(_: Peeked, stamp: dict[str, object]) -> Restored:
+            if tag is not None or not stamp["latest"]:
+                return self._restore_listed(ckpt, tag, only, strict=strict)
             self._model.leaves_frozen = not stamp["frozen"]
             return ckpt.restore(only=only, strict=strict)
 
-        newest = ckpt.peek()
-        if newest is None:
-            return None
-        stamp = FRAMEWORK.own(newest.metadata, f"{ckpt.path}, step {newest.step}")
-        if tag is None and stamp["latest"]:
-            return FRAMEWORK.resume(ckpt, restore)
-        step, frozen = _together(lambda: _find(ckpt.path, tag))
-        self._model.leaves_frozen = not frozen
-        return ckpt.restore(step, only=only, strict=strict)
+        return FRAMEWORK.resume(ckpt, restore)
+
+    def _restore_listed(
+        self, ckpt: Checkpointer, tag: str | None, only: list[str] | None, *, strict: bool
+    ) -> Restored:
+        """The one with the tag; without a tag, the newest that is sound of those that may be it."""
+        listed: list[tuple[int, bool]] = _together(lambda: _find(ckpt.path, tag))
+        for (step, frozen), older in itertools.zip_longest(listed, listed[1:]):
+            self._model.leaves_frozen = not frozen
+            try:
+                return ckpt.restore(step, only=only, strict=strict)
+            except Corrupt as damage:
+                if older is None:
+                    raise
+                log.warning("step %d is damaged, step %d is tried: %s", step, older[0], damage)
+        raise _no_such(tag or "latest", ckpt.path)
 
     def _is_deepspeeds(self, folder: str | os.PathLike[str] | None, tag: str | None) -> bool:
         """Whether a folder has what DeepSpeed has saved itself, with which a run may begin."""
@@ -213,15 +223,16 @@ def _sampler(engine: Any) -> object:
     return engine.training_dataloader.data_sampler
 
 
-def _find(run: str, tag: str | None) -> tuple[int, bool]:
-    """The newest checkpoint with a tag, or without one of those that were saved with `save_latest`:
-    its step, and whether it has parameters that are not trained."""
+def _find(run: str, tag: str | None) -> list[tuple[int, bool]]:
+    """The newest checkpoint with a tag, or all that were saved with `save_latest`, newest first:
+    the step, and whether it has parameters that are not trained."""
+    found = []
     for one in reversed(list(browse.open(run))):
         with one:
             stamp: Any = FRAMEWORK.own(one.metadata, f"{run}, step {one.step}")
         if stamp["latest"] if tag is None else tag in stamp["tags"]:
-            return one.step, stamp["frozen"]
-    raise _no_such(tag or "latest", run)
+            found.append((one.step, bool(stamp["frozen"])))
+    return found if tag is None else found[:1]
 
 
 def _no_such(tag: str, run: str) -> NotFound:
