@@ -221,6 +221,26 @@ def test_an_epoch_goes_on_where_it_was_also_where_a_script_skips_batches(
     again.acc.end_training()
 
 
+def test_an_epoch_goes_on_at_the_same_sample_in_batches_of_another_size(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(size: int) -> Loop:
+        loop = Loop(tmp_path)
+        data = torch.arange(96.0).reshape(24, 4)
+        loop.loader = loop.acc.prepare(DataLoader(data, batch_size=size, shuffle=True))
+        return loop
+
+    loop = start(2)
+    batches = iter(loop.loader)
+    loop.train(7, batches)
+    loop.acc.save_state().result(60)
+    rest = torch.cat([*batches])
+    again = start(4)
+    again.acc.load_state()
+    assert torch.equal(torch.cat([*again.loader])[2:], rest)  # two samples come twice
+    assert "in batches of 4 samples, after those of 2" in caplog.text
+
+
 @pytest.mark.parametrize("what", ["a sampler with another seed", "workers that stay"])
 @pytest.mark.parametrize("batches", [3, 8, 11])
 def test_the_order_of_epochs_goes_on_with(tmp_path: Path, what: str, batches: int) -> None:

@@ -52,6 +52,7 @@ class LoaderProgress(StateProvider):
             "generators": generators.own_of(self._place),
             "seeds": generators.seeds_of(self._place),
             "workers": self._place.has_workers,
+            "samples": self._place.samples,
             "ways": self._place.ways,
             "place": self._place.now(),
         }
@@ -62,7 +63,17 @@ class LoaderProgress(StateProvider):
             self._loader.iteration = value["epoch"]
             generators.put_own(self._place, value["generators"])
             generators.put_seeds(self._place, value.get("seeds", {}))
-            self._place.go_on_at(value["place"], has_workers=value.get("workers", False))
+            place = self._in_batches_of_now(value["place"], value.get("samples"))
+            self._place.go_on_at(place, has_workers=value.get("workers", False))
+
+    def _in_batches_of_now(self, place: Any, samples: int | None) -> Any:
+        """The same place, if batches had another size; rather samples twice than some left out."""
+        now = self._place.samples
+        if place is None or place["inner"] or not samples or not now or samples == now:
+            return place
+        log.warning("the epoch goes on in batches of %d samples, after those of %d", now, samples)
+        batches = place["batches"] * samples // now
+        return {**place, "batches": batches - batches % self._place.at_once, "fetch": None}
 
     def _for_other_ranks(self, states: list[Any], _rank: int, _ranks: int) -> Any:
         """As far as all ranks together had come; rather a batch twice than one left out."""
@@ -101,6 +112,8 @@ class PlacedLoader:
         self._to_come: dict[str, Any] | None = None
         self._running: weakref.ref[Generator[Any, None, None]] | None = None
         self.ways, self.at_once = _dealing(outer, self._base)
+        self.samples: int | None = getattr(self._base.batch_sampler, "batch_size", None)
+        """Of a batch, where a sampler makes batches of one size."""
         self.has_workers = False
         """Whether workers that stay were started: only then is a seed drawn for them."""
         self._had_workers = False
