@@ -238,10 +238,10 @@ class Attached:
         """The first of them that is not damaged, for which hooks are run before; None for none."""
         for checkpoint, older in itertools.zip_longest(found, found[1:]):
             metadata = FRAMEWORK.own(checkpoint.metadata, f"{self._home}, step {checkpoint.step}")
-            folder = (_names(metadata) or [Path(self._home, checkpoint.folder)])[-1]
+            folder = (_names(metadata) or [f"{self._home}/{checkpoint.folder}"])[-1]
             models = [*held(self._accelerator, "models")]
             for hook in self._hooks("load"):
-                hook([] if self._has_shards else models, os.fspath(folder))
+                hook([] if self._has_shards else models, folder)
             checkpointer = self._checkpointer or self._make(models)
             try:
                 return checkpointer.restore(checkpoint.step)
