@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from laststep import browse
-from laststep.adapters.lightning.io import IO
+from laststep.adapters.lightning import finetuning
+from laststep.adapters.lightning.io import IO, AlsoOurs
 from laststep.adapters.lightning.package import FRAMEWORK, ModelCheckpoint, pl
 from laststep.adapters.lightning.position import Position
 from laststep.adapters.lightning.state import TrainerState, items_of
@@ -32,6 +34,10 @@ log = logging.getLogger(__name__)
 
 _NEVER = 1 << 60
 """Of steps: `step()` saves only where it is told to."""
+
+
+_FINDERS = (".lr_find_", ".scale_batch_size_")
+"""How the files begin to which Lightning's finders of rates and batch sizes go back."""
 
 
 class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
@@ -69,7 +75,9 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         self._monitor, self._mode, self._resume = monitor, mode, resume
         self._path = None if run is None else str(run)
         self._ckpt: Checkpointer | None = None
-        self._is_due = False
+        self._resumed: int | None = None
+        """The step that was restored."""
+        self._is_due = self._is_told = False
         self._judged: object = None
         """The value of `monitor` that the last save had."""
 
@@ -78,8 +86,9 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Before anything is restored: `ckpt_path` may be one of ours."""
         if stage != "fit":
-            if not isinstance(trainer.strategy.checkpoint_io, IO):
-                trainer.strategy.checkpoint_io = IO()
+            own, pickles = trainer.strategy.checkpoint_io, self._settings.get("allow_pickle", False)
+            if not isinstance(own, IO):
+                trainer.strategy.checkpoint_io = AlsoOurs(own, allow_pickle=pickles)
             return
         others = [one for one in trainer.checkpoint_callbacks if one is not self]
         if any(isinstance(one, Checkpoint) for one in others):
@@ -109,23 +118,32 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         position.attach()
 
     def _take_up(self, ckpt: Checkpointer, trainer: Any, position: Position) -> None:
-        if trainer.ckpt_path is not None:
-            self._refuse_both(trainer.ckpt_path)
+        path = trainer.ckpt_path
+        if path is not None and not Path(path).name.startswith(_FINDERS):
+            self._refuse_both(path)
             return
         if self._resume is False:
             return
         restored = self._restored(ckpt)
         if restored.step is not None:
             position.resume(self._state.put_back())
+            self._resumed = restored.step
+            self._judged = trainer.callback_metrics.get(self._monitor)
             log.info("resumes at step %d of %s", restored.step, self._path)
 
     def _restored(self, ckpt: Checkpointer) -> Restored:
         """The newest checkpoint that is sound, or the one that is asked for; none in a new run."""
         if self._resume is not True:
-            restored = ckpt.restore(self._resume)
+            restored = self._restore(ckpt, self._resume)
             FRAMEWORK.own(restored.metadata, f"{self._path}, step {restored.step}")
             return restored
-        return FRAMEWORK.resume(ckpt, lambda *_: ckpt.restore()) or ckpt.restore()
+        return FRAMEWORK.resume(ckpt, lambda *_: self._restore(ckpt)) or ckpt.restore()
+
+    def _restore(self, ckpt: Checkpointer, step: int | None = None) -> Restored:
+        if finetuning.is_used(self._trainer):
+            ckpt.restore(step, only="trainer")
+            self._state.prepare()
+        return ckpt.restore(step)
 
     def _refuse_both(self, path: object) -> None:
         if self._newest() is not None and not self._settings.get("new_lineage"):
@@ -136,19 +154,18 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
                 "or pass Checkpoint(…, resume=False) to leave its checkpoints behind",
             )  # fmt: skip
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """The last hook of callbacks before those of the module."""
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """What was accumulated, if anything."""
         if self._ckpt is not None:
-            self._position.epoch_starts()
+            self._state.put_back_gradients()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """The metric is there; the next time that nothing is half done is the time to save."""
         self._is_due = self._monitor is not None and not trainer.sanity_checking
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save what is not saved, and wait for it."""
-        if self._ckpt is not None and self._position.ends_with_epoch:
-            self._save(last=True)
+        """Wait for what was saved when the last batch or epoch ended: other callbacks may have put
+        other weights into the model by now, such as averages."""
         self._close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -167,13 +184,20 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
 
     def _rests(self, *, ends: bool, epoch: bool) -> None:
         """Nothing is half done: by `every`, `monitor` or the end, it is time to save, or not."""
-        judged = self._is_due and self._monitor in self._trainer.callback_metrics
-        self._is_due = False
-        self._save(last=ends or judged or (epoch and self._by_epoch and self._monitor is None))
+        known = self._monitor in self._trainer.callback_metrics
+        if self._is_due and not known and not self._is_told:
+            self._is_told = True
+            log.warning(
+                "monitor=%r is not among what validation logs (%s): no checkpoint is judged",
+                self._monitor, ", ".join(map(str, self._trainer.callback_metrics)) or "nothing",
+            )  # fmt: skip
+        judged, self._is_due = self._is_due and known, False
+        waits = known and self._trainer.enable_validation  # for a validation
+        self._save(last=ends or judged or (epoch and self._by_epoch and not waits))
 
     def _save(self, *, last: bool) -> None:
-        if self._ckpt is None:
-            return
+        if self._ckpt is None or self._trainer.global_step == self._resumed:
+            return  # a step is saved once, also where batches make none
         self._state.is_saved = True
         try:
             self._ckpt.step(

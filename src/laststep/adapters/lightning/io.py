@@ -24,7 +24,7 @@ class IO(CheckpointIO):  # type: ignore[misc]
     def __init__(self, *, allow_pickle: bool = False) -> None:
         """`allow_pickle`: for hyperparameters and callbacks that hold other objects."""
         self._allow_pickle = allow_pickle
-        self._files = TorchIO()
+        self._files: Any = TorchIO()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -57,3 +57,23 @@ class IO(CheckpointIO):  # type: ignore[misc]
             shutil.rmtree(found)
         else:
             found.unlink(missing_ok=True)
+
+
+class AlsoOurs(IO):
+    """The plugin that a trainer has, which can load checkpoints of laststep's as well."""
+
+    def __init__(self, own: Any, *, allow_pickle: bool) -> None:
+        super().__init__(allow_pickle=allow_pickle)
+        self._files = own
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        self._files.save_checkpoint(checkpoint, path, storage_options)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        self._files.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """What the plugin waits for at the end."""
+        self._files.teardown()

@@ -36,17 +36,24 @@ def _module(name: str) -> Any:
 CombinedLoader: Any = _module("utilities.combined_loader").CombinedLoader
 LOADER_MODES: Any = _module("utilities.combined_loader")._SUPPORTED_MODES
 ModelCheckpoint: Any = pl.callbacks.ModelCheckpoint
+SET_BY_EPOCH: Any = (
+    pl.callbacks.GradientAccumulationScheduler, pl.callbacks.StochasticWeightAveraging,
+)  # fmt: skip
 SigTerm: type[BaseException] = _module("utilities.exceptions").SIGTERMException
 FitLoop: Any = _module("loops.fit_loop")._FitLoop
 EpochLoop: Any = _module("loops.training_epoch_loop")._TrainingEpochLoop
 CheckpointIO: Any = _module("plugins.io").CheckpointIO
+Results: Any = _module("trainer.connectors.logger_connector.result")._ResultCollection
 TorchIO: Any = _module("plugins.io").TorchCheckpointIO
 
 FRAMEWORK.seam(FitLoop, "_load_combined_loader_states")
+FRAMEWORK.seam(FitLoop, "setup_data")
+FRAMEWORK.seam(FitLoop, "on_advance_start")
 FRAMEWORK.seam(FitLoop, "on_advance_end")
 FRAMEWORK.seam(EpochLoop, "on_run_start", "data_fetcher")
 FRAMEWORK.seam(EpochLoop, "on_advance_end", "data_fetcher")
 FRAMEWORK.seam(EpochLoop, "_should_accumulate")
 FRAMEWORK.seam(EpochLoop, "_num_ready_batches_reached")
+FRAMEWORK.seam(Results, "update_metrics", "key", "value", "batch_size")
 FRAMEWORK.seam(CombinedLoader, "_state_dicts")
 FRAMEWORK.seam(CombinedLoader, "_load_state_dicts", "states")

@@ -7,7 +7,9 @@ the last batch of an epoch at the end of that.
 A loader that has a state is handed it back. Any other one is asked to begin its epoch anew, with
 the random numbers of that time, and to hand out once more what was consumed: what it draws then is
 what it drew before. Where Lightning fetches a batch ahead, as the loader has no length, the last
-one is fetched with the random numbers with which it was.
+one is fetched with the random numbers with which it was; where a short loader begins anew beside a
+longer one, in the middle of an epoch, it does so with those with which it did. The loader itself is
+made with the random numbers of that time, since what makes it may draw which samples there are.
 """
 
 # ruff: noqa: SLF001 (Lightning's loops have no public names; package.py compares what is used)
@@ -18,7 +20,12 @@ import functools
 import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
-from laststep.adapters.lightning.package import LOADER_MODES, CombinedLoader, SigTerm
+from laststep.adapters.lightning.package import (
+    LOADER_MODES,
+    SET_BY_EPOCH,
+    CombinedLoader,
+    SigTerm,
+)
 from laststep.state.provider import State
 from laststep.state.values import RNG
 
@@ -54,11 +61,66 @@ class KeptRNG(RNG):
         if not self.check(value):
             self._held = value
 
+    def hold(self, other: KeptRNG) -> None:
+        """What another one holds."""
+        self._held = other._held
+
     def derive(self, value: object, rank: int) -> None:
         now = KeptRNG()
         super().derive(value, rank)
         self.take()
         now.put()
+
+
+class SharedRNG(KeptRNG):
+    """Of a moment in which all ranks have to draw alike."""
+
+    def derive(self, value: object, rank: int) -> None:
+        self.restore(value)
+
+
+class Cycles:
+    """Of loaders side by side, which of them begin anew before the longest has ended, and with what
+    random numbers they last did."""
+
+    def __init__(self) -> None:
+        self.watches = False
+        """Whether there is more than one loader."""
+        self._begun: list[object] = []
+        self._last: dict[int, tuple[int, object]] = {}
+        """By loader: how many batches were fetched before it began anew, and the random numbers."""
+        self._before: tuple[int, KeptRNG] | None = None
+
+    def begin(self, fetcher: Any) -> None:
+        """All loaders begin."""
+        self._last, self._before = {}, None
+        self._begun = list(fetcher.iterator._iterator.iterators)
+        self.watches = fetcher.combined_loader._mode == "max_size_cycle" and len(self._begun) > 1
+
+    def fetch(self, fetcher: Any) -> None:
+        """A batch is about to be fetched."""
+        if self.watches:
+            self._notice(fetcher)
+            self._before = (fetcher.fetched, KeptRNG())
+
+    def fetch_again(self, fetcher: Any, described: dict[int, object]) -> None:
+        """A batch is about to be fetched that was, with what `describe` gave."""
+        if fetcher.fetched in described:
+            RNG().restore(described[fetcher.fetched])
+        self.fetch(fetcher)
+
+    def describe(self, fetcher: Any) -> dict[int, object]:
+        """The random numbers by the number of batches that were fetched before."""
+        if self.watches:
+            self._notice(fetcher)
+        return dict(self._last.values())
+
+    def _notice(self, fetcher: Any) -> None:
+        iterators = list(fetcher.iterator._iterator.iterators)
+        for i, iterator in enumerate(iterators):
+            if iterator is not self._begun[i] and self._before is not None:
+                self._last[i] = (self._before[0], self._before[1].describe().value)
+        self._begun = iterators
 
 
 class Position:
@@ -72,18 +134,24 @@ class Position:
         self._at_begin, self._at_first, self._at_ahead = KeptRNG(), KeptRNG(), KeptRNG()
         """Before the loader was asked to begin the epoch, before its first batch, and before the
         last one that was fetched ahead."""
+        self._at_made = SharedRNG()
+        """Before the loader was made."""
+        self._cycles = Cycles()
         self._ahead: list[object] | None = None
         """The states of loaders before that."""
         self._fetcher: Any = None
+        self._starts = False
         self._stored: dict[str, Any] | None = None
         self._now: KeptRNG | None = None
         self._around: list[tuple[Any, str]] = []
-        self.ends_with_epoch = False
-        """Whether the last epoch was trained to its end."""
+        self.accumulates = False
+        """Whether gradients wait for a step of the optimizer."""
 
     def attach(self) -> None:
         """Be called by the loops."""
         for loop, method, ours in (
+            (self._fit, "setup_data", self._data_set_up),
+            (self._fit, "on_advance_start", self._epoch_starts),
             (self._fit, "_load_combined_loader_states", self._loader_made),
             (self._fit, "on_advance_end", self._epoch_ended),
             (self._epoch, "on_run_start", self._epoch_begins),
@@ -91,6 +159,7 @@ class Position:
         ):
             setattr(loop, method, functools.partial(ours, getattr(loop, method)))
             self._around.append((loop, method))
+        self._stepped = self._epoch.global_step
 
     def detach(self) -> None:
         """Leave the loops as they were."""
@@ -101,25 +170,31 @@ class Position:
     # -- saving -----------------------------------------------------------------------------------
 
     def random_numbers(self) -> dict[str, KeptRNG]:
-        """By which the loader hands out once more what it has."""
-        return {"begin": self._at_begin, "first": self._at_first, "ahead": self._at_ahead}
+        """By which the loader is made, and hands out once more what it has."""
+        return {
+            "made": self._at_made, "begin": self._at_begin, "first": self._at_first,
+            "ahead": self._at_ahead,
+        }  # fmt: skip
 
     def describe(self) -> dict[str, object]:
         """Everything of it that is plain, on this rank."""
         loops = self._fit.state_dict()
         loops["state_dict"] = {}  # the loaders', which Lightning would ask for a batch too late
-        between = self._is_between_epochs
+        between = self.is_between_epochs
         ahead = None if between else self._ahead
         fetcher = self._fetcher
         return {
             "loops": loops,
             "consumed": 0 if between else fetcher.fetched - len(getattr(fetcher, "batches", ())),
             "ranks": self._trainer.world_size,
+            "made": self._fit._last_train_dl_reload_epoch,
+            "cycles": {} if between else self._cycles.describe(fetcher),
             "loaders": self._states_of_loaders() if ahead is None else ahead,
         }
 
     @property
-    def _is_between_epochs(self) -> bool:
+    def is_between_epochs(self) -> bool:
+        """Whether the last epoch that was begun is over."""
         counts = self._fit.epoch_progress.current
         return bool(counts.ready == counts.processed)
 
@@ -132,18 +207,35 @@ class Position:
     def _batch_ended(self, original: Callable[[Any], None], fetcher: Any) -> None:
         stopped = self._stopped_in(functools.partial(original, fetcher))
         epoch = self._epoch
-        if not epoch._should_accumulate() and not epoch._num_ready_batches_reached():
+        self.accumulates = self._waits_for_step()
+        if self.accumulates:
+            return  # to be stopped can wait as well: Lightning tells of it after each batch
+        if not epoch._num_ready_batches_reached():
             self._rests(ends=epoch.done or stopped is not None, epoch=False)
         if stopped is not None:
             raise stopped
 
+    def _waits_for_step(self) -> bool:
+        """Whether gradients are accumulated, by Lightning, or by a module that steps by itself."""
+        if self._trainer.lightning_module.automatic_optimization:
+            return bool(self._epoch._should_accumulate())
+        before, self._stepped = self._stepped, self._epoch.global_step
+        return bool(self._stepped == before)
+
     def _epoch_ended(self, original: Callable[[], None]) -> None:
         stopped = self._stopped_in(original)
-        self.ends_with_epoch = self._epoch._num_ready_batches_reached()
-        if self.ends_with_epoch:  # else training ends within it
-            self._rests(ends=stopped is not None, epoch=True)
+        if self._epoch._num_ready_batches_reached():  # else training ends within it
+            self._rests(ends=stopped is not None or self._is_over, epoch=True)
         if stopped is not None:
             raise stopped
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no epoch follows; `_FitLoop.done` would tell the user so once more."""
+        fit, epochs = self._fit, self._fit.epoch_progress.current.processed
+        limits = ((fit.max_steps, self._epoch.global_step), (fit.max_epochs, epochs))
+        reached = any(0 <= most <= count for most, count in limits)
+        return bool(reached or (self._trainer.should_stop and fit._can_stop_early))
 
     def _stopped_in(self, original: Callable[[], None]) -> BaseException | None:
         """SIGTERM, of which Lightning tells when all else is done: it is time to save. Of several
@@ -173,22 +265,44 @@ class Position:
         stored["consumed"] = scaled - scaled % each
         counts.ready = counts.started = counts.processed = counts.completed = stored["consumed"]
 
+    def _data_set_up(self, original: Callable[[], None]) -> None:
+        """Lightning makes the loader, if it has none or is to have another one."""
+        loader, now = self._fit._combined_loader, SharedRNG()
+        if self._stored is None or loader is not None:
+            original()
+            if self._fit._combined_loader is not loader:
+                self._at_made.hold(now)
+            return
+        counts = self._fit.epoch_progress.current
+        completed, counts.completed = counts.completed, self._stored["made"]
+        self._at_made.put()
+        original()
+        if self._trainer.num_sanity_val_steps:
+            self._at_made.put()  # with which loaders for the sanity check were made
+        counts.completed, self._fit._last_train_dl_reload_epoch = completed, self._stored["made"]
+
     def _loader_made(self, original: Callable[[], None]) -> None:
         """Lightning is about to ask the loader to begin; on resume that is left to `_wind_on`."""
+        if self._starts:  # this is the loader of an epoch that is not begun
+            self._stored = None
+            self._fit._resuming_from_checkpoint = False
         if self._stored is None:
             self._at_begin.take()
             original()
             return
-        if self._is_between_epochs:  # else Lightning would take up an epoch that is over
+        if self.is_between_epochs:  # else Lightning would take up an epoch that is over
             self._fit._restarting = self._epoch.restarting = False
         loader = self._fit._combined_loader
         kind = type(loader)
         loader.__class__ = type("NotBegun", (_NotBegun, kind), {"kind": kind})
 
-    def epoch_starts(self) -> None:
-        """The hooks of an epoch's start draw what they would have drawn."""
+    def _epoch_starts(self, original: Callable[[], None]) -> None:
+        """What is drawn at an epoch's start is what would have been drawn."""
         if self._now is not None and self._is_resumed_between_epochs:
             self._now.put()
+        self._starts = True
+        original()
+        self._starts = False
 
     @property
     def _is_resumed_between_epochs(self) -> bool:
@@ -197,22 +311,36 @@ class Position:
     def _epoch_begins(self, original: Callable[[Any], None], fetcher: Any) -> None:
         self._fetcher, self._ahead = fetcher, None
         if self._stored is not None:
+            if self._stored["consumed"]:
+                self._set_by_epoch()
             self._wind_on(fetcher, self._stored)
             original(fetcher)
-            self._stored = self._now = None
         else:
             if self._trainer.current_epoch > 0:  # else the loader has begun: see `_loader_made`
                 self._at_begin.take()
             original(fetcher)
             self._at_first.take()
-        if fetcher.length is None:
-            fetcher._start_profiler = functools.partial(
-                self._fetches_ahead, fetcher._start_profiler
-            )
+            self._cycles.begin(fetcher)
+        self._stored = self._now = None
+        if fetcher.length is None or self._cycles.watches:
+            fetcher._start_profiler = functools.partial(self._fetches, fetcher._start_profiler)
 
-    def _fetches_ahead(self, original: Callable[[], None]) -> None:
-        self._at_ahead.take()
-        self._ahead = self._states_of_loaders()
+    def _set_by_epoch(self) -> None:
+        """What callbacks of Lightning's set at the start of an epoch holds until its end. They are
+        asked again; rates of learning, which a scheduler sets when it is made, are kept."""
+        groups = [group for one in self._trainer.optimizers for group in one.param_groups]
+        kept = [dict(group) for group in groups]
+        for one in self._trainer.callbacks:
+            if isinstance(one, SET_BY_EPOCH):
+                one.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+        for group, before in zip(groups, kept, strict=True):
+            group.update(before)
+
+    def _fetches(self, original: Callable[[], None]) -> None:
+        self._cycles.fetch(self._fetcher)
+        if self._fetcher.length is None:
+            self._at_ahead.take()
+            self._ahead = self._states_of_loaders()
         original()
 
     def _wind_on(self, fetcher: Any, stored: dict[str, Any]) -> None:
@@ -224,8 +352,11 @@ class Position:
         elif stored["loaders"]:
             fetcher._start_profiler = self._at_ahead.put  # called between beginning and fetching
             iter(fetcher)
+            self._cycles.begin(fetcher)
         else:
-            self._hand_out_again(fetcher, stored["consumed"])
+            self._hand_out_again(fetcher, stored["consumed"], stored["cycles"])
+        logged = stored["loops"]["epoch_loop.state_dict"]["_batches_that_stepped"]
+        self._epoch._batches_that_stepped = logged  # to which Lightning may have added one
         if stored["consumed"] and self._now is not None:
             self._now.put()
         self._fit._restarting = self._epoch.restarting = False
@@ -239,11 +370,14 @@ class Position:
             self._at_begin.put()
         iter(fetcher)
         self._at_first.take()
+        self._cycles.begin(fetcher)
 
-    def _hand_out_again(self, fetcher: Any, consumed: int) -> None:
+    def _hand_out_again(self, fetcher: Any, consumed: int, cycles: dict[int, object]) -> None:
         self._at_begin.put()
         iter(fetcher)
         self._at_first.put()
+        self._cycles.begin(fetcher)
+        fetcher._start_profiler = functools.partial(self._cycles.fetch_again, fetcher, cycles)
         batches = getattr(fetcher, "iterator_wrapper", fetcher)
         for left in reversed(range(consumed)):
             if not left and fetcher.length is None:

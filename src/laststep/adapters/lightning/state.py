@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from laststep.adapters.lightning import finetuning, logged
 from laststep.adapters.lightning.package import pl
 from laststep.errors import Mismatch
 from laststep.state.names import name_of
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _TENSOR = "laststep.tensor"
 """The key of a dict that stands for a tensor."""
+_GRADIENTS = "laststep.gradients"
+"""Under which gradients are named among the tensors of hooks."""
 
 
 def items_of(trainer: Any) -> dict[str, object]:
@@ -96,9 +99,20 @@ class TrainerState(StateProvider):
             value["datamodule"] = trainer.datamodule.state_dict()
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             value["precision"] = trainer.precision_plugin.state_dict()
+        value["logged"] = logged.describe(trainer)
+        value["frozen"] = finetuning.describe(trainer)
         self.hooks.tensors = {}
         value["hooks"] = _without_tensors(self._added(value), (), self.hooks.tensors)
+        value["gradients"] = _without_tensors(self._gradients(), (_GRADIENTS,), self.hooks.tensors)
         return value
+
+    def _gradients(self) -> dict[str, object]:
+        """Those that a module which steps by itself has accumulated when an epoch is over; of
+        sharded parameters none."""
+        if not self._position.accumulates:
+            return {}
+        named = self._trainer.lightning_module.named_parameters()
+        return {name: one.grad for name, one in named if type(one.grad) is torch.Tensor}
 
     def _added(self, value: dict[str, object]) -> dict[str, object]:
         """What the hooks put into the checkpoint that Lightning would have saved."""
@@ -116,6 +130,12 @@ class TrainerState(StateProvider):
             added["state_dict"] = weights  # else they are in the model
         return added
 
+    def prepare(self) -> None:
+        """Before the optimizers are restored: some have gained groups since the script's start."""
+        if self._stored is not None:
+            stored = self._stored
+            finetuning.put_back(self._trainer, stored["callbacks"], stored["frozen"])
+
     def put_back(self) -> dict[str, Any]:
         """Hand over what was restored, to all but the loops, for which it is returned."""
         if self._stored is None or "loops" not in self._stored:
@@ -128,6 +148,9 @@ class TrainerState(StateProvider):
             trainer.datamodule.load_state_dict(stored["datamodule"])
         if stored.get("precision"):
             trainer.precision_plugin.load_state_dict(stored["precision"])
+        if stored["ranks"] == trainer.world_size:  # else it is of other batches
+            begun = stored["loops"]["epoch_progress"]["current"]["ready"]
+            logged.put_back(trainer, stored["logged"], begun)
         shown = self._as_lightning(stored)
         shown |= _with_tensors(stored["hooks"], self.hooks.tensors)
         of_callbacks, of_module = self._hooks("on_load_checkpoint")
@@ -136,7 +159,17 @@ class TrainerState(StateProvider):
         for one in trainer.callbacks:
             if state := stored["callbacks"].get(one.state_key):
                 one.load_state_dict(state)
+            if isinstance(one, pl.callbacks.EarlyStopping) and one.stopped_epoch:
+                trainer.should_stop = True
         return stored
+
+    def put_back_gradients(self) -> None:
+        """After Lightning has cleared them, as it does before it begins."""
+        stored, self._stored = self._stored, None
+        if stored is not None:
+            parameters = dict(self._trainer.lightning_module.named_parameters())
+            for name, gradient in _with_tensors(stored["gradients"], self.hooks.tensors).items():
+                parameters[name].grad = gradient.to(parameters[name].device)
 
     def _as_lightning(self, value: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint that hooks know, with the live weights."""
