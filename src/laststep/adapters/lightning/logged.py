@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchmetrics import Metric, MetricCollection
+from laststep.adapters.lightning.package import Metric, MetricCollection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +63,7 @@ def put_back(trainer: Any, described: dict[str, Any], epochs: int) -> None:
         results.update_metrics = go_on
 
 
-def _metrics_of(module: Any) -> Iterator[tuple[str, Metric]]:
+def _metrics_of(module: Any) -> Iterator[tuple[str, Any]]:
     modules = list(module.named_modules())
     for _, one in modules:
         if isinstance(one, MetricCollection):

@@ -43,6 +43,8 @@ SigTerm: type[BaseException] = _module("utilities.exceptions").SIGTERMException
 FitLoop: Any = _module("loops.fit_loop")._FitLoop
 EpochLoop: Any = _module("loops.training_epoch_loop")._TrainingEpochLoop
 CheckpointIO: Any = _module("plugins.io").CheckpointIO
+Metric: Any = importlib.import_module("torchmetrics").Metric
+MetricCollection: Any = importlib.import_module("torchmetrics").MetricCollection
 Results: Any = _module("trainer.connectors.logger_connector.result")._ResultCollection
 TorchIO: Any = _module("plugins.io").TorchCheckpointIO
 
