@@ -63,9 +63,11 @@ def check_absent(target: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a hidden folder to write to, which becomes the folder `target` at the end."""
-    check_absent(target)
+def new_folder(target: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
+    """Give a hidden folder to write to, which becomes the folder `target` at the end; `replace`:
+    also where there is one, which is there until then."""
+    if not replace:
+        check_absent(target)
     path = Path(absolute(target))
     above = [folder for folder in path.parents if not folder.exists()]
     staging = path.parent / f".{path.name}{TEMPORARY}{os.getpid()}-{time.monotonic_ns()}"
@@ -73,7 +75,10 @@ def new_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
         staging.mkdir(parents=True)
         yield staging
         Disk().sync_folder(str(staging))
-        _publish(staging, path)
+        if replace and path.is_dir():
+            _exchange(staging, path)
+        else:
+            _publish(staging, path)
     except BaseException as error:
         with interrupts.held():
             _remove(staging, above)
@@ -103,6 +108,22 @@ def _publish(staging: Path, path: Path) -> None:
         check_absent(path)
         disk.rename(str(staging), str(path))
     disk.sync_folder(str(path.parent))
+
+
+def _exchange(staging: Path, path: Path) -> None:
+    """Publish in the place of a folder, and delete that."""
+    disk = Disk()
+    old = staging
+    try:
+        disk.exchange(str(staging), str(path))
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        old = staging.with_name(f"{staging.name}-old")
+        disk.rename(str(path), str(old))  # a moment without: this filesystem has no better way
+        disk.rename(str(staging), str(path))
+    disk.sync_folder(str(path.parent))
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _remove(staging: Path, above: list[Path]) -> None:

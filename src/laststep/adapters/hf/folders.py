@@ -17,13 +17,12 @@ import queue
 import shutil
 import tempfile
 import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
+from transformers import Trainer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import rotate_checkpoints
@@ -34,6 +33,7 @@ from laststep.adapters.export.pieces import ItemTensors
 from laststep.adapters.hf.items import is_peft
 from laststep.browse import open as open_run
 from laststep.errors import LaststepError, NotFound
+from laststep.storage.directory import TEMPORARY
 
 if TYPE_CHECKING:
     from laststep.browse import Checkpoint
@@ -64,6 +64,8 @@ class Folders:
         self._trainer, self._output, self._run = trainer, output, run
         self._model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         self._fixed = _fixed_files(trainer)
+        for left in output.glob(f".{path_of(output, '*').name}{TEMPORARY}*"):
+            shutil.rmtree(left, ignore_errors=True)  # by a kill
         self._plain = not is_peft(self._model) and _keeps_names(self._model)
         """Whether the weights go into the folder by the names that they have here."""
         self._todo: queue.Queue[tuple[int, bool] | None] = queue.Queue()
@@ -105,19 +107,17 @@ class Folders:
         target = path_of(self._output, step)
         with open_run(self._run)[step] as checkpoint:
             state = TrainerState(**checkpoint.metadata["state"])  # type: ignore[index]
-            aside = target.with_name(f".{target.name}.old-{os.getpid()}-{time.monotonic_ns()}")
-            with suppress(FileNotFoundError):
-                target.rename(aside)  # of an abandoned branch, or empty
-            with new_folder(target) as folder:
+            with new_folder(target, replace=True) as folder:  # that of an abandoned branch
                 self._fill(folder, checkpoint)
                 _write(folder / "trainer_state.json", state_json(state))
                 whence = {"run": self._run, "checkpoint": checkpoint.folder}
                 _write(folder / MARK, json.dumps(whence).encode())
-            shutil.rmtree(aside, ignore_errors=True)
         args = self._trainer.args
+        best = path_of(self._output, state.best_global_step)  # which may have been elsewhere
         rotate_checkpoints(
-            str(self._output), args.save_total_limit, state.best_model_checkpoint, use_mtime=True
-        )
+            str(self._output), args.save_total_limit, str(best) if best.is_dir() else None,
+            use_mtime=True,
+        )  # fmt: skip
         if args.push_to_hub:
             self._push(str(target), state)
 
@@ -129,7 +129,10 @@ class Folders:
             tensors = ItemTensors(checkpoint, "model")
             names = [name.partition("/")[2] for name in checkpoint.tensors()
                      if name.startswith("model/")]  # fmt: skip
-            held = {name: tensors.whole(name) for name in names}
+            live: dict[str, Any] = dict(self._model.named_parameters(remove_duplicate=False))
+            one = {id(live.get(name, name)): name for name in names}  # of those that are tied
+            whole = {alike: tensors.whole(name) for alike, name in one.items()}
+            held = {name: whole[id(live.get(name, name))] for name in names}
             self._model.save_pretrained(folder, state_dict={**self._frozen(), **held})
             return
         if not self._link(folder / "model.safetensors", checkpoint.folder):
@@ -185,7 +188,8 @@ def _fixed_files(trainer: Any) -> dict[str, bytes]:
     # One element stands for each tensor: names are all that it needs.
     names = {name: torch.zeros(1) for name in trainer.model.state_dict(keep_vars=True)}
     with tempfile.TemporaryDirectory(prefix="laststep-") as scratch:
-        trainer._save(scratch, state_dict=names if is_peft(trainer.model) else {})
+        # A `_save` of the user's own may write weights, as they are now, under any name.
+        Trainer._save(trainer, scratch, state_dict=names if is_peft(trainer.model) else {})
         return {
             str(file.relative_to(scratch)): file.read_bytes()
             for file in sorted(Path(scratch).rglob("*"))
@@ -194,10 +198,12 @@ def _fixed_files(trainer: Any) -> dict[str, bytes]:
 
 
 def _keeps_names(model: Any) -> bool:
-    """Whether `save_pretrained` writes tensors as they are here: of some models it renames and cuts
-    them, as they were in the checkpoint that they came from."""
+    """Whether `save_pretrained` writes tensors as they are here: of some models it leaves some out,
+    or renames and cuts them, as they were in the checkpoint that they came from."""
     if not hasattr(model, "save_pretrained"):
         return True
+    if getattr(model, "_keys_to_ignore_on_save", None):
+        return False
     meta = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in model.state_dict(keep_vars=True).items()
