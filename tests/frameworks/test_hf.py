@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -11,27 +12,40 @@ import sys
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs transformers, accelerate, trl and peft")
 
+import numpy as np
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    MarianConfig,
+    MarianMTModel,
     MixtralConfig,
     MixtralForCausalLM,
     Trainer,
     TrainerCallback,
+    default_data_collator,
 )
 from transformers.trainer_utils import get_last_checkpoint
 
 import laststep
 from frameworks import hf_train
 from frameworks.trained import Script, environment, read
+from laststep.adapters.hf.folders import Folders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
 
 STEPS = 12
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging_face.py"
@@ -88,12 +102,90 @@ def test_a_trainer_that_was_killed_in_a_save_goes_on_bit_for_bit(
     check_resumed_exactly(tmp_path, **options)
 
 
+class Stream(IterableDataset):
+    """Data without a length, of ten batches."""
+
+    def __iter__(self):
+        return iter(hf_train.rows())
+
+
+def masked(rows: list) -> dict[str, torch.Tensor]:
+    """A collator that draws random numbers."""
+    batch = default_data_collator(rows)
+    batch["input_ids"][torch.rand(batch["input_ids"].shape) < 0.3] = 3
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("args", "given"),
+    [
+        ({"train_sampling_strategy": "group_by_length"}, {}),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, {}),
+        ({"dataloader_num_workers": 1, "dataloader_persistent_workers": True}, {}),
+        ({}, {"data_collator": masked}),
+        ({"gradient_accumulation_steps": 3}, {"data_collator": masked}),
+        ({}, {"train_dataset": Stream()}),
+        ({"save_steps": 5}, {"train_dataset": Stream()}),
+    ],
+    ids=["by-length", "unseeded", "workers", "random", "random-accumulation", "stream", "pass"],
+)  # fmt: skip
+def test_the_data_goes_on_where_it_was_whatever_its_order_is_drawn_from(
+    tmp_path: Path, args: dict[str, object], given: dict[str, object]
+) -> None:
+    def start(name: str, stop: int | None = None) -> dict[int, str]:
+        losses = tmp_path / name / "losses"
+        losses.unlink(missing_ok=True)
+        losses.parent.mkdir(exist_ok=True)
+        trainer = here(losses.parent / "out", args={"max_steps": 24, **args}, stop=stop)
+        vars(trainer).update(given)
+        with contextlib.nullcontext() if stop is None else pytest.raises(RuntimeError):
+            trainer.train(resume_from_checkpoint=True)
+        return read(losses)
+
+    whole = start("whole")
+    for stop in (7, 12, 18, None):
+        part = start("broken", stop)
+        assert part == {step: whole[step] for step in part}
+    assert min(part) > 15
+
+
+def test_a_reference_that_follows_the_model_is_saved(tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    data = Dataset.from_list([
+        {"prompt": f"w{i} w4", "chosen": f" w{i} w9", "rejected": f" w{30 - i} w7"}
+        for i in range(4, 20)
+    ])  # fmt: skip
+
+    def start(name: str, stop: int | None) -> dict[int, str]:
+        losses = tmp_path / f"{name}-losses"
+        losses.unlink(missing_ok=True)
+        args = DPOConfig(
+            output_dir=str(tmp_path / name), max_steps=8, save_steps=2, logging_steps=1,
+            per_device_train_batch_size=2, report_to=[], disable_tqdm=True, use_cpu=True,
+            learning_rate=0.01, sync_ref_model=True, ref_model_sync_steps=3,
+        )  # fmt: skip
+        trainer = DPOTrainer(
+            model=hf_train.tiny(), ref_model=hf_train.tiny(), args=args, train_dataset=data,
+            processing_class=hf_train.tokenizer(), callbacks=[hf_train.Losses(losses, None, stop)],
+        )  # fmt: skip
+        with contextlib.nullcontext() if stop is None else pytest.raises(RuntimeError):
+            laststep.hf.attach(trainer, progress=False).train(resume_from_checkpoint=True)
+        return read(losses)
+
+    whole = start("whole", None)
+    start("broken", 5)
+    after = start("broken", None)
+    assert after == {step: whole[step] for step in range(5, 9)}
+
+
 def test_a_checkpoint_has_a_folder_with_links_that_from_pretrained_loads(tmp_path: Path) -> None:
     trainer = here(tmp_path / "out")
     trainer.train()
     last = get_last_checkpoint(str(tmp_path / "out"))
     assert last == str(tmp_path / "out" / "checkpoint-12")
-    [stored] = (tmp_path / "out" / "laststep").glob("step-00000012.*/model.safetensors")
+    [stored] = (tmp_path / "out" / "_laststep").glob("step-00000012.*/model.safetensors")
     assert stored.samefile(Path(last) / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(last).state_dict()
     live = trainer.model.state_dict()
@@ -157,7 +249,7 @@ def test_peft_gets_its_adapter_and_nothing_else_is_stored(tmp_path: Path) -> Non
     trainer = here(tmp_path / "out", kind="sft", lora=True, modules=["norm"])
     trainer.train()
     folder = tmp_path / "out" / "checkpoint-12"
-    with laststep.open(tmp_path / "out" / "laststep").latest() as checkpoint:
+    with laststep.open(tmp_path / "out" / "_laststep").latest() as checkpoint:
         stored = [name for name in checkpoint.tensors() if name.startswith("model/")]
     assert stored
     assert all("lora_" in name or "modules_to_save" in name for name in stored)
@@ -172,19 +264,37 @@ def test_peft_gets_its_adapter_and_nothing_else_is_stored(tmp_path: Path) -> Non
     assert (tmp_path / "out" / "README.md").exists(), "the card that trl makes"
 
 
-def test_a_model_whose_files_have_other_names_gets_these(tmp_path: Path) -> None:
+def mixtral() -> MixtralForCausalLM:
+    """Its files have other names than its tensors."""
     config = MixtralConfig(
         vocab_size=hf_train.VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, pad_token_id=0,
     )  # fmt: skip
-    trainer = here(tmp_path / "out", model=MixtralForCausalLM(config), args={"max_steps": 2})
+    return MixtralForCausalLM(config)
+
+
+def marian() -> MarianMTModel:
+    """Some of its tensors are not in its files."""
+    config = MarianConfig(
+        vocab_size=hf_train.VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
+        decoder_ffn_dim=32, pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    return MarianMTModel(config)
+
+
+@pytest.mark.parametrize("make", [mixtral, marian])
+def test_a_model_whose_files_have_other_names_gets_these(
+    tmp_path: Path, make: Callable[[], PreTrainedModel]
+) -> None:
+    trainer = here(tmp_path / "out", model=make(), args={"max_steps": 2})
     trainer.train()
     trainer.model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (
         load_file(path / "model.safetensors")
         for path in (tmp_path / "out" / "checkpoint-2", tmp_path / "theirs")
     )
-    assert any(name not in trainer.model.state_dict() for name in theirs)
+    assert theirs.keys() != trainer.model.state_dict().keys()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -214,8 +324,71 @@ def test_a_folder_that_is_named_is_gone_on_from_exactly(tmp_path: Path) -> None:
     (tmp_path / "losses").unlink()
     here(out).train(resume_from_checkpoint=str(out / "checkpoint-6"))
     assert read(tmp_path / "losses") == {step: whole[step] for step in range(7, STEPS + 1)}
-    assert laststep.open(out / "laststep").steps() == [3, 6, 9, 12]
+    assert laststep.open(out / "_laststep").steps() == [3, 6, 9, 12]
     assert folders(out) == sorted(f"checkpoint-{step}" for step in (3, 6, 9, 12))
+
+
+def test_a_folder_is_there_until_another_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    here(out, args={"max_steps": 6}).train()
+    (out / ".checkpoint-6.tmp-1-1").mkdir()  # as a kill leaves it
+    found = []
+    fill = Folders._fill
+
+    def look(self: Folders, folder: Path, checkpoint: object) -> None:
+        found.append(folders(out))
+        fill(self, folder, checkpoint)
+
+    monkeypatch.setattr(Folders, "_fill", look)
+    here(out, args={"max_steps": 6}).train(resume_from_checkpoint=str(out / "checkpoint-3"))
+    assert found == [["checkpoint-3", "checkpoint-6"]]
+    assert not list(out.glob(".*"))
+
+
+def test_a_training_that_has_reached_its_end_does_no_step_more(tmp_path: Path) -> None:
+    here(tmp_path / "out").train()
+    (tmp_path / "losses").unlink()
+    trainer = here(tmp_path / "out")
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == STEPS
+    assert read(tmp_path / "losses") == {}
+
+
+def test_the_best_model_is_known_after_its_folder_was_moved(tmp_path: Path) -> None:
+    args = {**LIMITED, "save_total_limit": 1}
+    with pytest.raises(RuntimeError, match="stopped"):
+        here(tmp_path / "first", args=args, eval=True, stop=5).train()
+    (tmp_path / "first").rename(tmp_path / "out")
+
+    class End(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 6
+
+    best = tmp_path / "out" / "checkpoint-4"
+    expected = AutoModelForCausalLM.from_pretrained(best).state_dict()
+    shutil.rmtree(best)  # and one that was not made yet is made
+    trainer = here(tmp_path / "out", args=args, eval=True)
+    trainer.add_callback(End())
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.best_global_step == 4, "step 6 is worse"
+    assert trainer.state.best_model_checkpoint == str(best)
+    assert folders(tmp_path / "out") == [best.name]
+    live = trainer.model.state_dict()
+    assert all(torch.equal(expected[name], live[name]) for name in live)
+
+
+def test_what_a_callback_logs_is_saved_as_the_trainer_s_file_would_have_it(tmp_path: Path) -> None:
+    class Logs(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):
+            state.log_history[-1].update(mean=np.float64(1.5), pair=(1, 2), by={1: 2})
+
+    trainer = here(tmp_path / "out", args={"max_steps": 3})
+    trainer.add_callback(Logs())
+    trainer.train()
+    [*_, last] = state_of(tmp_path / "out" / "checkpoint-3")["log_history"]
+    assert (last["mean"], last["pair"], last["by"]) == (1.5, [1, 2], {"1": 2})
 
 
 def test_a_committed_checkpoint_without_a_folder_gets_it_when_it_is_resumed(tmp_path: Path) -> None:
@@ -233,7 +406,7 @@ def test_damage_makes_the_one_before_count_and_a_warning_says_so(
     here(out).train()
     whole = read(tmp_path / "losses")
     (tmp_path / "losses").unlink()
-    for newest in (out / "laststep").glob("step-00000012.*/model.safetensors"):
+    for newest in (out / "_laststep").glob("step-00000012.*/model.safetensors"):
         flip_last_byte(newest)
     trainer = here(out)
     with caplog.at_level(logging.WARNING):
@@ -243,7 +416,7 @@ def test_damage_makes_the_one_before_count_and_a_warning_says_so(
     live = trainer.model.state_dict()
     loaded = AutoModelForCausalLM.from_pretrained(out / "checkpoint-12").state_dict()
     assert all(torch.equal(loaded[name], live[name]) for name in live)
-    for newest in (out / "laststep").glob("step-00000012.*/model.safetensors"):
+    for newest in (out / "_laststep").glob("step-00000012.*/model.safetensors"):
         flip_last_byte(newest)
     with pytest.raises(laststep.Corrupt):
         here(out).train(resume_from_checkpoint=str(out / "checkpoint-12"))
@@ -264,7 +437,7 @@ def test_checkpoints_of_the_trainer_itself_are_taken_up(tmp_path: Path) -> None:
     (tmp_path / "losses").unlink()
     here(out).train(resume_from_checkpoint=True)
     assert read(tmp_path / "losses") == {step: whole[step] for step in range(7, STEPS + 1)}
-    assert laststep.open(out / "laststep").steps() == [9, 12]
+    assert laststep.open(out / "_laststep").steps() == [9, 12]
 
 
 def test_what_would_lose_or_mix_checkpoints_is_refused(tmp_path: Path) -> None:
@@ -278,13 +451,15 @@ def test_what_would_lose_or_mix_checkpoints_is_refused(tmp_path: Path) -> None:
         here(tmp_path / "other").train(resume_from_checkpoint=str(out / "checkpoint-3"))
     with pytest.raises(laststep.NotFound, match="step 4"):
         here(out).train(resume_from_checkpoint=str(out / "checkpoint-4"))
+    with pytest.raises(laststep.NotFound, match="one that was here before has made folders"):
+        here(out, settings={"run": tmp_path / "new"}).train(resume_from_checkpoint=True)
     with laststep.Checkpointer(tmp_path / "loop", model=hf_train.tiny()) as ckpt:
         ckpt.save(1)
     with pytest.raises(laststep.Mismatch, match="was not saved by transformers"):
         here(out, settings={"run": tmp_path / "loop"}).train(resume_from_checkpoint=True)
     with pytest.raises(laststep.Usage, match="takes a trainer"):
         laststep.hf.attach(hf_train.tiny())
-    assert laststep.open(out / "laststep").steps() == [3]
+    assert laststep.open(out / "_laststep").steps() == [3]
     here(out, args={"max_steps": 3}, settings={"new_lineage": True}).train()
 
 
@@ -303,11 +478,16 @@ def test_a_trainer_with_a_way_of_saving_of_its_own_is_told_that_it_is_not_used(
         def _save_checkpoint(self, model: object, trial: object) -> None:
             raise AssertionError("not called")
 
+        def _save(self, output_dir: str, state_dict: object = None) -> None:
+            torch.save(self.model.state_dict(), Path(output_dir) / "pytorch_model.bin")
+
     plain = here(tmp_path / "out", kind="stock", args={"max_steps": 3})
     plain.__class__ = Own
     with caplog.at_level(logging.WARNING):
         laststep.hf.attach(plain).train()
     assert "Own._save_checkpoint is not called" in caplog.text
+    assert "Own._save is not called" in caplog.text
+    assert not (tmp_path / "out" / "checkpoint-3" / "pytorch_model.bin").exists(), "would be old"
     assert folders(tmp_path / "out") == ["checkpoint-3"]
 
 
@@ -315,7 +495,7 @@ def test_an_error_in_training_leaves_what_was_saved_and_a_folder_for_it(tmp_path
     out = tmp_path / "out"
     with pytest.raises(RuntimeError, match="stopped"):
         here(out, stop=4).train()
-    assert laststep.open(out / "laststep").steps() == [3]
+    assert laststep.open(out / "_laststep").steps() == [3]
     assert folders(out) == ["checkpoint-3"]
 
 
@@ -323,7 +503,7 @@ def test_saves_by_a_schedule_of_laststep_s_own(tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = {"args": {"save_strategy": "no"}, "settings": {"every": 5}}
     here(out, **options).train()
-    assert laststep.open(out / "laststep").steps() == [5, 10]
+    assert laststep.open(out / "_laststep").steps() == [5, 10]
     assert folders(out) == ["checkpoint-10", "checkpoint-5"]
 
 
@@ -335,15 +515,16 @@ def test_a_trainer_that_was_saved_with_its_model_only_begins_the_rest_anew(
     with caplog.at_level(logging.WARNING):
         trainer = here(out)
         trainer.train(resume_from_checkpoint=True)
-    assert "saved without them: logged, optimizer, rng, scheduler begin anew" in caplog.text
+    assert "saved without them: data, logged, optimizer, rng, scheduler begin anew" in caplog.text
     assert trainer.state.global_step == STEPS
-    assert laststep.open(out / "laststep").steps() == [3, 6, 9, 12]
+    assert laststep.open(out / "_laststep").steps() == [3, 6, 9, 12]
 
 
 def test_the_hub_gets_each_checkpoint_when_it_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
+    pushed = set()
 
     class Hub:
         """Stands for the server, which cannot be had here."""
@@ -351,8 +532,13 @@ def test_the_hub_gets_each_checkpoint_when_it_is_committed(
         def create_repo(self, name: str, **_: object) -> SimpleNamespace:
             return SimpleNamespace(repo_id=name)
 
-        def upload_folder(self, *, folder_path: str, commit_message: str, **_: object) -> Future:
+        def upload_folder(
+            self, *, folder_path: str, commit_message: str, ignore_patterns: object = None,
+            **_: object,
+        ) -> Future:  # fmt: skip
             weights = load_file(Path(folder_path) / "model.safetensors")
+            files = [str(file.relative_to(folder_path)) for file in Path(folder_path).rglob("*")]
+            pushed.update(filter_repo_objects(files, ignore_patterns=ignore_patterns))
             sent.append((commit_message, Path(folder_path).name, len(weights)))
             done: Future = Future()
             done.set_result(None)
@@ -368,6 +554,8 @@ def test_the_hub_gets_each_checkpoint_when_it_is_committed(
         (f"{said} 12", "out"), (f"{said} 12, checkpoint", "checkpoint-12"),
     }  # fmt: skip
     assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert "model.safetensors" in pushed
+    assert not [name for name in pushed if "step-" in name], "the run is not pushed"
 
 
 ZERO = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True,

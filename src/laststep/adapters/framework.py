@@ -18,6 +18,7 @@ from laststep.errors import Corrupt, Mismatch, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
     from laststep.checkpointer import Checkpointer
     from laststep.restoring.restore import Peeked, Restored
@@ -63,7 +64,7 @@ class Framework:
         if installed[: len(last)] > last:
             log.warning("%s %s is newer than %s", self.package, self.version, self._tested())
 
-    def seam(self, owner: type, method: str, *parameters: str) -> None:
+    def seam(self, owner: type | ModuleType, method: str, *parameters: str) -> None:
         """`Usage` where a method that the adapter overrides or calls is not there, or does not take
         these parameters, `self` left out, as its first ones."""
         function = inspect.getattr_static(owner, method, None)

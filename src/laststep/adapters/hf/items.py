@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.data_loader import DataLoaderAdapter
 
 from laststep.adapters import deepspeed, fsdp1
+from laststep.adapters.accelerate.loaders import LoaderProgress, place_in
 from laststep.state.late import Late
 from laststep.state.provider import ABSENT, State, StateProvider
 from laststep.state.trainable import trainable
@@ -18,11 +20,13 @@ from laststep.state.values import RNG
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from laststep.adapters.accelerate.loaders import PlacedLoader
+
     _Held = Callable[[], object]
     _Make = Callable[[Any], object]
 
 
-def items_of(trainer: Any, rng: HeldRNG, logged: Logged) -> dict[str, object]:
+def items_of(trainer: Any, data: Data, rng: HeldRNG, logged: Logged) -> dict[str, object]:
     """The items by their names; all ranks have the same."""
     items: dict[str, object] = {"model": Late(*_model(trainer))}
     if trainer.args.save_only_model:
@@ -33,7 +37,9 @@ def items_of(trainer: Any, rng: HeldRNG, logged: Logged) -> dict[str, object]:
         items["scaler"] = trainer.accelerator.scaler
     if trainer.is_deepspeed_enabled:
         items["counts"] = Late(lambda: trainer.model_wrapped, deepspeed.progress)
-    return {**items, "rng": rng, "logged": logged}
+    if getattr(trainer.args, "sync_ref_model", False) and not trainer.is_deepspeed_enabled:
+        items["ref_model"] = trainer.ref_model  # trl's, which follows the model
+    return {**items, "data": data, "rng": rng, "logged": logged}
 
 
 def _model(trainer: Any) -> tuple[_Held, _Make]:
@@ -59,6 +65,38 @@ def _is_fsdp1(trainer: Any) -> bool:
 def is_peft(model: object) -> bool:
     """Whether peft has put adapters into a model, of which only these are trained."""
     return any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+
+
+class Data(StateProvider):
+    """The place in the loader that the Trainer goes through. Of one that the user has made without
+    Accelerate nothing is known."""
+
+    kind = "loader"
+    per_rank = True
+
+    def __init__(self) -> None:
+        self.placed: PlacedLoader | None = None
+        self._progress: LoaderProgress | None = None
+        self.when_ranks_change = self._for_other_ranks
+
+    def follow(self, loader: object) -> None:
+        """From now on it is this one."""
+        known = isinstance(loader, DataLoaderAdapter)
+        self.placed = place_in(loader) if known else None
+        self._progress = LoaderProgress(loader) if known else None
+
+    def describe(self) -> State:
+        if self._progress is None:
+            return State(value=None, fresh=((),))
+        return self._progress.describe()
+
+    def restore(self, value: object) -> None:
+        if self._progress is not None and isinstance(value, dict):
+            self._progress.restore(value)
+
+    def _for_other_ranks(self, states: list[Any], rank: int, ranks: int) -> Any:
+        make = None if self._progress is None else self._progress.when_ranks_change
+        return make(states, rank, ranks) if callable(make) and None not in states else None
 
 
 class HeldRNG(RNG):

@@ -8,11 +8,15 @@ the step of a save is `global_step`, and training goes on from `Restored.step`.
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import transformers.trainer
+from accelerate import skip_first_batches
 from transformers import Trainer
 
+from laststep.adapters.accelerate.loaders import PlacedLoader
 from laststep.adapters.hf import FRAMEWORK
 from laststep.adapters.hf.training import TrainCall
 from laststep.arguments import SETTINGS
@@ -27,6 +31,8 @@ log = logging.getLogger(__name__)
 _SEAMS = {
     "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial"),
+    "_init_training_state": ("max_steps", "num_update_steps_per_epoch", "num_train_epochs"),
+    "_run_epoch": ("model", "epoch", "train_dataloader"),
     "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_load_rng_state": ("checkpoint",),
@@ -40,13 +46,33 @@ _SEAMS = {
 }
 """What is overridden, and what is called, of the private methods."""
 
+_LEFT_OUT = frozenset((
+    "_save_checkpoint", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_rng_state",
+    "_save_scaler", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state",
+    "_load_scaler", "_load_best_model",
+))  # fmt: skip
+"""What a class of the user's may override that no save and no restore comes by."""
+
 for _method, _parameters in _SEAMS.items():
     FRAMEWORK.seam(Trainer, _method, *_parameters)
+FRAMEWORK.seam(transformers.trainer, "skip_first_batches", "dataloader", "num_batches")
+
+
+def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """As Accelerate's, which the Trainer calls; a loader whose place is kept goes there itself."""
+    place = getattr(dataloader, "base_dataloader", None)
+    if type(place) is not PlacedLoader:
+        return skip_first_batches(dataloader, num_batches)
+    place.skip(num_batches)
+    return dataloader
+
+
+transformers.trainer.skip_first_batches = _skip_first_batches
 
 
 class TrainerMixin(Trainer):  # type: ignore[misc]
     """Put it in front: `class T(laststep.hf.TrainerMixin, SFTTrainer)`. Its constructor takes the
-    settings of a `Checkpointer` as well; the run lies in `output_dir/laststep` by default."""
+    settings of a `Checkpointer` as well; the run lies in `output_dir/_laststep` by default."""
 
     _laststep_run: str | os.PathLike[str] | None = None
     _laststep_settings: dict[str, Any] = {}  # noqa: RUF012 (replaced, never changed)
@@ -75,13 +101,18 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """A class in between may save in a way of its own, which is left out. Those of trl make a
         card of the model first, which does not depend on the step."""
         for kind in type(self).__mro__:
-            if kind in (TrainerMixin, Trainer) or "_save_checkpoint" not in vars(kind):
+            if kind in TrainerMixin.__mro__:
                 continue
             if kind.__module__.startswith("trl.trainer."):
-                name = Path(self.args.hub_model_id or self.args.output_dir).name
-                self.create_model_card(model_name=name)
-            else:
-                log.warning("%s._save_checkpoint is not called: laststep saves", kind.__name__)
+                if "_save_checkpoint" in vars(kind):
+                    name = Path(self.args.hub_model_id or self.args.output_dir).name
+                    self.create_model_card(model_name=name)
+                continue
+            for method in sorted(_LEFT_OUT & vars(kind).keys()):
+                log.warning(
+                    "%s.%s is not called: laststep saves; what it adds to a checkpoint can be one "
+                    "of `items=`", kind.__name__, method,
+                )  # fmt: skip
 
     def _inner_training_loop(
         self,
@@ -101,13 +132,54 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             except Corrupt as error:
                 resume_from_checkpoint = self._laststep.older(error)
 
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        epochs, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        # Of data without a length the Trainer does not know how many passes over it were made.
+        unsized = num_train_epochs == sys.maxsize
+        if unsized and self._laststep.is_ours(resume_from_checkpoint):
+            epochs, steps = self._laststep.place() or (epochs, self.state.global_step)
+            skipped = 0 if self.args.ignore_data_skip else steps
+            batches = skipped * self.args.gradient_accumulation_steps
+        return epochs, batches
+
+    def _run_epoch(
+        self,
+        *,
+        epoch: int,
+        resume_from_checkpoint: str | None,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+        **keywords: Any,
+    ) -> None:
+        first = epoch == epochs_trained and resume_from_checkpoint is not None
+        ours = self._laststep.is_ours(resume_from_checkpoint)
+        if first and ours and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # the Trainer would do one step more
+            return
+        batches = steps_trained_in_current_epoch if first else 0
+        self._laststep.begin_epoch(epoch, batches // self.args.gradient_accumulation_steps)
+        super()._run_epoch(
+            epoch=epoch, resume_from_checkpoint=resume_from_checkpoint,
+            epochs_trained=epochs_trained,
+            steps_trained_in_current_epoch=steps_trained_in_current_epoch, **keywords,
+        )  # fmt: skip
+
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
         ours = self._laststep.is_ours(resume_from_checkpoint)
         theirs = None if ours else resume_from_checkpoint
         prepared = super()._prepare_for_training(max_steps, train_dataloader, theirs)
-        self._laststep.begin(resumes=ours)
+        self._laststep.begin(prepared[1], resumes=ours)
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -139,7 +211,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
 
 def attach(trainer: Any, run: str | os.PathLike[str] | None = None, **settings: Any) -> Any:
-    """Make a trainer that exists save to laststep, in `run` or `output_dir/laststep`; `settings`
+    """Make a trainer that exists save to laststep, in `run` or `output_dir/_laststep`; `settings`
     are those of a `Checkpointer`. Returns the same trainer."""
     if not isinstance(trainer, Trainer):
         raise Usage(

@@ -10,6 +10,7 @@ until it asks for it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import re
@@ -23,10 +24,11 @@ from transformers.trainer_utils import get_last_checkpoint
 import laststep
 from laststep.adapters.hf import FRAMEWORK
 from laststep.adapters.hf.folders import MARK, Folders, path_of, state_json
-from laststep.adapters.hf.items import HeldRNG, Logged, items_of
+from laststep.adapters.hf.items import Data, HeldRNG, Logged, items_of
 from laststep.browse import open as open_run
 from laststep.errors import NotFound, Usage
 from laststep.events import Committed
+from laststep.storage.paths import absolute
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"checkpoint-([0-9]+)")
+RUN = "_laststep"
+"""The run's folder in `output_dir`, of which pushes to the hub leave out what begins with `_`."""
 
 
 class _Resume:
@@ -45,6 +49,7 @@ class _Resume:
     def __init__(self, step: int, metadata: dict[str, Any], *, exact: bool, within: str) -> None:
         self.step, self.exact = step, exact
         self.stored = set(metadata["items"])
+        self.place: list[int] | None = metadata.get("place")
         self.restored = False
         folder = path_of(Path(tempfile.mkdtemp(dir=within)), step)
         folder.mkdir()
@@ -57,18 +62,21 @@ class TrainCall:
 
     def __init__(self, trainer: Any, trial: Any, run: Any, settings: dict[str, Any]) -> None:
         self._trainer, self._settings = trainer, dict(settings)
-        self._output = Path(trainer._get_output_dir(trial))
+        self._output = Path(absolute(trainer._get_output_dir(trial)))
         if run is None and not settings.get("tiers"):
-            run = self._output / "laststep"
+            run = self._output / RUN
         self._settings.setdefault("keep", _keep(trainer.args))
         self._own_schedule = bool(settings.get("every") or settings.get("preemption"))
         self._rng, self._logged = HeldRNG(), Logged(trainer)
-        self._items = items_of(trainer, self._rng, self._logged)
         more = self._settings.pop("items", None) or {}
+        self._data = Data()
+        self._items = {**items_of(trainer, self._data, self._rng, self._logged), **more}
+        self._place: tuple[int, int] | None = None
+        """The pass over the data, and at which step it began."""
         self._resume: _Resume | None = None
         self._saved: set[int] = set()
         self._scratch = tempfile.TemporaryDirectory(prefix="laststep-")
-        self._ckpt = laststep.Checkpointer(run, items={**self._items, **more}, **self._settings)
+        self._ckpt = laststep.Checkpointer(run, items=self._items, **self._settings)
         self._folders: Folders | None = None
 
     def __enter__(self) -> Self:
@@ -105,8 +113,20 @@ class TrainCall:
             )  # fmt: skip
         if asked is True:
             asked = get_last_checkpoint(self._output) if self._output.is_dir() else None
+            if asked is not None and _is_an_adapter_s(Path(asked)):
+                raise self._lost(Path(asked))
             log.info("%s: no checkpoint yet; %s", self._ckpt.path, asked or "training begins")
         return os.fspath(asked) if asked else None
+
+    def _lost(self, folder: Path) -> NotFound:
+        """A folder has weights alone: to go on from it would begin all the rest anew."""
+        whence = json.loads((folder / MARK).read_bytes())["run"]
+        return NotFound(
+            "the run is empty, but one that was here before has made folders",
+            where=self._ckpt.path, expected=f"the run {whence}", found=str(folder),
+            remedy="pass run= as before, or remove these folders to begin anew; from_pretrained "
+            "loads their weights",
+        )  # fmt: skip
 
     def _named(self, folder: Path) -> str:
         """The folder for a checkpoint of the run that was asked for by its folder."""
@@ -151,8 +171,9 @@ class TrainCall:
         """Whether the Trainer resumes from what `found` gave it."""
         return self._resume is not None and folder == self._resume.path
 
-    def begin(self, *, resumes: bool) -> None:
-        """Model and optimizer are prepared: restore them, and make ready for saves."""
+    def begin(self, loader: Any, *, resumes: bool) -> None:
+        """Model, optimizer and loader are prepared: restore them, and make ready for saves."""
+        self._data.follow(loader)
         resume = self._resume if resumes else None
         if resume is not None:
             absent = set(self._items) - resume.stored
@@ -168,14 +189,45 @@ class TrainCall:
                 only=None if resume.stored == set(self._items) else both,
             )
             resume.restored = True
+            if self._trainer.args.ignore_data_skip and self._data.placed is not None:
+                self._data.placed.skip(0)  # the epoch begins anew, as is asked for
         if self._folders is None and self._trainer.args.should_save:
             self._folders = Folders(self._trainer, self._output, self._ckpt.path)
             self._ckpt.subscribe(self._heard)
-        if resume is not None and self._folders is not None:
-            self._folders.make(resume.step, again=False)
+        if resume is not None:
+            self._find_best()
+            if self._folders is not None:
+                self._folders.make(resume.step, again=False)
+
+    def _find_best(self) -> None:
+        """The best model is still known where its folder was not made yet, or lay elsewhere; of
+        such the Trainer forgets it."""
+        state = self._trainer.state
+        if not state.best_global_step or state.best_model_checkpoint is not None:
+            return
+        folder = path_of(self._output, state.best_global_step)
+        if state.best_global_step in open_run(self._ckpt.path).steps():
+            if self._folders is not None:
+                self._folders.make(state.best_global_step, again=False)
+        elif not folder.is_dir():
+            return
+        state.best_model_checkpoint = str(folder)
+
+    # -- the place in the data --------------------------------------------------------------------
+
+    def place(self) -> tuple[int, int] | None:
+        """The pass over the data that training goes on in, and the steps of it that are done."""
+        found = self._resume.place if self._resume is not None else None
+        return (found[0], found[1]) if found is not None else None
+
+    def begin_epoch(self, epoch: int, done: int) -> None:
+        """A pass over the data begins, or goes on after so many steps."""
+        self._place = (epoch, self._trainer.state.global_step - done)
+        if self._data.placed is not None:
+            self.released()  # what was fetched before the save is fetched with the numbers of then
 
     def released(self) -> None:
-        """What was held back takes effect: the Trainer is where it was at the save."""
+        """What was held back takes effect, once: the Trainer is where it was at the save."""
         self._rng.release()
         self._logged.release()
 
@@ -224,12 +276,18 @@ class TrainCall:
         stateful = [one for one in [*handler.callbacks, self._trainer.control]
                     if isinstance(one, ExportableState)]  # fmt: skip
         kept = dataclasses.replace(state, stateful_callbacks=stateful)
+        # As the Trainer's file would have it: NumPy's float64, for one, becomes a float.
+        plain: dict[str, Any] = json.loads(json.dumps(vars(kept)))
         metrics: dict[str, Any] = {_BEST: state.global_step if is_best else -1}
-        for entry in reversed(state.log_history):
+        for entry in reversed(plain["log_history"]):
             if entry.get("step") != state.global_step:
                 break
             metrics.update({k: v for k, v in entry.items() if isinstance(v, int | float)})
-        return metrics, FRAMEWORK.stamp(state=dict(vars(kept)), items=sorted(self._items))
+        epoch, began = self._place or (0, 0)
+        place = [epoch, state.global_step - began]
+        if self._data.placed is not None and self._data.placed.has_ended:
+            place = [epoch + 1, 0]
+        return metrics, FRAMEWORK.stamp(state=plain, items=sorted(self._items), place=place)
 
     def _heard(self, event: Event) -> None:
         if isinstance(event, Committed) and self._folders is not None:
