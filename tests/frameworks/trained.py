@@ -46,7 +46,7 @@ class Script:
         """Kill -9, all its ranks and flushers, as soon as an attempt of that step is begun."""
         process, losses = self._start(more, ranks)
         deadline = time.monotonic() + PATIENCE_S
-        while not any(self.run.glob(f"step-{step:08}.*")):
+        while not any(self.run.rglob(f"step-{step:08}.*")):
             assert process.poll() is None, f"it has ended\n{self._log.read_text()[-6000:]}"
             assert time.monotonic() < deadline, f"no save of step {step} in {self.run}"
             time.sleep(0.0005)
