@@ -2,9 +2,10 @@
 
 Each framework trains the same transformer three ways: without saving, with its own saving, with
 laststep's adapter. A process of its own for each, in rotation. A save has lost what the steps from
-it to the next one took beyond as many steps of the same process before its first save: so the call
-and all that slows later steps count, and the end of the program does not. What the way without
-saving "loses" is the noise. Run it in the environment of `make test-frameworks`.
+it to the next one took beyond as many steps of the training without saves in the same round: so the
+call and all that slows later steps count, and the end of the program does not. What the way without
+saving "loses" is the noise. What steps lose before the first save, while memory is made ready, is
+listed by itself. Run it in the environment of `make test-frameworks`.
 """
 
 from __future__ import annotations
@@ -234,23 +235,31 @@ def begins(framework: str, way: str, size: str, device: str) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """What the saves of one training have lost."""
+    """What one training has lost."""
 
     step_s: float
-    """A step before the first save, the median of them."""
+    """The median of its steps."""
+    before_s: float
+    """Before its first save."""
     saves_s: list[float]
 
 
-def lost(began: list[float], every: int) -> Lost:
-    """Save number n, from 1, is made between the step `n * every` and the next.
+def lost(began: list[float], every: int, step_s: float) -> Lost:
+    """What steps took beyond `step_s`. Save number n, from 1, is made between the step `n * every`
+    and the next.
 
     The first three steps of a process are slower and count for nothing; a save's time begins with
     the last step before it and ends with the last step before the next one.
     """
-    steps = [after - before for before, after in itertools.pairwise(began)]
-    step_s = statistics.median(steps[3 : every - 1])
-    windows = [steps[n * every - 1 : (n + 1) * every - 1] for n in range(1, SAVES + 1)]
-    return Lost(step_s=step_s, saves_s=[sum(window) - len(window) * step_s for window in windows])
+    steps = steps_of(began)
+    windows = [steps[n * every - 1 : (n + 1) * every - 1] for n in range(SAVES + 1)]
+    windows[0] = steps[3 : every - 1]
+    before_s, *saves_s = [sum(window) - len(window) * step_s for window in windows]
+    return Lost(step_s=statistics.median(steps), before_s=before_s, saves_s=saves_s)
+
+
+def steps_of(began: list[float]) -> list[float]:
+    return [after - before for before, after in itertools.pairwise(began)]
 
 
 def main() -> None:
@@ -270,9 +279,12 @@ def main() -> None:
     for framework in asked.frameworks.split(","):
         trainings: dict[str, list[Lost]] = {way: [] for way in WAYS}
         for _ in range(asked.repeat):
+            step_s = 0.0
             for way in WAYS:
                 began = begins(framework, way, asked.size, asked.device)
-                trainings[way].append(lost(began, SIZES[asked.size].every))
+                if way == "none":
+                    step_s = statistics.median(steps_of(began)[3:])
+                trainings[way].append(lost(began, SIZES[asked.size].every, step_s))
                 print(framework, way, trainings[way][-1], flush=True)
         found[framework] = {
             "lost_s": {
