@@ -99,6 +99,12 @@ def test_a_run_of_torchtitans_own_is_taken_up(facts):
     assert facts["moved_from_dcp"] == [5, True, [6], 6]
 
 
+def test_what_torchtitan_has_saved_since_is_not_passed_over(facts):
+    told = facts["moved_back_to_dcp"]
+    assert told.startswith("Usage: torchtitan itself has saved a later step"), told
+    assert "step-8" in told
+
+
 def test_all_modes_of_saving_and_schedules_are_accepted(facts):
     assert facts["modes"] == [[1], [1], [1]]
     assert facts["first_step"] == [1, 4]

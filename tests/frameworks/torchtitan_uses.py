@@ -176,6 +176,15 @@ def moved_from_dcp():
 
 
 @fact
+def moved_back_to_dcp():
+    train(built("back"))
+    train(
+        configured(FOLDER, built("back", manager=CheckpointManager).checkpoint, steps=8, layers=2)
+    )
+    return loaded(built("back")).step
+
+
+@fact
 def modes():
     modes = ("disabled", "async", "async_with_pinned_mem")
     for mode in modes:

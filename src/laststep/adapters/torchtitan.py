@@ -10,6 +10,7 @@ trainer's again after a restore.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +59,8 @@ FRAMEWORK.seam(
 
 _STAMP = FRAMEWORK.stamp()  # once: to look up a version reads files
 RNG_STATE = "rng"
+_THEIRS = re.compile(r"step-([0-9]+)")
+"""What torchtitan itself calls its folders."""
 FINAL = "final"
 """The folder, within that of the run, of the model that is saved alone at the end."""
 
@@ -166,11 +169,29 @@ class Manager(CheckpointManager):  # type: ignore[misc]
         if newest is None:
             return self._begin(step)
         if step == -1:
+            self._refuse_later(newest.step)
             FRAMEWORK.resume(self._ckpt, lambda found, _: self._restore(found.step))
         else:
             FRAMEWORK.own(newest.metadata, filesystem.join(self.folder, newest.folder))
             self._restore(step, step)
         return True
+
+    def _refuse_later(self, newest: int) -> None:
+        """What torchtitan's own manager has saved here since would be passed over silently."""
+        listed = filesystem.listdir(self.folder) if filesystem.isdir(self.folder) else []
+        theirs = [
+            int(own[1])
+            for name in listed
+            if (own := _THEIRS.fullmatch(name))
+            and filesystem.isfile(filesystem.join(self.folder, name, ".metadata"))
+        ]
+        if max(theirs, default=-1) > newest:
+            raise Usage(
+                "torchtitan itself has saved a later step into the folder of the run",
+                where=self.folder, expected=f"none after step {newest}",
+                found=f"step-{max(theirs)}",
+                remedy=f"move that away, or set load_step={newest} to go on from the run's own",
+            )  # fmt: skip
 
     def _restore(self, number: int, step: int | None = None) -> Restored:
         """That step, or what was peeked at, which has that number."""
