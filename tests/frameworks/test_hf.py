@@ -440,6 +440,16 @@ def test_checkpoints_of_the_trainer_itself_are_taken_up(tmp_path: Path) -> None:
     assert laststep.open(out / "_laststep").steps() == [9, 12]
 
 
+def test_what_the_trainer_itself_has_saved_since_is_not_passed_over(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    here(out, args={"max_steps": 3}).train()
+    own = here(out, kind="stock", args={"max_steps": 6})
+    own.train(resume_from_checkpoint=str(out / "checkpoint-3"))
+    with pytest.raises(laststep.Usage, match="has saved a later step"):
+        here(out).train(resume_from_checkpoint=True)
+    assert (out / "checkpoint-6" / "optimizer.pt").exists()
+
+
 def test_what_would_lose_or_mix_checkpoints_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     here(out, args={"max_steps": 3}).train()

@@ -240,6 +240,11 @@ def test_lightning_adds_no_second_saver(tmp_path: Path, caplog: pytest.LogCaptur
     assert "saves as well" not in caplog.text
 
 
+def test_a_mode_that_is_none_is_refused() -> None:
+    with pytest.raises(laststep.Usage, match="'min' or 'max'"):
+        laststep.lightning.Checkpoint("runs/a", monitor="val_loss", mode="minimum")
+
+
 def test_two_callbacks_of_ours_are_refused(tmp_path: Path) -> None:
     with pytest.raises(laststep.Usage, match="two callbacks"):
         fit(tmp_path / "run", laststep.lightning.Checkpoint(tmp_path / "other"))

@@ -17,6 +17,8 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parent
 PATIENCE_S = 240.0
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a test that has run in this process may have left, and a script has not been told."""
 
 
 class Script:
@@ -78,9 +80,10 @@ class Script:
 
 def environment(*, gpu: bool = False) -> dict[str, str]:
     """No network, few threads, and the same numbers each time."""
+    known = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     device = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     return {
-        **os.environ, **device, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        **known, **device, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "0", "WANDB_MODE": "disabled", "RAY_DEDUP_LOGS": "0",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip

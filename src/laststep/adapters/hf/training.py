@@ -101,6 +101,7 @@ class TrainCall:
         """What `resume_from_checkpoint` stands for: a folder for the Trainer, or None."""
         newest = self._ckpt.peek()
         if asked is True and newest is not None:
+            self._refuse_later(newest.step)
             return self._from(newest.step, newest.metadata, exact=False)
         if isinstance(asked, str | os.PathLike) and _is_an_adapter_s(Path(asked)):
             return self._named(Path(asked))
@@ -117,6 +118,20 @@ class TrainCall:
                 raise self._lost(Path(asked))
             log.info("%s: no checkpoint yet; %s", self._ckpt.path, asked or "training begins")
         return os.fspath(asked) if asked else None
+
+    def _refuse_later(self, newest: int) -> None:
+        """What the Trainer itself has saved since would be passed over, and replaced."""
+        folders = self._output.glob("checkpoint-*") if self._output.is_dir() else ()
+        steps = {int(name[1]): one for one in folders if (name := _FOLDER.fullmatch(one.name))}
+        last = max(steps, default=0)
+        if last > newest and not _is_an_adapter_s(steps[last]):
+            raise Usage(
+                "the Trainer itself has saved a later step, without laststep",
+                where=self._ckpt.path, expected=f"none after step {newest}",
+                found=str(steps[last]),
+                remedy=f"move that away, or pass {str(steps[last])!r} as resume_from_checkpoint "
+                "with another run=, which then begins with it",
+            )  # fmt: skip
 
     def _lost(self, folder: Path) -> NotFound:
         """A folder has weights alone: to go on from it would begin all the rest anew."""

@@ -58,6 +58,8 @@ class Checkpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         """`every`: as for `Checkpointer`; without it, each epoch is saved at its end. `monitor`:
         each validation that logs this metric is followed by a save; with `top_k`, the best so many
         stay. `resume`: False begins anew, a number takes up that step."""
+        if mode not in ("min", "max"):
+            raise Usage("mode is neither of two", expected="'min' or 'max'", found=repr(mode))
         if top_k is not None:
             if monitor is None:
                 raise Usage(
