@@ -151,7 +151,7 @@ def train_lightning(way: str, folder: str, size: Size, device: str, clock: Clock
     trainer = lightning.Trainer(
         max_steps=size.steps, callbacks=callbacks, logger=False, enable_progress_bar=False,
         enable_model_summary=False, accelerator="cpu" if device == "cpu" else "gpu",
-        enable_checkpointing=way == "own", default_root_dir=folder,
+        enable_checkpointing=way != "none", default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(Module(), torch.utils.data.DataLoader(samples(size), batch_size=size.rows))  # type: ignore[arg-type]
 
