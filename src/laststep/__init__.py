@@ -160,7 +160,7 @@ def __getattr__(name: str) -> object:
 class _ShortNames(MetaPathFinder, Loader):
     """Has `import laststep.hf` and `from laststep.hf import attach` find the adapter."""
 
-    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, *_path: object) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
         known = package == __name__ and name in _ADAPTERS
         return ModuleSpec(fullname, self) if known else None
