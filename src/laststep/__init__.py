@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
@@ -157,13 +156,17 @@ def __getattr__(name: str) -> object:
     return value
 
 
-class _ShortNames(MetaPathFinder, Loader):
-    """Has `import laststep.hf` and `from laststep.hf import attach` find the adapter."""
+class _ShortNames:
+    """Has `import laststep.hf` and `from laststep.hf import attach` find the adapter. It has the
+    methods of a finder and of a loader; their classes would bring much to a flusher."""
 
     def find_spec(self, fullname: str, *_path: object) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
         known = package == __name__ and name in _ADAPTERS
-        return ModuleSpec(fullname, self) if known else None
+        return ModuleSpec(fullname, self) if known else None  # type: ignore[arg-type]
+
+    def create_module(self, _: ModuleSpec) -> None:
+        """As any module is made; it is replaced at once."""
 
     def exec_module(self, module: ModuleType) -> None:
         short = module.__name__

@@ -149,7 +149,8 @@ def save_random(run: str) -> list[float]:
 def load_random(run: str, *, late: bool = False) -> tuple[list[float], list[str]]:
     """Returns what this rank draws after the restore, and the warnings."""
     seed(100 + dist.get_rank())
-    rng = laststep.Late(laststep.RNG) if late else laststep.RNG()
+    own = laststep.RNG()
+    rng = laststep.Late(lambda: own) if late else own
     with Heard() as warnings, opened(run, rng=rng) as c:
         assert c.restore().step == 1
     return drawn(), warnings
@@ -199,7 +200,7 @@ def _total(states: list[dict[str, int]], rank: int, ranks: int) -> dict[str, int
 
 def own_groups(number: int) -> tuple[dict[str, object], list[dict[str, int]]]:
     """Items that say in several ways what becomes of each rank's own, and the numbers in them."""
-    own = [{"n": number + 10 * i} for i in range(6)]
+    own, rng = [{"n": number + 10 * i} for i in range(6)], laststep.RNG()
 
     def said(i: int, policy: object) -> laststep.PerRank:
         return laststep.PerRank(own[i], when_ranks_change=policy)
@@ -208,7 +209,7 @@ def own_groups(number: int) -> tuple[dict[str, object], list[dict[str, int]]]:
         "kept": {"a": said(0, "keep"), "inner": {"b": said(1, "keep")}},
         "nested": laststep.PerRank(said(2, "keep")),
         "made": laststep.PerRank({"a": said(3, _total), "b": said(4, _total)}),
-        "random": {"rng": laststep.Late(laststep.RNG)},
+        "random": {"rng": laststep.Late(lambda: rng)},
         "rest": laststep.PerRank({"p": own[5]}, when_ranks_change="drop"),
     }
     return items, own
