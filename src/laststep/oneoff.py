@@ -167,13 +167,13 @@ def _staging(beside: Store, name: str) -> Iterator[str]:
 
 def _clear(beside: Store, name: str) -> None:
     """Delete what saves under that name have left that were killed."""
-    ours = re.compile(re.escape(f".{name}.tmp-") + r"[0-9]+-[0-9]+")
-    locks = {entry for entry in beside.file_names("") if entry.endswith(_LOCK)}
-    for left in filter(ours.fullmatch, beside.folder_names("") if beside.locks_tell() else ()):
-        if left + _LOCK in locks and not beside.is_locked(left + _LOCK):
+    ours = re.compile(re.escape(f".{name}.tmp-") + r"[0-9]+-[0-9]+" + re.escape(_LOCK))
+    for lock in filter(ours.fullmatch, beside.file_names("") if beside.locks_tell() else ()):
+        if not beside.is_locked(lock):
+            left = lock.removesuffix(_LOCK)  # which may have its name by now, or never had one
             log.warning("%s was left by a save that was killed: it is deleted", left)
             beside.delete_folder(left)
-            beside.delete(left + _LOCK)
+            beside.delete(lock)
 
 
 def _put(made: Path, target: Path, *, overwrite: bool) -> None:

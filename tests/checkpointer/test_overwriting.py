@@ -188,7 +188,9 @@ def test_what_a_killed_save_has_left_goes_with_the_next_and_that_of_others_stays
     assert len([*tmp_path.glob(".one.tmp-*")]) == 2  # a folder and its lock
     under_way = tmp_path / ".one.tmp-1-1"
     under_way.mkdir()
+    (tmp_path / ".one.tmp-1-2.lock").touch()  # of one that was killed when its folder had its name
     with contextlib.closing(DirectoryStore(tmp_path).lock(f"{under_way.name}.lock")):
         laststep.save(state(1), tmp_path / "one")
+    assert not (tmp_path / ".one.tmp-1-2.lock").exists()
     assert [*tmp_path.glob(".one.tmp-*/")] == [under_way]
     assert len([*tmp_path.glob(".two.tmp-*")]) == 2
