@@ -183,7 +183,7 @@ class Manager(CheckpointManager):  # type: ignore[misc]
             int(own[1])
             for name in listed
             if (own := _THEIRS.fullmatch(name))
-            and filesystem.isfile(filesystem.join(self.folder, name, ".metadata"))
+            and filesystem.isfile(filesystem.join(self.folder, f"{name}/.metadata"))
         ]
         if max(theirs, default=-1) > newest:
             raise Usage(
