@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -56,6 +57,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 def pytest_configure(config: pytest.Config) -> None:
     """Set `$WARM_PYTHON`, which tests start like `sys.executable`: an import of torch and the first
     step of an optimizer take three seconds of CPU. All workers share one."""
+    # A shell without job control starts background jobs with SIGINT ignored, nohup with SIGHUP:
+    # tests send both to programs that would inherit this.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if hasattr(config, "workerinput"):
         return
     folder = tempfile.TemporaryDirectory(prefix="laststep-warm-")

@@ -200,7 +200,17 @@ class Agreements:
         distinct = set(digests)
         new = {f"t/{digest.hex()}": digest for digest in distinct if digest not in self._tables}
         until_s = began_s + self._deadline_s + margin_s(self._deadline_s)
-        notes = self.board.wait_all(new, until_s, meanwhile=lambda: self._listen(call, step))
+
+        def listen() -> None:
+            try:
+                self._listen(call, step)
+            except Aborted:
+                # The first rank may have refused because of these tables. If they have arrived
+                # since the last look, this rank finds the same difference and names it.
+                if len(self.board.look_all(new)) < len(new):
+                    raise
+
+        notes = self.board.wait_all(new, until_s, meanwhile=listen)
         for note, digest in new.items():
             if note not in notes:
                 raise Aborted(
