@@ -47,7 +47,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 settings.register_profile(
     "default",
     deadline=None,
-    max_examples=30,
+    max_examples=20,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.register_profile("torture", settings.get_profile("default"), max_examples=2000)
