@@ -236,4 +236,7 @@ class Resuming:
         self._work.revive(self._settings)
 
     def _saw(self, seen: Seen) -> None:
-        self._seen = seen
+        # A restore bound to a peek leaves out what was committed after it: to count that as seen
+        # would let the next save abandon it. `peek()` itself runs unbound.
+        if self._peek is None:
+            self._seen = seen

@@ -76,10 +76,42 @@ def test_all_that_follows_is_of_that_one_though_there_is_a_newer_one_by_now(
         assert ckpt.restore(only=["optimizer", "plain"]).step == 2
         assert ckpt.restore(only="blob").step == 2
         assert fresh.is_wholly(2)
-        ckpt.save(3).result()
+        with pytest.raises(laststep.Aborted):
+            ckpt.save(3).result()
         assert ckpt.restore().step == 3
-    assert fresh.is_wholly(2)
-    assert laststep.open(run).latest().step == 3
+        ckpt.save(4).result()
+    assert laststep.open(run).steps() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_steps_that_another_job_saved_after_the_look_are_not_abandoned(
+    saved: Callable[..., Path], opened: object, fresh: object, training: object, bound: bool
+) -> None:
+    run = saved(1, 2)
+    with opened(fresh) as ckpt, opened(training) as other:
+        look = ckpt.peek if bound else ckpt.restore
+        assert look().step == 2
+        other.restore()
+        other.save(3).result()
+        other.save(4).result()
+        if bound:
+            assert ckpt.restore().step == 2
+        with pytest.raises(laststep.Aborted):
+            ckpt.save(3).result()
+    assert laststep.open(run).steps() == [1, 2, 3, 4]
+
+
+def test_a_run_that_was_empty_at_the_peek_is_not_begun_a_second_time(
+    run_folder: Path, opened: object, fresh: object, training: object
+) -> None:
+    with opened(fresh) as ckpt, opened(training) as other:
+        assert ckpt.peek() is None
+        other.save(0).result()
+        with pytest.raises(laststep.Usage):
+            ckpt.save(0)
+        assert ckpt.restore().step == 0
+        ckpt.save(1).result()
+    assert laststep.open(run_folder).steps() == [0, 1]
 
 
 def test_damage_that_a_part_finds_is_an_error_and_the_next_older_one_is_offered(
