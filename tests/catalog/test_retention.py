@@ -66,12 +66,14 @@ def _runs(draw: st.DrawFn) -> list[Listed]:
             draw(st.lists(st.sampled_from(earlier), max_size=3, unique=True)) if earlier else []
         )
         state = draw(st.sampled_from(["on", "on", "on", "off", "replaced", "bad", "short"]))
+        again = listed and listed[-1].superseded_by is not None
+        step = listed[-1].step if again else draw(st.integers(0, 30))
         listed.append(
             _listed(
-                draw(st.integers(0, 30)),
+                step,
                 attempt=attempt,
                 on_lineage=state in ("on", "bad", "short"),
-                superseded_by="later" if state == "replaced" else None,
+                superseded_by=f"step-{step:08}.1-{attempt + 1}" if state == "replaced" else None,
                 bad=state == "bad",
                 incomplete=state == "short",
                 references=tuple(chosen),
@@ -110,6 +112,8 @@ def test_retention_never_drops_what_is_needed(
     for item in listed:
         if item.folder in kept and item.commit is not None:
             assert set(item.commit.references) <= kept
+            if item.is_whole and item.superseded_by in folders:
+                assert item.superseded_by in kept
         if item.pinned or item.folder in pinned or item.folder == resumed_from:
             assert item.folder in kept
     good = [item for item in listed if item.on_lineage and item.is_whole]

@@ -161,6 +161,12 @@ def test_a_step_that_was_saved_again_counts_once(run: Run, save: Save) -> None:
     assert plan_prune(run, Keep()).execute() == (old,)
 
 
+def test_a_replaced_checkpoint_is_deleted_before_its_replacement(run: Run, save: Save) -> None:
+    epoch = run.claim_epoch(None)
+    folders = [save(run, step, epoch, at) for at, step in enumerate((6, 7, 7, 8), start=1)]
+    assert plan_prune(run, Keep(last=1)).deletions == tuple(folders[at] for at in (1, 2, 0))
+
+
 def test_an_unreadable_manifest_is_shown_as_an_error_and_blocks_nothing(
     run: Run, save: Save, tmp_path: Path
 ) -> None:

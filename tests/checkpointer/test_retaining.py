@@ -48,3 +48,24 @@ def test_a_checkpoint_that_lost_a_file_takes_no_place_among_the_last(
     assert laststep.open(run_folder).steps() == [1, 2, 3]
     with laststep.Checkpointer(run_folder, state=state, flush=flush, progress=False) as ckpt:
         assert ckpt.restore(1).step == 1
+
+
+def test_a_replaced_checkpoint_does_not_come_back(run_folder: Path) -> None:
+    """Not even the one that the job resumed from, which stays on the disk."""
+    state = {"n": 0}
+    keep = laststep.Keep(last=1, best=1, metric="loss")
+    how = {"state": state, "keep": keep, "flush": "thread", "progress": False}
+    with laststep.Checkpointer(run_folder, **how) as ckpt:
+        ckpt.save(5, metrics={"loss": 1.0})
+    with laststep.Checkpointer(run_folder, **how) as ckpt:
+        ckpt.restore()
+        state["n"] = 1
+        ckpt.save(5, metrics={"loss": 9.0}, overwrite=True).result()
+        for step in (6, 7):
+            ckpt.save(step, metrics={"loss": 8.0 - step}).result()
+    assert laststep.open(run_folder).steps() == [5, 7]
+    assert laststep.load(run_folder, step=5)["state"] == {"n": 1}
+    with laststep.Checkpointer(run_folder, **how) as ckpt:
+        ckpt.restore()
+        ckpt.save(8, metrics={"loss": 0.5}).result()
+    assert laststep.open(run_folder).steps() == [7, 8]

@@ -2,7 +2,8 @@
 
 Deletes only committed checkpoints that the plan drops; what crashes leave behind is `cleaning`'s.
 Each loses its manifest durably before anything else, so at any instant it is there whole or not at
-all. Later commits go first, because a manifest may refer to earlier checkpoints, never to later.
+all. Later commits go first, because a manifest may refer to earlier checkpoints, never to later;
+but a replaced checkpoint goes before its replacement, or a crash in between would bring it back.
 """
 
 from __future__ import annotations
@@ -97,8 +98,10 @@ def plan(
     """The plan for what is listed. Pure: `store` is only kept for the execution."""
     verdicts = decide(listed, keep, resumed_from=resumed_from, pinned=pinned)
     points = {item.folder: item.point for item in listed}
+    referenced = {name for item in listed if item.commit for name in item.commit.references}
+    replaced = {item.folder for item in listed if item.superseded_by} - referenced
     doomed = [verdict.folder for verdict in verdicts if not verdict.keep]
-    doomed.sort(key=lambda folder: points[folder], reverse=True)
+    doomed.sort(key=lambda folder: (folder in replaced, points[folder]), reverse=True)
     lacking = missing_metric(listed, keep)
     return PrunePlan(
         store=store, listed=listed, verdicts=verdicts, deletions=tuple(doomed), lacking=lacking

@@ -1,8 +1,9 @@
 """Which checkpoints to keep: the one record of the rules, for users, the flusher and `prune`.
 
 Pure: from what is listed and a `Keep` to one verdict each. Whatever that says, these stay: the
-newest good one of the lineage, the one that was resumed from, pinned ones, linked ones, and all
-that a kept manifest refers to; and everything in a run in which a later laststep has written, whose
+newest good one of the lineage, the one that was resumed from, pinned ones, linked ones, all that a
+kept manifest refers to, and the replacement of a kept checkpoint, without which the replaced one
+would count again; and everything in a run in which a later laststep has written, whose
 manifests may refer to others in a way that is not known here. Rules count only good checkpoints on
 the lineage: those whose manifest can be read and whose files are all there in full length. What is
 off it, or not good, is evidence and stays until it is asked for (`abandoned=False`); only a
@@ -96,7 +97,7 @@ def decide(
             flaw = _flaw(item)
             if flaw and (item.error is not None or item.superseded_by is None):
                 reasons[item.folder].append(f"{flaw}: kept as evidence")
-    _by_reference(reasons, listed)
+    _by_need(reasons, listed)
     return tuple(
         Verdict(
             folder=item.folder,
@@ -175,17 +176,25 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _by_reference(reasons: dict[str, list[str]], listed: Sequence[Listed]) -> None:
-    """Keep what kept checkpoints need, and what those need in turn, so that each stays whole."""
+def _by_need(reasons: dict[str, list[str]], listed: Sequence[Listed]) -> None:
+    """Keep what kept checkpoints need, and what those need in turn, so that each stays whole, or
+    stays replaced."""
     by_folder = {item.folder: item for item in listed}
     waiting = [item for item in listed if reasons[item.folder]]
+
+    def keep(folder: str | None, reason: str) -> None:
+        if folder in by_folder:
+            if not reasons[folder]:
+                waiting.append(by_folder[folder])
+            reasons[folder].append(reason)
+
     while waiting:
         item = waiting.pop()
         for folder in () if item.commit is None else item.commit.references:
-            if folder in by_folder and folder != item.folder:
-                if not reasons[folder]:
-                    waiting.append(by_folder[folder])
-                reasons[folder].append(f"needed by {item.folder}")
+            if folder != item.folder:
+                keep(folder, f"needed by {item.folder}")
+        if item.is_whole:
+            keep(item.superseded_by, f"replaces {item.folder}, which stays")
 
 
 def _add(reasons: dict[str, list[str]], items: Iterable[Listed], reason: str) -> None:
