@@ -212,6 +212,8 @@ class Checkpointer(single.OnlyOne):
             job.timing.stall_s = time.perf_counter() - began
             job.timing.waited_s += waited
             self._schedule.began(save.handle)
+        else:
+            self._schedule.give_up_due()
         queueing.raise_first(self._client.saves.tell())
         return save.handle
 
@@ -268,7 +270,8 @@ class Checkpointer(single.OnlyOne):
         """Save the state, if by `every` it is time to; for the end of each step, on all ranks.
 
         `last` saves it in any case. Returns the save, if there is one. Raises what made an earlier
-        one fail: at once, or in a job of several ranks with the next save, which all make. With
+        one fail: at once, or in a job of several ranks with the next save, which all make. If that
+        keeps a save from being made, the next call of `step` makes it. With
         `preemption`, `Preempted` where the job is to end: its last save is over then.
         """
         self._check_usable("step")
@@ -279,6 +282,7 @@ class Checkpointer(single.OnlyOne):
         )
         if self._ending is not None:
             if self._ending.reached(number, self._meet_to_stop):
+                self._schedule.give_up_due()
                 return self._ending.carry_out(number, save, self._work, self._steps)
             if due:
                 return self._ending.bound(number, save, self._work, self._steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,21 @@ def step_until_saved(
         if handle is not None:
             return handle
     raise AssertionError(f"nothing was saved in {MANY} steps")
+
+
+def fail_the_save_of(
+    checkpointer: laststep.Checkpointer,
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: object) -> None:
+        raise laststep.StorageFailed("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving.SaveFlush, "finish", failing)
+        handle = checkpointer.step(step)
+        assert handle is not None
+        handle.committed.over_within(None)
 
 
 def test_steps_are_saved_at_multiples_and_the_last_in_any_case(
@@ -119,21 +135,65 @@ def test_a_step_that_the_user_has_saved_is_not_saved_again(
 def test_a_save_that_failed_is_raised_by_the_next_step(
     opened: Opened, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*_: object) -> None:
-        raise laststep.StorageFailed("the disk is full")
-
     with opened(training, every=2) as checkpointer:
-        with monkeypatch.context() as patch:
-            patch.setattr(serving.SaveFlush, "finish", failing)
-            handle = checkpointer.step(2)
-            assert handle is not None
-            handle.committed.over_within(None)
+        fail_the_save_of(checkpointer, 2, monkeypatch)
         with pytest.raises(laststep.StorageFailed, match="the disk is full"):
             checkpointer.step(3)
         assert checkpointer.step(4) is not None
 
 
-def test_a_save_that_is_refused_does_not_end_the_schedule(
+def test_the_last_save_is_made_though_an_earlier_failure_is_raised(
+    opened: Opened, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure becomes known between the moment it is looked for and the last save."""
+    asked = laststep.Preemption(signals=("SIGUSR1",), exit_code=None)
+    earlier = [laststep.StorageFailed("the disk is full").of_save(1)]
+    with opened(training, every=100, preemption=asked) as checkpointer:
+        save = checkpointer.save
+
+        def failing_once(step: int, **more: object) -> laststep.SaveHandle:
+            if earlier:
+                raise earlier.pop()
+            return save(step, **more)
+
+        monkeypatch.setattr(checkpointer, "save", failing_once)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        handle = checkpointer.step(3)
+        assert handle is not None
+        assert handle.result().folder is not None
+        assert checkpointer.preempted
+
+
+@pytest.mark.parametrize("retried", [4, 5])
+def test_a_step_stays_due_while_an_earlier_failure_is_raised(
+    opened: Opened, training: Training, monkeypatch: pytest.MonkeyPatch, retried: int
+) -> None:
+    """Whether the loop calls step() again for the same step, or goes on with the next."""
+    with opened(training, every=2) as checkpointer:
+        fail_the_save_of(checkpointer, 2, monkeypatch)
+        with pytest.raises(laststep.StorageFailed) as failed:
+            checkpointer.step(4)
+        assert failed.value.step == 2
+        assert checkpointer.step(retried).result().folder is not None
+        assert checkpointer.step(retried) is None  # only once
+
+
+def test_nothing_is_owed_after_a_restore_or_a_save_of_the_users_own(
+    opened: Opened, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(training, every=2) as checkpointer:
+        checkpointer.step(2).result()
+        for settle in (lambda: checkpointer.restore(2), lambda: checkpointer.save(9).result()):
+            fail_the_save_of(checkpointer, 4, monkeypatch)
+            with pytest.raises(laststep.StorageFailed):
+                checkpointer.step(6)
+            settle()
+            at = checkpointer._schedule._last_step or 2
+            assert checkpointer.step(at + 1) is None
+            checkpointer.restore(2)
+
+
+def test_a_step_whose_save_was_refused_stays_due_by_the_clock(
     opened: Opened, training: Training
 ) -> None:
     with opened(training, **OFTEN) as checkpointer:
@@ -143,8 +203,10 @@ def test_a_save_that_is_refused_does_not_end_the_schedule(
         with pytest.raises(laststep.Usage):
             step_until_saved(checkpointer, training, handle.step + 1)
         del training.plain["bad"]
-        assert checkpointer._schedule._last_step is not None
-        again = step_until_saved(checkpointer, training, checkpointer._schedule._last_step + 1)
+        refused = checkpointer._schedule._last_step
+        assert refused is not None
+        again = checkpointer.step(refused)
+        assert again is not None
         assert again.result().folder is not None
 
 

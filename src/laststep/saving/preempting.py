@@ -205,14 +205,18 @@ class Preempting:
                 log.error("a save failed: %s", error)
         if found is not None or step == steps.newest():
             return found or work.committed(step)
-        try:
-            return save()
-        except LaststepError as error:
-            # Of several ranks it is under way, though what is raised is why another one failed.
-            if (found := backlog.of_step(saves.all(), step)) is None:
-                raise
-            log.error("a save failed: %s", error)  # noqa: TRY400 (it is an earlier one's)
-            return found
+        while True:
+            try:
+                return save()
+            except LaststepError as error:
+                # With several ranks the save is under way, though an earlier one's failure is
+                # raised. One rank by itself tries again: each failure is raised once.
+                found = backlog.of_step(saves.all(), step)
+                if found is None and error.step in (None, step):
+                    raise
+                log.error("a save failed: %s", error)  # noqa: TRY400 (it is an earlier one's)
+                if found is not None:
+                    return found
 
     def _start(self, board: Board | None) -> Lookout:
         self._lookout = Lookout(self._watched, self._rank, board)

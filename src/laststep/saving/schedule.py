@@ -148,7 +148,7 @@ class Schedule:
         self._last_step: int | None = None
         self._saved_step: int | None = None
         self._wanted_step: int | None = None
-        """The step that is saved because `step()` was called."""
+        """The step that `step()` wants saved, until a save begins."""
         self._notes: Notes | None = None
         self._said: MeetingNote | None = None
         """What is done at the next meeting, where it could not be left yet."""
@@ -156,17 +156,27 @@ class Schedule:
 
     def anew(self) -> None:
         """The state was restored: steps may go back, and ranks meet anew."""
-        self._last_step = self._saved_step = self._notes = self._said = None
+        self._last_step = self._saved_step = self._wanted_step = None
+        self._notes = self._said = None
         if self._pace is not None:
             self._pace.anew()
 
     def due(self, step: int, meet: Callable[[], Notes], *, last: bool = False) -> bool:
         """Whether all ranks save at this call: the `last` step in any case, and none twice. Takes
         microseconds but at a meeting; `meet` brings all ranks together for the first one after a
-        start or a restore."""
-        due = self._is_time(step, meet) or last
+        start or a restore.
+
+        A save that was due and did not begin, because `save()` raised, is due at the next call. Not
+        so with several ranks: the save began on the others."""
+        is_owed = self._ranks == 1 and self._wanted_step is not None
+        is_time = self._is_time(step, meet)
+        due = (is_time or last or is_owed) and step != self._saved_step
         self._wanted_step = step if due else None
-        return due and step != self._saved_step
+        return due
+
+    def give_up_due(self) -> None:
+        """Do not make up for the save that was due: it was skipped, or the job ends."""
+        self._wanted_step = None
 
     def _is_time(self, step: int, meet: Callable[[], Notes]) -> bool:
         before = self._last_step
@@ -201,6 +211,7 @@ class Schedule:
                 handle.reckoned(reckoning)
                 log.info("step %d: %s", handle.step, reckoning)
             self._pace.began(handle, self._clock())
+        self._wanted_step = None
 
     def end(self) -> bool:
         """Training is over: say what was not saved. Whether it matters that it ended well."""
