@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,10 +29,11 @@ def claim(run: Run) -> Callable[..., None]:
     """`claim(epoch, start, began_s)`: the record of an epoch of that start."""
     epochs.make_folder(run.store)
 
-    def act(epoch: int, start: str, began_s: float, *, orphan: bool = False) -> None:
-        record = epochs._record(
-            epoch, None, msgspec.structs.replace(epochs.this_writer(), start=start), orphan=orphan
-        )
+    def act(
+        epoch: int, start: str, began_s: float, *, orphan: bool = False, **process: str
+    ) -> None:
+        writer = msgspec.structs.replace(epochs.this_writer(), start=start, **process)
+        record = epochs._record(epoch, None, writer, orphan=orphan)
         data = epochs.encode(msgspec.structs.replace(record, created_s=began_s))
         run.store.create(names.epoch_record_name(epoch), data)
 
@@ -122,6 +124,46 @@ def test_a_clock_that_was_set_back_counts_nothing_below_zero(
     claim(1, name(1), 5 * HOUR)
     commit(1, 1, 1 * HOUR)
     assert past_of(run.store, name(9)) == Past(1, 0.0)
+
+
+@pytest.mark.parametrize(("began_s", "seen_s"), [(0.0, 500_000 * HOUR), (500_000 * HOUR, 1e12)])
+def test_a_clock_that_was_set_ahead_counts_no_more_than_is_credible(
+    run: Run,
+    claim: Callable[..., None],
+    commit: Callable[..., str],
+    began_s: float,
+    seen_s: float,
+) -> None:
+    claim(1, name(1), began_s)
+    commit(1, 1, seen_s)
+    assert past_of(run.store, name(9)) == Past(1, failures.UNPROVEN_S)
+    claim(2, name(2), began_s)  # nothing is left of this one but its begin, and the next one's
+    claim(3, name(3), seen_s)
+    commit(3, 1, seen_s + HOUR)
+    assert past_of(run.store, name(9)) == Past(3, 2 * failures.UNPROVEN_S + HOUR)
+
+
+def test_a_start_ran_no_longer_than_until_the_next_process_began_on_that_machine(
+    run: Run, claim: Callable[..., None], commit: Callable[..., str]
+) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    claim(1, name(1), 0.0, process_started=f"{1 * ticks}@pid:[1]")
+    commit(1, 1, 10_000 * HOUR)
+    claim(2, name(2), 0.0, process_started="5@pid:[1]", boot="another")
+    commit(2, 1, 2 * HOUR)
+    claim(3, name(3), 0.0, process_started=f"{91 * ticks}@pid:[1]")
+    commit(3, 1, 1.0)
+    assert past_of(run.store, name(9)) == Past(3, 90.0 + 2 * HOUR + 1.0)
+
+
+def test_a_start_that_ended_well_ran_as_long_as_its_own_clock_says(
+    run: Run, claim: Callable[..., None], commit: Callable[..., str]
+) -> None:
+    claim(1, name(1), 0.0)
+    commit(1, 1, 500_000 * HOUR)
+    ending = Ending(ended_s=500_000 * HOUR, ran_s=2 * HOUR)
+    run.store.create(names.ending_name(name(1)), msgspec.json.encode(ending))
+    assert past_of(run.store, name(9)) == Past(0, 2 * HOUR)
 
 
 def test_what_cannot_be_read_is_passed_over(

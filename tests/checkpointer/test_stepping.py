@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import subprocess
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -264,6 +266,27 @@ def test_starts_that_failed_are_counted_by_those_that_come(
         train(KeyboardInterrupt())  # somebody has stopped it
     assert train().failures == 1
     assert train().uptime_s > 0.0
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_clock_that_jumped_does_not_make_a_run_look_reliable(
+    opened: Opened, training: Training, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    auto = {"every": "auto", "most_share": 0.9}
+    with contextlib.suppress(Breaks), opened(training, **auto) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: 1000.0)
+            first = step_until_saved(checkpointer, training, 0)
+            first.result()
+        checkpointer.step(first.step + 1, last=True).result()
+        if fails:
+            raise Breaks
+    with opened(training, **auto) as checkpointer:
+        first = step_until_saved(checkpointer, training, checkpointer.restore().next_step)
+        first.result()
+        reckoning = checkpointer.step(first.step + 1, last=True).result().reckoning
+        assert reckoning.mtbf_s < 8 * 24 * 3600
+    assert not fails or checkpointer._client.past().failures == 1
 
 
 KILLED = """

@@ -48,6 +48,7 @@ class Start:
     def __init__(self, store: Store) -> None:
         self.writer = new_start()
         self._store = store
+        self._began_s = time.monotonic()
         self._mutex = threading.Lock()
         self._witness: Lock | None = None
         self._told = False
@@ -105,7 +106,8 @@ class Start:
 
     def ended_well(self) -> None:
         """Leave a note that this start has not failed, for those that come; where it has saved."""
-        note = msgspec.json.encode(failures.Ending(ended_s=time.time()))
+        ran_s = time.monotonic() - self._began_s
+        note = msgspec.json.encode(failures.Ending(ended_s=time.time(), ran_s=ran_s))
         try:
             self._store.create(names.ending_name(self.writer.start), note)
         except NotFound:
