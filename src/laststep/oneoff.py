@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laststep.browse import Catalog, Checkpoint, open_folder
-from laststep.catalog.decision import is_checkpoint
+from laststep.catalog.decision import is_checkpoint, read_newest
 from laststep.catalog.names import FATE_NAME, PIN_NAME, parse_folder
 from laststep.catalog.run import Run
 from laststep.checkpointer import Checkpointer
@@ -222,19 +222,31 @@ def load(
     be called `device` too: the CPU, unless that says otherwise.
     """
     target = _device(map_location, device)
+    store = open_store(path)
+
+    def load_from(checkpoint: Checkpoint, *, is_run: bool) -> object:
+        where = f"{store.url}/{checkpoint.folder}" if is_run else store.url
+        with interrupts.held(), shortage.told("load"), checkpoint.advising():
+            return _load(
+                checkpoint, into, rank, where, target,
+                is_run=is_run, allow_pickle=allow_pickle, strict=strict,
+            )  # fmt: skip
+
+    if not is_checkpoint(store):
+        catalog = _open_run(path, store)
+        if step is not None:
+            return load_from(catalog[step], is_run=True)
+        return read_newest(store, catalog.latest, lambda found: load_from(found, is_run=True))
+    if step is not None:
+        raise Usage("one checkpoint has but one step", where=store.url, remedy="leave `step` out")
     while True:
-        checkpoint, is_run = _find(path, step)
-        where = open_store(path).url + (f"/{checkpoint.folder}" if is_run else "")
+        checkpoint = open_folder(store.url)
         try:
-            with interrupts.held(), shortage.told("load"), checkpoint.advising():
-                return _load(
-                    checkpoint, into, rank, where, target,
-                    is_run=is_run, allow_pickle=allow_pickle, strict=strict,
-                )  # fmt: skip
+            return load_from(checkpoint, is_run=False)
         except (Corrupt, NotFound):
-            if is_run or not _is_replaced(checkpoint, path):
+            if not _is_replaced(checkpoint, path):
                 raise
-            log.info("%s was overwritten while it was loaded: what is there now is loaded", where)
+            log.info("%s was overwritten while it was loaded: loading it again", store.url)
 
 
 def _is_replaced(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> bool:
@@ -339,24 +351,17 @@ def _device(map_location: object, device: object) -> str:
         ) from error  # fmt: skip
 
 
-def _find(path: str | os.PathLike[str], step: int | None) -> tuple[Checkpoint, bool]:
-    """A folder's checkpoint, or that step (None: the newest) of a run; and whether it is a run."""
-    store, local = open_store(path), local_path(path)
-    full = store.url
-    if is_checkpoint(store):
-        if step is not None:
-            raise Usage("one checkpoint has but one step", where=full, remedy="leave `step` out")
-        return open_folder(full), False
+def _open_run(path: str | os.PathLike[str], store: Store) -> Catalog:
+    """Open the run at a path that is not a checkpoint's folder; `NotFound` if there is none."""
+    local = local_path(path)
     if local is not None and os.path.isfile(local):  # noqa: PTH113 (False where one may not look)
         raise _is_file(local)
     try:
-        run = Run.open(store)
+        return Catalog(Run.open(store))
     except NotFound as error:
         raise NotFound(
-            "there is neither a checkpoint nor a run", where=full, remedy=error.remedy
+            "there is neither a checkpoint nor a run", where=store.url, remedy=error.remedy
         ) from None
-    catalog = Catalog(run)
-    return catalog.latest() if step is None else catalog[step], True
 
 
 def _is_file(full: str) -> NotFound:

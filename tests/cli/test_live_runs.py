@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+import laststep as library
+from laststep.browse import Catalog
+from laststep.catalog.run import Run
 from laststep.cli import holdings, places, verifying
+from laststep.storage.directory import DirectoryStore
 from laststep.terms import MANIFEST_NAME
+from waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -112,3 +119,138 @@ def test_ls_does_not_take_a_deletion_under_way_for_a_save(
     assert f"step 400 {'is in progress' if alive else 'has no manifest: an unfinished save'}" in out
     if lock is not None:
         lock.close()
+
+
+def when_opened(
+    victim: str, replace: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Call `replace` when the data of a checkpoint are first opened."""
+    open_reader = DirectoryStore.open_reader
+
+    def open_late(store: DirectoryStore, name: str, **options: object) -> object:
+        if name.startswith(victim) and name.endswith(".safetensors"):
+            monkeypatch.setattr(DirectoryStore, "open_reader", open_reader)
+            replace()
+        return open_reader(store, name, **options)
+
+    monkeypatch.setattr(DirectoryStore, "open_reader", open_late)
+
+
+def replace_when_opened(maker, victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace() -> None:
+        maker.save(200)
+        delete(maker, victim)
+
+    when_opened(victim, replace, monkeypatch)
+
+
+@pytest.fixture
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run whose writer keeps one checkpoint, and replaces step 100 when that is opened."""
+    state = {"weight": torch.ones(4)}
+    keep = library.Keep(last=1)
+    with library.Checkpointer(tmp_path / "live", model=state, keep=keep, flush="thread") as ckpt:
+        ckpt.save(100).wait()
+        victim = tmp_path / "live" / "step-00000100.1-1"
+
+        def replace() -> None:
+            state["weight"].fill_(2)
+            ckpt.save(200)
+            wait_until(lambda: not victim.exists())
+
+        when_opened(victim.name, replace, monkeypatch)
+        yield tmp_path / "live"
+
+
+@pytest.fixture
+def replaced(maker, monkeypatch: pytest.MonkeyPatch):
+    """A run whose only checkpoint, step 100, is replaced by step 200 when it is opened."""
+    maker.save(100)
+    replace_when_opened(maker, "step-00000100.1-1", monkeypatch)
+    return maker
+
+
+def test_load_reads_the_checkpoint_that_replaced_the_newest(live: Path) -> None:
+    assert torch.equal(library.load(live)["model"]["weight"], torch.full((4,), 2.0))
+
+
+def test_show_reads_the_checkpoint_that_replaced_the_newest(replaced, laststep: Callable) -> None:
+    ended = laststep("show", replaced.path, "--json")
+    assert (ended.status, ended.json()["step"]) == (0, 200)
+
+
+def test_export_reads_the_checkpoint_that_replaced_the_newest(
+    live: Path, laststep: Callable, tmp_path: Path
+) -> None:
+    ended = laststep("export", live, tmp_path / "hf", "--format", "hf", "--json")
+    assert (ended.status, ended.json()["step"]) == (0, 200)
+
+
+def test_copy_brings_the_checkpoint_that_replaced_another(
+    replaced, laststep: Callable, tmp_path: Path
+) -> None:
+    ended = laststep("copy", replaced.path, tmp_path / "copy", "--json")
+    assert ended.status == 0
+    assert ended.json()["copied"] == ["step-00000200.1-2"]
+    assert library.open(tmp_path / "copy").steps() == [200]
+
+
+def test_verify_checks_the_checkpoint_that_replaced_the_newest(
+    replaced, laststep: Callable
+) -> None:
+    ended = laststep("verify", replaced.path, "--json")
+    document = ended.json()
+    assert ended.status == 0
+    assert [entry["step"] for entry in document["checkpoints"]] == [200]
+    assert document["deleted_meanwhile"] == ["step-00000100.1-1"]
+
+
+def test_prune_checks_the_checkpoint_that_replaced_the_newest(
+    maker, laststep: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker.save(50)
+    maker.save(100)
+    replace_when_opened(maker, "step-00000100.1-2", monkeypatch)
+    ended = laststep("prune", maker.path, "--last", 1, "--yes", "--json")
+    assert (ended.status, ended.json()["deleted"]) == (0, ["step-00000050.1-1"])
+    assert library.open(maker.path).steps() == [200]
+
+
+@pytest.mark.parametrize(
+    "command", [("show",), ("verify",), ("copy", "COPY"), ("export", "HF", "--format", "hf")]
+)
+def test_a_named_step_that_is_deleted_meanwhile_is_an_error(
+    command: tuple[str, ...], replaced, laststep: Callable, tmp_path: Path
+) -> None:
+    name, *rest = command
+    rest = [str(tmp_path / word) if word.isupper() else word for word in rest]
+    assert laststep(name, replaced.path, *rest, "--step", 100).status == 1
+
+
+def test_load_of_a_named_step_that_is_deleted_meanwhile_is_an_error(replaced) -> None:
+    with pytest.raises(library.NotFound):
+        library.load(replaced.path, step=100)
+
+
+@pytest.mark.parametrize("kept", [(), (50,)], ids=["alone", "beside_an_older_one"])
+@pytest.mark.parametrize("look", ["latest", "newest"])
+def test_a_commit_during_a_listing_is_listed(
+    look: str, kept: tuple[int, ...], maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (*kept, 100):
+        victim = maker.save(step).name
+    list_folder = DirectoryStore.list
+
+    def list_early(store: DirectoryStore, folder: str) -> object:
+        entries = list_folder(store, folder)
+        if folder == "":
+            monkeypatch.setattr(DirectoryStore, "list", list_folder)
+            maker.save(200)
+            delete(maker, victim)
+        return entries
+
+    run = Run.open(DirectoryStore(maker.path))
+    monkeypatch.setattr(DirectoryStore, "list", list_early)
+    found = Catalog(run).latest() if look == "latest" else run.newest()
+    assert found is not None
+    assert found.step == 200

@@ -11,9 +11,10 @@ data files. Any process may call any of this.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from laststep.catalog.names import FATE_NAME, AttemptName, parse_folder
 from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
@@ -22,7 +23,21 @@ from laststep.format.manifest import Abort, Commit
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from laststep.storage.store import Store
+
+_log = logging.getLogger(__name__)
+_Found = TypeVar("_Found", bound="_HasFolder")
+_Result = TypeVar("_Result")
+
+
+class _HasFolder(Protocol):
+    """A checkpoint, in whichever form it was listed."""
+
+    @property
+    def folder(self) -> str: ...
+
 
 MANIFEST_LIMIT_BYTES = 256 << 20
 """The largest manifest that a reader takes, and so that a writer makes."""
@@ -83,6 +98,24 @@ def deleted(store: Store, folder: str) -> NotFound | None:
         where=f"{store.url}/{folder}",
         remedy="`laststep ls` lists those that are there now",
     ).lacking(f"{folder}/{MANIFEST_NAME}")
+
+
+def read_newest(
+    store: Store, find: Callable[[], _Found], read: Callable[[_Found], _Result]
+) -> _Result:
+    """Read the checkpoint that `find` returns, and find another if it is deleted meanwhile.
+
+    Retention deletes a checkpoint only after a newer commit, so the next `find` returns that one.
+    Not for a step that the user named: no other checkpoint may stand in for it.
+    """
+    while True:
+        found = find()
+        try:
+            return read(found)
+        except (Corrupt, NotFound):
+            if deleted(store, found.folder) is None:
+                raise
+            _log.warning("%s was deleted while it was read: listing the run again", found.folder)
 
 
 def commit(store: Store, folder: str, decided: Commit) -> None:

@@ -22,6 +22,7 @@ from laststep.catalog import decision, lineage
 from laststep.catalog.names import (
     FATE_NAME,
     PIN_NAME,
+    RUN_NAME,
     AttemptName,
     is_copying_name,
     parse_folder,
@@ -33,7 +34,8 @@ from laststep.storage.store import StoreEntry
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from laststep.catalog.epochs import Epochs
     from laststep.storage.store import Store
@@ -42,6 +44,8 @@ _NEAREST = 6
 _VERY_MANY = 4096
 """A scan passes over the folders of ranks of a checkpoint that has more files."""
 _DATA_FILE = ".safetensors"
+_LOOKED_INTO = 100
+"""So many folders are looked into for a run that was meant."""
 _LOOKS_AT_ONCE = 16
 """In an object store, where each of them is two requests or three."""
 
@@ -198,12 +202,34 @@ class Scanner:
 
     def scan(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
         """Every attempt and what was decided about it."""
-        scanned = self._still_there(self._look_at(self.folders(), through))
+        while True:
+            folders = self.folders()
+            scanned = self._look_at(folders, through)
+            if not self.missed_commit(scanned, {name for name, _ in folders}):
+                break
+        scanned = self._still_there(scanned)
         present = {item.name for item in scanned}
         for name in tuple(self._read):
             if name not in present:
                 self._read.pop(name, None)
         return scanned
+
+    def missed_commit(
+        self, scanned: Collection[ScannedAttempt], listed: AbstractSet[AttemptName]
+    ) -> bool:
+        """Return whether the last checkpoint may be one that was committed during the scan.
+
+        Retention may then have deleted the one before it, so that the scan has seen neither.
+        `listed` are the folders that there were when the scan began.
+        """
+        last = max((item.name.point for item in scanned if item.is_committed), default=(0, 0))
+        newer = {item.name for item in scanned if item.decided is None and item.name.point > last}
+        if not newer:
+            return False
+        there = {name for name in self.names() if name.point > last}
+        return not newer <= there <= listed or any(
+            MANIFEST_NAME in self._store.file_names(name.folder) for name in newer
+        )
 
     def _look_at(
         self, folders: Sequence[tuple[AttemptName, StoreEntry]], through: ScanDepth
@@ -382,3 +408,13 @@ def nearest_steps(steps: Iterable[int], wanted: int) -> str:
     text = f"step{'s' if len(near) > 1 else ''} {', '.join(map(str, near))}"
     left = len(there) - len(near)
     return f"{text}, and {left} more" if left else text
+
+
+def remedy_for_no_run(store: Store) -> str | None:
+    """What a person probably meant who named the folder above a run; None where there is none."""
+    folders = store.folder_names("")[:_LOOKED_INTO]
+    runs = sorted(name for name in folders if RUN_NAME in store.file_names(name))
+    if not runs:
+        return None
+    more = f" (and {len(runs) - 1} more are)" if len(runs) > 1 else ""
+    return f"{store.url}/{runs[0]} is a run{more}: was that meant?"

@@ -8,7 +8,6 @@ on disk, so any thread may call any method.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import time
@@ -26,7 +25,7 @@ from laststep.catalog.epochs import (
     trainer_is_gone,
 )
 from laststep.catalog.lineage import Seen
-from laststep.catalog.listing import Listed, OpenAttempt, ScanDepth, Scanner
+from laststep.catalog.listing import Listed, OpenAttempt, ScanDepth, Scanner, remedy_for_no_run
 from laststep.catalog.names import (
     PIN_NAME,
     RUN_NAME,
@@ -47,12 +46,9 @@ if TYPE_CHECKING:
     from laststep.catalog.epochs import Trainer
     from laststep.catalog.lineage import Chain, Point
     from laststep.catalog.listing import ScannedAttempt
-    from laststep.storage.store import Lock, Store
+    from laststep.storage.store import Lock, Store, StoreEntry
 
 _log = logging.getLogger(__name__)
-
-_LOOKED_INTO = 100
-"""So many folders are looked into for a run that was meant."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,16 +57,6 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     format: int
     run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
     created_s: float
-
-
-def remedy_for_no_run(store: Store) -> str | None:
-    """What a person probably meant who named the folder above a run; None where there is none."""
-    folders = store.folder_names("")[:_LOOKED_INTO]
-    runs = sorted(name for name in folders if RUN_NAME in store.file_names(name))
-    if not runs:
-        return None
-    more = f" (and {len(runs) - 1} more are)" if len(runs) > 1 else ""
-    return f"{store.url}/{runs[0]} is a run{more}: was that meant?"
 
 
 class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,10 +182,24 @@ class Run:
         return lineage.order(known, self._chain(known, lambda _: True))
 
     def newest(self) -> Listed | None:
-        """The last of the lineage that is whole, as far as its manifest and sizes tell. Looks into
-        no more folders than it has to."""
-        folders = dict(self._scanner.folders())
-        look = functools.cache(lambda name: self._scanner.look(name, folders[name]))
+        """The last whole one of the lineage, by manifests and sizes; looks into few folders."""
+        while True:
+            folders = dict(self._scanner.folders())
+            looked: dict[AttemptName, ScannedAttempt] = {}
+            newest = self._newest_of(folders, looked)
+            if not self._scanner.missed_commit(looked.values(), folders.keys()):
+                return newest
+
+    def _newest_of(
+        self, folders: dict[AttemptName, StoreEntry], looked: dict[AttemptName, ScannedAttempt]
+    ) -> Listed | None:
+        """The same of these folders; adds those that it looks into to `looked`."""
+
+        def look(name: AttemptName) -> ScannedAttempt:
+            if name not in looked:
+                looked[name] = self._scanner.look(name, folders[name])
+            return looked[name]
+
         chain = self._chain(folders, lambda name: look(name).is_committed)
         for name in reversed(lineage.order(folders, chain)):
             attempt = look(name)

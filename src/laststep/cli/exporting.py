@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from laststep.adapters.export.hf import Choices
+    from laststep.browse import Checkpoint
 
 _MODEL = "model"
 _SHARD = "5GB"
@@ -93,23 +94,25 @@ def export(  # noqa: PLR0913 (one parameter for each option)
         raise typer.BadParameter(
             "--shard-bytes, --dtype, --rename and --keep-tied belong to --format hf"
         )
-    place = places.resolve(path, step)
-    check_absent(target)
-    opened = open_folder(f"{place.store.url}/{place.folder}")
-    with _ended_by_signals(), opened.of_rank(rank or 0) as checkpoint:
-        if format_ == "hf":
-            from laststep.adapters.export.hf import export_hf
 
-            items = [item or _MODEL]
-            choices = _choices(
-                shard_bytes or _SHARD, dtype or (), rename or (), keep_tied=keep_tied
-            )
-            exported = export_hf(checkpoint, target, item=items[0], choices=choices)
-        else:
+    def write(place: places.CheckpointPath) -> tuple[Checkpoint, list[str], Exported]:
+        check_absent(target)
+        opened = open_folder(f"{place.store.url}/{place.folder}")
+        with _ended_by_signals(), opened.of_rank(rank or 0) as checkpoint:
+            if format_ == "hf":
+                from laststep.adapters.export.hf import export_hf
+
+                name = item or _MODEL
+                choices = _choices(
+                    shard_bytes or _SHARD, dtype or (), rename or (), keep_tied=keep_tied
+                )
+                return checkpoint, [name], export_hf(checkpoint, target, item=name, choices=choices)
             from laststep.adapters.export.dcp import export_dcp
 
             items = checkpoint.items() if item is None else [item]
-            exported = export_dcp(checkpoint, target, items=items)
+            return checkpoint, items, export_dcp(checkpoint, target, items=items)
+
+    checkpoint, items, exported = places.read(path, step, write)
     own = [name for name in checkpoint.per_rank() if name in items]
     if as_json:
         facts = output.fields(checkpoint, "step", "folder")

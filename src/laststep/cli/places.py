@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from laststep.catalog import decision
-from laststep.catalog.listing import nearest_steps
+from laststep.catalog.listing import nearest_steps, remedy_for_no_run
 from laststep.catalog.names import EPOCHS_FOLDER, RUN_NAME, parse_folder
-from laststep.catalog.run import Run, remedy_for_no_run
+from laststep.catalog.run import Run
 from laststep.cli import output
 from laststep.errors import NotFound
 from laststep.storage.registry import local_path, open_parent, open_store
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from laststep.catalog.listing import Listed, OpenAttempt
     from laststep.storage.store import Store
@@ -34,6 +34,8 @@ RunOrCheckpoint = Annotated[
         show_default=False,
     ),
 ]
+_Result = TypeVar("_Result")
+
 StepOption = Annotated[
     int | None, typer.Option("--step", metavar="N", help="Which step.", min=0, show_default=False)
 ]
@@ -119,6 +121,17 @@ def _choose(
             remedy="`laststep ls` lists them",
         )
     return choice[-1]
+
+
+def read(path: str, step: int | None, use: Callable[[CheckpointPath], _Result]) -> _Result:
+    """Call `use` with the one checkpoint that a path and a step mean.
+
+    If that is the newest of a run and it is deleted meanwhile, call `use` again with the new
+    newest. So `use` may print only after it has read everything.
+    """
+    if step is not None or is_checkpoint(path):
+        return use(resolve(path, step))
+    return decision.read_newest(open_run(path).store, lambda: resolve(path, None), use)
 
 
 def resolve(path: str, step: int | None) -> CheckpointPath:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from laststep.catalog import cleaning
+from laststep.catalog import cleaning, decision
 from laststep.catalog.cleaning import RemovalReason
 from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
@@ -22,6 +22,7 @@ from laststep.errors import Corrupt
 from laststep.read.verify import verify_checkpoint
 
 if TYPE_CHECKING:
+    from laststep.catalog.listing import Listed
     from laststep.catalog.prune import PrunePlan
     from laststep.catalog.retention import Verdict
     from laststep.catalog.run import Run
@@ -140,11 +141,19 @@ def _print(run: str, plan: PrunePlan, sharing: Sharing) -> None:
 def _check_what_stays(run: Run) -> None:
     """Before anything goes, the newest checkpoint, which stays, is read through: it may be damaged,
     and an older one that is about to go the only good one."""
-    newest = run.newest()
-    if newest is None:
-        raise Corrupt("no checkpoint of this run is whole", where=run.store.url,
-                      remedy="`laststep verify` lists all damage; nothing was deleted")  # fmt: skip
-    report = verify_checkpoint(run.store, newest.folder)
+
+    def find() -> Listed:
+        found = run.newest()
+        if found is None:
+            raise Corrupt(
+                "no checkpoint of this run is whole", where=run.store.url,
+                remedy="`laststep verify` lists all damage; nothing was deleted",
+            )  # fmt: skip
+        return found
+
+    newest, report = decision.read_newest(
+        run.store, find, lambda found: (found, verify_checkpoint(run.store, found.folder))
+    )
     if report.damage:
         count = output.count_text(len(report.damage), "place")
         raise Corrupt(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from laststep.catalog.sharing import Sharing
     from laststep.cli.holdings import ShownFile, ShownTensor
-    from laststep.format.manifest import Commit
+    from laststep.format.manifest import Commit, FileRecord
     from laststep.read.files import Opened
 
 _SHOWN = 20
@@ -71,10 +71,7 @@ def show(
 
     The newest of a run, or that of --step.
     """
-    place = places.resolve(path, step)
-    commit = _commit(place)
-    records = files_of(place.store, place.folder, commit)
-    files = holdings.read_files(place.store, place.folder, records)
+    place, commit, records, files = places.read(path, step, _read)
     shown = holdings.shown_files(records, files)
     sharing = sharing_of(place.store, place.among)
     if as_json:
@@ -90,6 +87,14 @@ def show(
     if lost:
         count = output.count_text(lost, "file has", "files have")
         console.print(f"{count} no readable header: what lies only there is not listed")
+
+
+def _read(
+    place: places.CheckpointPath,
+) -> tuple[places.CheckpointPath, Commit, Sequence[FileRecord], list[Opened]]:
+    commit = _commit(place)
+    records = files_of(place.store, place.folder, commit)
+    return place, commit, records, holdings.read_files(place.store, place.folder, records)
 
 
 def _commit(place: places.CheckpointPath) -> Commit:

@@ -50,7 +50,9 @@ def verify(
     wanted = _one(path, step) if named else _all(path)
     reports: list[tuple[places.CheckpointPath, VerifyReport]] = []
     deleted: list[str] = []
-    for place in wanted.places:
+    pending = list(wanted.places)
+    while pending:
+        place = pending.pop(0)
         try:
             with output.bar(place.folder) as show:
                 report = verify_checkpoint(
@@ -62,6 +64,10 @@ def verify(
             deleted.append(place.folder)
             if not as_json:
                 output.console().print(f"{place.folder}: deleted meanwhile")
+            if not pending:  # a newer commit made retention delete it: check that one too
+                wanted = _all(path)
+                known = {*deleted, *(checked.folder for checked, _ in reports)}
+                pending = [found for found in wanted.places if found.folder not in known]
             continue
         reports.append((place, report))
         if not as_json:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laststep.catalog.decision import is_checkpoint
+from laststep.catalog.listing import remedy_for_no_run
 from laststep.catalog.names import EPOCHS_FOLDER
-from laststep.catalog.run import Run, remedy_for_no_run
+from laststep.catalog.run import Run
 from laststep.errors import LaststepError, NotFound, StorageFailed, Usage
 from laststep.storage.directory import TEMPORARY
 from laststep.storage.registry import local_path, open_parent

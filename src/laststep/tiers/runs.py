@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from laststep.catalog import decision, names
-from laststep.catalog.listing import Listed, nearest_steps
-from laststep.catalog.run import Run, remedy_for_no_run
+from laststep.catalog.listing import Listed, nearest_steps, remedy_for_no_run
+from laststep.catalog.run import Run
 from laststep.errors import Corrupt, NotFound, Usage
 from laststep.plan.excerpts import left_out_of
 from laststep.storage.registry import open_parent, open_store
@@ -64,6 +64,8 @@ class CopyPlan:
     there: frozenset[str]
     items: tuple[str, ...] | None = None
     """Which items of them; None: all."""
+    is_named: bool = False
+    """Whether the caller named one checkpoint: if it is deleted, no other is copied instead."""
 
     @property
     def size_bytes(self) -> int:
@@ -85,12 +87,19 @@ class CopyPlan:
     ) -> CopyReport:
         """Copy them. `watch` is entered for each checkpoint when its turn comes, and gives what is
         told of its bytes; `ended` is told what became of it. An error that is not of one checkpoint
-        alone ends it: what was copied by then stays, and the next copy goes on from there."""
+        alone ends it: what was copied by then stays, and the next copy goes on from there.
+
+        If any of them is deleted meanwhile, the run is listed again: retention deletes only after a
+        newer commit, which is then copied too. `NotFound` if that one was named."""
         doing = _Doing(self, threads, pacing or Pacing())
-        for item in self.checkpoints:
-            with watch(item) as progress:
-                fate = doing.one(item, progress)
-            ended(item, fate)
+        pending = self.checkpoints
+        while pending:
+            fates = []
+            for item in pending:
+                with watch(item) as progress:
+                    fates.append(doing.one(item, progress))
+                ended(item, fates[-1])
+            pending = doing.missed() if "deleted" in fates else ()
         Run(self.target, None).clean()  # nobody may ever save there, and do it
         return doing.report()
 
@@ -100,6 +109,8 @@ class _Doing:
 
     def __init__(self, plan: CopyPlan, threads: int, pacing: Pacing) -> None:
         self._source = plan.source
+        self._run = Run(plan.source, None)
+        self._plan = plan
         self._progress: Progress | None = None
         self._copier = Copier(
             CopyRoute(
@@ -119,7 +130,7 @@ class _Doing:
                 raise item.error
             fate = self._copier.copy(item.folder)
         except NotFound:
-            if decision.deleted(self._source, item.folder) is None:
+            if self._plan.is_named or decision.deleted(self._source, item.folder) is None:
                 raise
             fate = "deleted"
         except Corrupt as error:
@@ -128,6 +139,13 @@ class _Doing:
             self._moved += fate
         self._fates[item.folder] = fate
         return fate
+
+    def missed(self) -> tuple[Listed, ...]:
+        """List the checkpoints of the run that were committed since the last listing."""
+        listed = _chosen(self._run, self._run.checkpoints(), None, None)
+        new = tuple(item for item in listed if item.folder not in self._fates)
+        _check_items(new, self._plan.items)
+        return new
 
     def report(self) -> CopyReport:
         fates = self._fates.items()
@@ -173,9 +191,7 @@ def plan_copy(
     _check_place(place)
     listed = run.checkpoints()
     chosen = _chosen(run, listed, step, folder)
-    for item in chosen:
-        if items is not None and item.commit is not None:
-            left_out_of(item.commit, items)
+    _check_items(chosen, items)
     copier = Copier(CopyRoute(source=store, target=place), items)
     there = set()
     for item in chosen:
@@ -185,7 +201,15 @@ def plan_copy(
     return CopyPlan(
         source=store, target=place, checkpoints=chosen, there=frozenset(there),
         items=None if items is None else tuple(items),
+        is_named=step is not None or folder is not None,
     )  # fmt: skip
+
+
+def _check_items(listed: Sequence[Listed], items: Sequence[str] | None) -> None:
+    """Raise `NotFound` if a checkpoint lacks one of the items that are to be copied."""
+    for item in listed:
+        if items is not None and item.commit is not None:
+            left_out_of(item.commit, items)
 
 
 def _check_place(place: Store) -> None:
