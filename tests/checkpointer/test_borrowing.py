@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "format"))
 import second_reader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 BLOCK = BLOCK_BYTES // 4
 """Elements of a block."""
@@ -119,6 +119,41 @@ def test_a_file_that_is_changed_throughout_is_written_whole(training: Training) 
         training.save(step)
         assert not list(training.folder(step).glob("model~*"))
         assert (training.folder(step) / "model.safetensors").stat().st_nlink == 1
+    training.check()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [range(13)],
+        [range(10)],
+        [range(3, 6)],
+        [range(5), range(4)],  # the first change leaves a file of which one block in five is used
+        [range(5), range(5, 12), range(1, 11)],
+        [(), range(13)],
+    ],
+    ids=["all", "most", "few", "sparse_file", "three_files", "all_after_none"],
+)
+def test_a_save_of_nothing_new_writes_little_right_after_a_change(
+    training: Training, changes: list[Iterable[int]]
+) -> None:
+    training.save(0)
+    for step, blocks in enumerate(changes, 1):
+        training.change(*blocks)
+        training.save(step)
+    for step in (11, 12):
+        assert training.save(step) < BLOCK_BYTES / 2  # the small item, which did change
+    training.check()
+
+
+def test_a_file_that_changes_throughout_after_a_quiet_save_stands_alone(
+    training: Training,
+) -> None:
+    training.save(0)
+    training.save(1)
+    training.model["w"] += 1
+    training.save(2)
+    assert not list(training.folder(2).glob("model~*"))
     training.check()
 
 

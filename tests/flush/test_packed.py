@@ -169,7 +169,7 @@ def test_what_a_save_lends_is_what_is_found_on_the_disk(
         [mine], [found] = history.lenders.values(), lending.of_checkpoint(
             history.store, history.folder, [NAME]
         ).values()  # fmt: skip
-        assert msgspec.structs.replace(mine, changed=None) == found
+        assert msgspec.structs.replace(mine, changed_blocks=None, overdue=False) == found
         names = {path.name for path in (tmp_path / history.folder).iterdir()}
         assert names == {"manifest.json"} | {record.name for record in history.records}
         many += len(history.records) > 2
@@ -235,7 +235,7 @@ def test_what_is_gone_is_not_borrowed_of_but_written_encoded(tmp_path: Path) -> 
     with pytest.raises(CannotBorrow):
         PackedImage(
             history.store, lambda *_: pytest.fail("nothing is written"), history.folder,
-            history.plan, before=history.lenders[NAME], borrows=True, coder=None,
+            history.plan, before=history.lenders[NAME], retired=frozenset(), coder=None,
         )  # fmt: skip
     changed_data = b"\1" + data[1:]
     history.save(changed_data)
@@ -256,7 +256,7 @@ def test_an_image_that_borrows_nothing_after_all_stands_alone(tmp_path: Path, tr
     assert names == {NAME, "manifest.json"}
     assert history.read() == (data, tree)
     assert history.lenders == {
-        name: msgspec.structs.replace(one, changed=1.0)
+        name: msgspec.structs.replace(one, changed_blocks=frozenset(range(len(one.places))))
         for name, one in lending.of_checkpoint(history.store, history.folder, [NAME]).items()
     }
     data = b"\1" + data[1:]

@@ -80,12 +80,14 @@ class WholeImage:
         plan, sums = self._plan, bytes(self._sums)
         blocks = len(sums) // DIGEST_BYTES
         own = LentFile(self._folder, self._record, blocks)
-        same = self._before.same(0, sums) if self._before is not None else []
+        same = None if self._before is None else self._before.same(0, sums)
         return Lender(
             item=plan.item, entries=plan.entries, parts=plan.parts, digests=sums,
             places=tuple(BlockPlace(0, number) for number in range(blocks)),
             files=(own,), top=0, objects={entry.name: entry for entry in self._entries},
-            changed=same.count(False) / len(same) if same else None,
+            changed_blocks=None
+            if same is None
+            else frozenset(number for number, known in enumerate(same) if not known),
         )  # fmt: skip
 
     def close(self) -> None:

@@ -103,13 +103,24 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
     """Which of them is the file of the checkpoint itself: the only one, or that which borrows."""
     objects: dict[str, ObjectEntry]
     """By name; they lie in the file of that number."""
-    changed: float | None = None
-    """The share of its blocks that had changed when it was written; None where nobody knows."""
+    changed_blocks: frozenset[int] | None = None
+    """The blocks that had changed when it was written; None where nobody knows."""
+    overdue: bool = False
+    """Whether blocks changed in a save that put compaction off: the next one may not, or the files
+    would grow without bound."""
     anchors: dict[int, Anchor] = {}
     """Of the blocks that are coded against another: that one."""
     derived: frozenset[int] = frozenset()
     """The blocks that follow from other files of that checkpoint, and are not stored: another one
     says anew whether they do."""
+
+    @property
+    def changed(self) -> float | None:
+        """The share of its stored blocks that had changed when it was written, where known."""
+        if self.changed_blocks is None:
+            return None
+        stored = len(self.places) - len(self.derived)
+        return len(self.changed_blocks - self.derived) / max(stored, 1)
 
     def anchor(self, number: int) -> Anchor:
         """What a block of the image is, or is coded against."""
@@ -122,12 +133,20 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the tensors of a planned file lie just as in this one."""
         return (self.item, self.entries, self.parts) == (plan.item, plan.entries, plan.parts)
 
-    def lends(self) -> bool:
-        """Whether another save may borrow of it."""
+    def lends(self, retired: frozenset[int]) -> bool:
+        """Whether another save may borrow of it, though not of the files that are retired."""
         return (
             self.files[0].record.size_bytes >= LEAST_BYTES
             and (not self.derived or len(self.derived) < len(self.places))
-            and 0 not in self.retired()
+            and 0 not in retired
+        )
+
+    def shared_too_often(self) -> frozenset[int]:
+        """The files that even a save of nothing new may not share any more."""
+        return frozenset(
+            number
+            for number, file in enumerate(self.files)
+            if file.record.sharers + 1 > MAX_SHARERS
         )
 
     def retired(self) -> frozenset[int]:
@@ -136,11 +155,8 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
         stored = (p for number, p in enumerate(self.places) if number not in self.derived)
         for place in (*stored, *(anchor.place for anchor in self.anchors.values())):
             live[place.file] += 1
-        out = {
-            number
-            for number, file in enumerate(self.files)
-            if file.record.sharers + 1 > MAX_SHARERS or live[number] < LEAST_LIVE * file.blocks
-        }
+        out = set(self.shared_too_often())
+        out.update(n for n, file in enumerate(self.files) if live[n] < LEAST_LIVE * file.blocks)
         left = sorted(set(range(1, len(self.files))) - out, key=lambda number: live[number])
         too_many = len(self.files) - len(out) + 1 - MAX_FILES
         out.update(left[: max(too_many, 0)])
@@ -160,6 +176,27 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
                 break
             out.add(used.pop(0))
         return frozenset(out)
+
+    def likely_change(self, first: int, same: Sequence[bool]) -> float:
+        """Estimate the share of the image that has changed, by some of its blocks, from `first` on.
+
+        What changed the last time is taken to change again, unless these blocks show that it does
+        not. After a save of nothing new, these blocks are all that is known.
+        """
+        here = dict(enumerate(same, first))
+        if not self.changed:
+            stored = [known for number, known in here.items() if number not in self.derived]
+            return stored.count(False) / max(len(stored), 1)
+        recent = self.changed_blocks or frozenset()
+        again = [known for number, known in here.items() if number in recent]
+        return self.changed * (again.count(False) / len(again) if again else 1.0)
+
+    def seems_same(self, first: int, same: Sequence[bool]) -> bool:
+        """Whether nothing seems to have changed, by some blocks of the image, from `first` on."""
+        recent = self.changed_blocks or frozenset()
+        return all(same) and (
+            not self.overdue or not recent.isdisjoint(range(first, first + len(same)))
+        )
 
     def has(self, objects: Sequence[tuple[str, bytes]]) -> bool:
         """Whether it has just these objects."""

@@ -53,21 +53,22 @@ class PackedImage:
         plan: FileBegin,
         *,
         before: Lender | None,
-        borrows: bool,
+        retired: frozenset[int] | None,
         coder: BlockCoder | None,
         lossy: dict[str, str] | None = None,
         derived: DerivedFile | None = None,
     ) -> None:
-        """`before` is a file of the same image, to tell what has changed, and to borrow of where it
-        lends. Who does not borrow needs a coder; `derived` is what that coder may leave out."""
+        """`before` is a file of the same image, to tell what has changed, and to borrow of, but not
+        of the files that are `retired`; None: of none. Who does not borrow needs a coder; `derived`
+        is what that coder may leave out."""
         self._store = store
         self._folder = folder
         self._plan = plan
         self._lossy = lossy or {}
         self._compared = before
         self._derived = derived
-        self._before = before if before is not None and borrows else _nothing(plan)
-        self._retired = self._before.retired()
+        self._before = before if before is not None and retired is not None else _nothing(plan)
+        self._retired = retired or frozenset()
         self._links: dict[int, FileRecord] = {}
         try:  # once this is done, nobody can take away what is borrowed of
             for number, file in enumerate(self._before.files):
@@ -264,20 +265,14 @@ class PackedImage:
                 anchors[number] = Anchor(moved(anchor.place), anchor.digest)
         return msgspec.structs.replace(
             before, digests=bytes(self._sums), places=tuple(places), anchors=anchors,
-            files=(*files, own), top=last, changed=self._share(), derived=derived,
+            files=(*files, own), top=last, derived=derived,
+            changed_blocks=None if self._compared is None else frozenset(self._changed),
+            overdue=bool(self._changed and before.files and before.retired() - self._retired),
             objects={
                 entry.name: msgspec.structs.replace(entry, file=(entry.file or last + 1) - 1)
                 for entry in header.objects
             },
         )  # fmt: skip
-
-    def _share(self) -> float | None:
-        """How much has changed, of what is stored at all."""
-        if self._compared is None:
-            return None
-        derived = self._left_out()
-        stored = len(self._compared.places) - len(derived)
-        return len(self._changed - derived) / max(stored, 1)
 
     def _left_out(self) -> frozenset[int]:
         """The blocks that follow from others."""
@@ -303,7 +298,7 @@ class PackedImage:
             LentFile(folder, records[number], file.blocks)
             for number, file in enumerate(before.files)
         )
-        self._lender = msgspec.structs.replace(before, files=files, changed=self._share())
+        self._lender = msgspec.structs.replace(before, files=files, changed_blocks=frozenset())
         return (record, *(self._links[n] for n in sorted(self._links)))
 
     def lender(self) -> Lender:

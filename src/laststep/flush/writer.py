@@ -124,8 +124,9 @@ class SaveFlush:
         )
 
     def _lends(self, file: _File) -> bool:
-        """Whether something may be borrowed for it."""
-        return file.before is not None and self._roomy and file.before.lends()
+        """Whether something may be borrowed for it, if only where nothing has changed."""
+        before = file.before
+        return before is not None and self._roomy and before.lends(before.shared_too_often())
 
     def _is_roomy(self) -> bool:
         """Whether there is room to write everything anew another time, after this save. What is
@@ -217,7 +218,7 @@ class SaveFlush:
             try:
                 if same_bytes < (1 - MOST_CHANGED) * file.plan.tensor_bytes or self.error:
                     continue
-                image = self._image(file)
+                image = self._image(file, is_same=same_bytes == file.plan.tensor_bytes)
             except LaststepError as error:
                 self.fail(error)
                 continue
@@ -234,10 +235,17 @@ class SaveFlush:
         return tuple(granted)
 
     def _image(
-        self, file: _File, start: int = 0, data: memoryview = _NOTHING, sums: bytes = b""
+        self,
+        file: _File,
+        start: int = 0,
+        data: memoryview = _NOTHING,
+        sums: bytes = b"",
+        *,
+        is_same: bool = False,
     ) -> WrittenImage:
         """How a file is written, by the first bytes of it that come: whole where much of it has
-        changed the last time or, where nobody knows, in these; and where nobody can lend."""
+        changed the last time or, where nobody knows, in these; and where nobody can lend.
+        `is_same`: none of it has changed."""
         with file.choosing:
             if file.image is None:
                 plan, before = file.plan, file.before
@@ -251,37 +259,48 @@ class SaveFlush:
                 if derived is not None and not derived.is_refuted(start, data):
                     file.deriving = DerivingCoder(derived, inner)
                 coder = file.deriving or inner
-                if self._lends(file) and (
-                    self._changed(file, start, sums) <= MOST_CHANGED
-                    or (inner is not None and inner.has_anchors)
-                ):
+                has_anchors = inner is not None and inner.has_anchors
+                retired = self._retired(file, start, sums, is_same=is_same, has_anchors=has_anchors)
+                if retired is not None:
                     with contextlib.suppress(CannotBorrow):
-                        file.image = self._packed(file, coder, borrows=True)
+                        file.image = self._packed(file, coder, retired)
                 if file.image is None and coder is not None:
                     with contextlib.suppress(CannotBorrow):
-                        file.image = self._packed(file, coder, borrows=False)
+                        file.image = self._packed(file, coder, None)
                 if file.image is None:
                     file.image = WholeImage(self._open, self.folder, plan, before)
             return file.image
 
-    def _packed(self, file: _File, coder: BlockCoder | None, *, borrows: bool) -> PackedImage:
+    def _packed(
+        self, file: _File, coder: BlockCoder | None, retired: frozenset[int] | None
+    ) -> PackedImage:
         return PackedImage(
-            self._store, self._open, self.folder, file.plan, before=file.before, borrows=borrows,
+            self._store, self._open, self.folder, file.plan, before=file.before, retired=retired,
             coder=coder, lossy=None if file.rounding is None else file.rounding.names,
             derived=None if file.deriving is None else file.deriving.derived,
         )  # fmt: skip
 
-    def _changed(self, file: _File, start: int, sums: bytes) -> float:
-        """The share of an image that has changed, as far as can be told."""
-        assert file.before is not None  # noqa: S101 (somebody lends)
-        if not sums:
-            return 0.0  # somebody knows better
-        if file.before.changed is not None:
-            return file.before.changed
+    def _retired(
+        self, file: _File, start: int, sums: bytes, *, is_same: bool, has_anchors: bool
+    ) -> frozenset[int] | None:
+        """The files of the last checkpoint that are not borrowed of; None: none of them is.
+
+        Compaction is put off while nothing seems to have changed: a save of nothing new right after
+        one that left files sparsely used would otherwise write blocks again. It is not put off a
+        second time if something did change after all.
+        """
+        before = file.before
+        if before is None or not self._lends(file):
+            return None
         first = start // BLOCK_BYTES
-        same = enumerate(file.before.same(first, sums), first)
-        stored = [known for number, known in same if number not in file.before.derived]
-        return stored.count(False) / max(len(stored), 1)
+        same = before.same(first, sums)
+        likely = before.likely_change(first, same) if sums else 0.0
+        seems_same = likely <= MOST_CHANGED and bool(sums) and before.seems_same(first, same)
+        if is_same or seems_same:
+            return before.shared_too_often()
+        retired = before.retired()
+        borrows = likely <= MOST_CHANGED or has_anchors
+        return retired if borrows and before.lends(retired) else None
 
     def finish(self, objects: tuple[tuple[int, str, bytes], ...]) -> tuple[FileRecord, ...]:
         """Append objects, write headers, make every file and the folder durable; all chunks MUST
