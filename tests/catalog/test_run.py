@@ -71,9 +71,11 @@ def test_folders_copied_by_hand_open_by_step_and_can_be_continued(
     for folder in (tmp_path / "run").glob("step-*"):
         subprocess.run(["cp", "-r", str(folder), str(copy)], check=True)
     copied = Run.open(DirectoryStore(copy))
-    assert copied.id == ""
+    known = copied.lineage()[0].commit.run
+    assert copied.id == known
     assert _steps(copied) == [10, 20, 30]
     copied = Run.open_or_create(DirectoryStore(copy))
+    assert copied.id == known
     number = copied.claim_epoch((1, 2))
     assert number == 2
     assert _steps(copied) == [10, 20, 30]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import threading
@@ -145,6 +146,54 @@ def test_a_step_comes_back_though_home_has_gone_on_without_the_tier(job: Job) ->
         job.save(ckpt, 4)
     assert 2 not in steps(job.home)
     assert job.back(at=2) == 2
+
+
+# The home has lost the record of the run
+
+
+def id_at(place: Path) -> str:
+    return json.loads((place / "run.json").read_text())["run"]
+
+
+def test_a_home_without_run_json_reads_its_newest_checkpoint_at_the_tier(job: Job) -> None:
+    job.start(1, 2, 3)
+    known = id_at(job.home)
+    shutil.rmtree(job.newest(job.home))
+    (job.home / "run.json").unlink()
+    assert job.back() == 3
+    job.start(4)
+    assert steps(job.far)[-2:] == [3, 4]
+    assert id_at(job.home) == id_at(job.far) == known
+
+
+def test_a_home_without_run_json_keeps_its_id_when_no_tier_is_asked(job: Job) -> None:
+    job.start(1)
+    known = id_at(job.home)
+    (job.home / "run.json").unlink()
+    with job.open(job.home) as ckpt:
+        assert ckpt.restore().step == 1
+        job.save(ckpt, 2)
+    assert id_at(job.home) == known
+    job.start(3)
+    assert steps(job.far)[-1] == 3
+
+
+def test_a_tier_without_run_json_takes_new_checkpoints(job: Job) -> None:
+    job.start(1)
+    (job.far / "run.json").unlink()
+    job.start(2)
+    assert steps(job.far) == [1, 2]
+    assert id_at(job.far) == id_at(job.home)
+
+
+def test_a_home_without_run_json_reads_nothing_at_a_tier_of_another_run(job: Job) -> None:
+    other = Job(job.far.parent / "other")
+    other.start(7)
+    job.start(1)
+    shutil.rmtree(job.far)
+    shutil.copytree(other.home, job.far)
+    (job.home / "run.json").unlink()
+    assert job.back() == 1
 
 
 # Where nothing can be said

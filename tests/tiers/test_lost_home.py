@@ -58,6 +58,19 @@ def test_it_is_stored_though_nothing_is_saved_after_it(base: Path, run_folder: P
     assert laststep.open(run_folder).steps() == [5]
 
 
+def test_memory_counts_in_a_home_that_has_lost_run_json_and_the_newest_checkpoint(
+    base: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    shutil.move(tmp_path / "lost", run_folder)
+    shutil.rmtree(next(run_folder.glob("step-00000005.*")))
+    (run_folder / "run.json").unlink()
+    state = torch.zeros(5 * MB)
+    with job(base, run_folder, state) as ckpt:
+        assert ckpt.restore().step == 5
+    assert bool((state == 5).all())
+    assert laststep.open(run_folder).steps() == [4, 5]
+
+
 def test_a_start_that_does_not_restore_begins_a_run_of_its_own(
     base: Path, run_folder: Path
 ) -> None:

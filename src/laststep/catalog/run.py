@@ -11,19 +11,19 @@ import contextlib
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog import cleaning, decision, lineage, listing
+from laststep.catalog import cleaning, decision, identity, lineage, listing
 from laststep.catalog.epochs import (
-    RECORD_LIMIT_BYTES,
     EpochRecord,
     Epochs,
     shares_pids,
     this_writer,
     trainer_is_gone,
 )
+from laststep.catalog.identity import RunRecord
 from laststep.catalog.lineage import Seen
 from laststep.catalog.listing import Listed, OpenAttempt, ScanDepth, Scanner, remedy_for_no_run
 from laststep.catalog.names import (
@@ -36,7 +36,6 @@ from laststep.catalog.names import (
 )
 from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
 from laststep.format.manifest import Abort, Commit
-from laststep.format.versions import Versioned, refuse_later
 from laststep.terms import FIRST_FORMAT
 
 if TYPE_CHECKING:
@@ -49,14 +48,6 @@ if TYPE_CHECKING:
     from laststep.storage.store import Lock, Store, StoreEntry
 
 _log = logging.getLogger(__name__)
-
-
-class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of `run.json`, by which a run is known."""
-
-    format: int
-    run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-    created_s: float
 
 
 class LiveWriter(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +76,7 @@ class Run:
     @classmethod
     def open(cls, store: Store) -> Run:
         """An existing run; `NotFound` where there is neither a record nor any checkpoint."""
-        record = _read_record(store)
+        record = identity.read_record(store)
         run = cls(store, record)
         if record is None and not run._scanner.names():
             raise NotFound(
@@ -99,20 +90,23 @@ class Run:
     @classmethod
     def open_or_create(cls, store: Store) -> Run:
         """The run, which is made where there is none."""
-        record = _read_record(store)
+        record = identity.read_record(store)
         if record is None:
-            fresh = RunRecord(format=FIRST_FORMAT, run=os.urandom(16).hex(), created_s=time.time())
+            # Replicas refuse checkpoints of a run with another id, so a lost run.json must not
+            # give the run a new one.
+            known = identity.id_in_manifests(store) or os.urandom(16).hex()
+            fresh = RunRecord(format=FIRST_FORMAT, run=known, created_s=time.time())
             try:
                 store.create(RUN_NAME, msgspec.json.encode(fresh))
                 record = fresh
             except Exists:
-                record = _read_record(store)
+                record = identity.read_record(store)
         return cls(store, record)
 
     @property
     def id(self) -> str:
-        """The random id of the run; "" for folders that were copied without their record."""
-        return "" if self.record is None else self.record.run
+        """The random id of the run; "" if neither `run.json` nor a manifest tells it."""
+        return identity.id_in_manifests(self.store) if self.record is None else self.record.run
 
     # What there is
 
@@ -460,36 +454,6 @@ def _is_committed(store: Store, name: AttemptName) -> bool:
         raise
     except LaststepError:
         return True
-
-
-def _read_record(store: Store) -> RunRecord | None:
-    where = f"{store.url}/{RUN_NAME}"
-    try:
-        data = store.read(RUN_NAME, limit_bytes=RECORD_LIMIT_BYTES)
-    except NotFound:
-        return None
-    try:
-        said = msgspec.json.decode(data, type=Versioned)
-        refuse_later(
-            said.format, what="run", where=where, writer=said.laststep, latest=FIRST_FORMAT
-        )
-        record = msgspec.json.decode(data, type=RunRecord)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        found = "other content, which laststep did not write" if data else "an empty file"
-        raise _bad_record(where, found) from error
-    if record.format != FIRST_FORMAT:
-        raise _bad_record(where, f"format {record.format}")
-    return record
-
-
-def _bad_record(where: str, found: str) -> LaststepError:
-    return Corrupt(
-        "the record of the run is damaged",
-        where=where,
-        expected="a format, a run id and a time",
-        found=found,
-        remedy="move the file away: the checkpoints open without it",
-    )
 
 
 def _check_folder(folder: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from laststep.catalog import epochs, names
+from laststep.catalog import epochs, identity, names
 from laststep.catalog.epochs import RECORD_LIMIT_BYTES, Epochs
 from laststep.catalog.listing import Scanner
 from laststep.errors import Exists, NotFound, Usage
@@ -32,6 +32,9 @@ class Records:
         self._may_be_ahead = may_be_ahead
         self._same: set[str] = set()
         """Names whose bytes are the same in both places; records never change."""
+        self._is_same_run = False
+        self._has_record = False
+        """Whether the target is known to have the record of the run."""
 
     def bring(self, epoch: int | None) -> None:
         """Bring the record of the run, and those of all epochs up to this one, or of all, with the
@@ -57,10 +60,7 @@ class Records:
         """`Usage` where an epoch of the target is not one of the source, or is another; or the run
         is. Of the epochs that both have the newest is compared: each is of one start, so whoever
         had gone on by itself before would have another one here."""
-        if names.RUN_NAME not in self._same and all(
-            names.RUN_NAME in store.file_names("") for store in (self._source, self._target)
-        ):
-            self._bring(names.RUN_NAME)
+        self._check_run()
         here, there = (frozenset(Epochs(store).numbers()) for store in (self._source, self._target))
         wrong = [] if self._may_be_ahead else sorted(there - here)
         wrong += [
@@ -73,19 +73,38 @@ class Records:
 
     def bring_run(self) -> None:
         """Bring the record of the run."""
+        self._check_run()
+        if self._has_record:
+            return
+        has_record = names.RUN_NAME in self._target.file_names("")
         try:
-            self._bring(names.RUN_NAME)
+            data = self._source.read(names.RUN_NAME, limit_bytes=RECORD_LIMIT_BYTES)
         except NotFound:  # folders without a record are a run too
-            if names.RUN_NAME in self._target.file_names(""):
+            if has_record and not self._is_same_run:
                 raise self._other("that one has a record, this one has none") from None
+            return
+        if not has_record and Scanner(self._target).names() and not self._is_same_run:
+            raise self._other("folders of checkpoints without a record")
+        # Also where `has_record`: that record may be in shared memory, and not stored yet.
+        with contextlib.suppress(Exists):
+            self._target.create(names.RUN_NAME, data)
+        self._check_run()
+        self._has_record = True
+
+    def _check_run(self) -> None:
+        """Raise `Usage` if the two places have different run ids. Either may have lost `run.json`;
+        its manifests then tell the id."""
+        if self._is_same_run:
+            return
+        expected, found = (identity.run_id(store) for store in (self._source, self._target))
+        if expected and found and expected != found:
+            raise self._other(f"run {found} instead of {expected}")
+        self._is_same_run = bool(expected) and expected == found
 
     def _bring(self, name: str) -> None:
         if name in self._same:
             return
         data = self._source.read(name, limit_bytes=RECORD_LIMIT_BYTES)
-        is_new = name == names.RUN_NAME and name not in self._target.file_names("")
-        if is_new and Scanner(self._target).names():
-            raise self._other("folders of checkpoints without a record")
         try:
             self._target.create(name, data)
             self._same.add(name)
