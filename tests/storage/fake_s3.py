@@ -69,7 +69,7 @@ class Fault:
     kind: str
     """reset, lost (done, but nobody is told), 503, 409, truncated, stalled, denied, held (until
     `released`, and then reset), absent (there is no such bucket), redirect (it is in another
-    region), slow (takes a body a MiB at a time)"""
+    region), slow (takes a body a MiB at a time), html (a page with status 200)"""
     method: str
     times: int
     key: str = ""
@@ -174,6 +174,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(404, b"<Error><Code>NoSuchBucket</Code></Error>")
         if fault == "redirect":
             return self._answer(301, b"<Error><Code>PermanentRedirect</Code></Error>")
+        if fault == "html":
+            return self._answer(200, b"<html><body>Please sign in</body></html>")
         if fault == "503":
             return self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
         if fault == "denied":

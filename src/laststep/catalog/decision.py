@@ -16,6 +16,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from laststep.catalog.checked_listing import exists
 from laststep.catalog.names import FATE_NAME, AttemptName, parse_folder
 from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
 from laststep.format import manifest
@@ -91,7 +92,9 @@ def deleted(store: Store, folder: str) -> NotFound | None:
     Whoever finds a part of a checkpoint missing asks this first: retention or a prune may have
     taken it away meanwhile, and its manifest goes before anything else.
     """
-    if any(entry.name == MANIFEST_NAME for entry in store.list(folder)):
+    # By its name, too: a listing may wrongly be empty.
+    listed = any(entry.name == MANIFEST_NAME for entry in store.list(folder))
+    if listed or exists(store, f"{folder}/{MANIFEST_NAME}"):
         return None
     return NotFound(
         "the checkpoint was deleted meanwhile",

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from laststep.catalog import names
+from laststep.catalog.checked_listing import list_checked
 from laststep.catalog.lineage import Chain, Link, Point
 from laststep.codecs.digests import digest_text
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
@@ -281,6 +282,10 @@ class Epochs:
 
     def _listed(self, kind: str) -> tuple[int, ...]:
         files = self._store.file_names(names.EPOCHS_FOLDER)
+        if self._store.same_everywhere and not any(names.parse_epoch(f, "json") for f in files):
+            first = names.epoch_record_name(1).rpartition("/")[2]
+            entries = list_checked(self._store, names.EPOCHS_FOLDER, first)
+            files = tuple(entry.name for entry in entries)
         numbers = (names.parse_epoch(name, kind) for name in files)
         return tuple(sorted(number for number in numbers if number is not None))
 

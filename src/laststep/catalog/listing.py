@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import decision, lineage
+from laststep.catalog.checked_listing import list_checked
 from laststep.catalog.names import (
     FATE_NAME,
     PIN_NAME,
@@ -197,6 +198,8 @@ class Scanner:
 
     def names(self) -> tuple[AttemptName, ...]:
         """All attempts that have a folder, decided or not."""
+        if self._store.same_everywhere:
+            return tuple(name for name, _ in self.folders())
         parsed = map(parse_folder, self._store.folder_names(""))
         return tuple(name for name in parsed if name is not None)
 
@@ -263,7 +266,10 @@ class Scanner:
 
     def folders(self) -> list[tuple[AttemptName, StoreEntry]]:
         """The folders of all attempts, to be looked at one by one."""
-        entries = [entry for entry in self._store.list("") if entry.is_folder]
+        # Object stores list names in order, so `run.json`, behind all names of folders' markers,
+        # also shows that no later page of the listing is missing.
+        listed = list_checked(self._store, "", RUN_NAME)
+        entries = [entry for entry in listed if entry.is_folder]
         parsed = [(parse_folder(entry.name), entry) for entry in entries]
         return [(name, entry) for name, entry in parsed if name is not None]
 
@@ -283,7 +289,7 @@ class Scanner:
         return scanned
 
     def _look_once(self, name: AttemptName, folder: StoreEntry, *, fully: bool) -> ScannedAttempt:
-        entries = self._store.list(folder.name)
+        entries = list_checked(self._store, folder.name, MANIFEST_NAME)
         manifest = next((entry for entry in entries if entry.name == MANIFEST_NAME), None)
         decided = None if manifest is None else self._decided(name, manifest)
         if isinstance(decided, Commit) and any(entry.name == FATE_NAME for entry in entries):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import cleaning, decision, identity, lineage, listing
+from laststep.catalog.checked_listing import list_checked
 from laststep.catalog.epochs import (
     EpochRecord,
     Epochs,
@@ -27,10 +28,12 @@ from laststep.catalog.identity import RunRecord
 from laststep.catalog.lineage import Seen
 from laststep.catalog.listing import Listed, OpenAttempt, ScanDepth, Scanner, remedy_for_no_run
 from laststep.catalog.names import (
+    EPOCHS_FOLDER,
     PIN_NAME,
     RUN_NAME,
     AttemptName,
     epoch_lock_name,
+    epoch_record_name,
     format_folder,
     parse_folder,
 )
@@ -146,6 +149,8 @@ class Run:
     def _tell_unrecorded(self, committed: Iterable[AttemptName]) -> None:
         """Say so where a checkpoint is newer than every epoch that there is a record of."""
         for name in sorted(committed, key=lambda name: name.point)[-1:]:
+            record = epoch_record_name(name.epoch).rpartition("/")[2]
+            list_checked(self.store, EPOCHS_FOLDER, record)
             why = "does not count, as there is no record of its epoch; restore(%d) takes it"
             _log.warning(f"%s of %s {why}", name.folder, self.store.url, name.step)
 

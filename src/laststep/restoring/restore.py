@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from laststep.catalog.run import Run
-from laststep.errors import LaststepError, NotFound, Problems
+from laststep.errors import NotFound, Problems
 from laststep.events import Bus
 from laststep.events import Restored as RestoredEvent
 from laststep.ranks.group import together
@@ -317,8 +317,8 @@ def hand_over(
 
 
 def newest_of(store: Store) -> Listed | None:
-    """The newest checkpoint that a run has, if there is one to be seen."""
+    """Return the newest checkpoint of a run; None if there is none yet."""
     try:
         return Run.open(store).newest()
-    except LaststepError:
-        return None  # there is no run yet, or restoring will say what is wrong with it
+    except NotFound:
+        return None
