@@ -77,8 +77,9 @@ class LaststepError(Exception):
         """The error as plain values that another process can turn back into the same error."""
         names = ("what", "where", "expected", "found", "remedy")
         fields: dict[str, str | None] = {name: getattr(self, name) for name in names}
-        if getattr(self, "transient", False):
-            fields["transient"] = "yes"
+        for flag in ("transient", "device_failed"):
+            if getattr(self, flag, False):
+                fields[flag] = "yes"
         if self.missing is not None:
             fields["missing"] = self.missing
         return type(self).__name__, fields
@@ -172,6 +173,9 @@ class StorageFailed(LaststepError):
 
     usual_remedy = "the log says more; look at the disk and at `dmesg`, and try again"
     transient: bool = False
+    device_failed: bool = False
+    """Whether a device could not read back what is stored on it. Only that is damage: an error of
+    access or of the network says nothing about the stored bytes."""
 
 
 class Aborted(LaststepError):
@@ -219,5 +223,6 @@ def from_wire(kind: str, fields: dict[str, str | None]) -> LaststepError:
     )
     if isinstance(error, StorageFailed):
         error.transient = fields.get("transient") == "yes"
+        error.device_failed = fields.get("device_failed") == "yes"
     error.missing = fields.get("missing")
     return error

@@ -3,6 +3,7 @@ and is passed over by a restore. Nothing ever comes back wrong."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import laststep
+from laststep.storage.disk import failed
 from laststep.storage.files import FileReader
 from laststep.terms import BLOCK_BYTES
 
@@ -192,7 +194,7 @@ def test_a_device_that_fails_under_an_anchor_is_damage_of_its_file(
         if hit and len(into) <= BLOCK_BYTES:
             if what == "swapped":
                 return read_into(reader, offset + 4096, into)
-            raise laststep.StorageFailed("cannot read", where=str(reader._path), found="EIO")
+            raise failed("read", str(reader._path), OSError(errno.EIO, "I/O error"))
         return read_into(reader, offset, into)
 
     monkeypatch.setattr(FileReader, "read_into", fails)

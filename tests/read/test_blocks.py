@@ -115,18 +115,18 @@ def test_an_object_of_no_bytes_has_a_digest_too() -> None:
     assert [one.what for one in wrong.read(memoryview(bytearray()))] == ["object x"]
 
 
-@pytest.mark.parametrize("transient", [False, True])
-def test_a_device_that_fails_for_good_is_damage_and_one_that_may_answer_later_raises(
-    transient: bool,
+@pytest.mark.parametrize("device_failed", [True, False])
+def test_a_device_that_fails_is_damage_and_a_store_that_denies_access_raises(
+    device_failed: bool,
 ) -> None:
     failed = StorageFailed("cannot read", found="EIO")
-    failed.transient = transient
+    failed.device_failed = device_failed
 
     def fail(read: int, into: memoryview) -> None:
         raise failed
 
     extent = blocks_of(MemoryReader(file_with(), fail))
-    if transient:
+    if not device_failed:
         with pytest.raises(StorageFailed):
             extent.read(memoryview(bytearray(len(DATA))))
         return

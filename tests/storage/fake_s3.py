@@ -74,6 +74,8 @@ class Fault:
     times: int
     key: str = ""
     query: str = ""
+    after: int = 0
+    """So many matching requests pass first."""
 
 
 @dataclass
@@ -95,9 +97,10 @@ class Server:
     connections: list[socket.socket] = field(default_factory=list)
 
     def fail(
-        self, kind: str, method: str, times: int = 1, *, key: str = "", query: str = ""
-    ) -> None:
-        self.faults.append(Fault(kind, method, times, key, query))
+        self, kind: str, method: str, times: int = 1, *, key: str = "", query: str = "",
+        after: int = 0,
+    ) -> None:  # fmt: skip
+        self.faults.append(Fault(kind, method, times, key, query, after))
 
     def hang_up(self) -> None:
         """Close the connections that clients keep for their next requests."""
@@ -111,6 +114,9 @@ class Server:
             for fault in self.faults:
                 if (fault.times and fault.method in (method, "*") and fault.key in key
                         and fault.query in query):  # fmt: skip
+                    if fault.after:
+                        fault.after -= 1
+                        continue
                     fault.times -= 1
                     return fault.kind
         return ""

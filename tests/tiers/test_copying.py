@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import threading
 import time
@@ -21,6 +22,7 @@ from laststep.errors import Aborted, Corrupt, Exists, NotFound, StorageFailed, U
 from laststep.read import stored
 from laststep.read.verify import verify_checkpoint
 from laststep.storage.directory import DirectoryStore
+from laststep.storage.disk import failed
 from laststep.terms import BLOCK_BYTES, MANIFEST_NAME
 from laststep.tiers import file_pass
 from laststep.tiers.bringing import CopyRoute, Moved
@@ -158,7 +160,7 @@ class Broken(DirectoryStore):
 
             def read_into(offset: int, into: memoryview) -> int:
                 if offset:
-                    raise StorageFailed("cannot read", found="an I/O error", where=name)
+                    raise failed("read", name, OSError(errno.EIO, "an I/O error"))
                 return read(offset, into)
 
             reader.read_into = read_into  # type: ignore[method-assign]

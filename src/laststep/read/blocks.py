@@ -75,7 +75,7 @@ class Extent(NamedTuple):
 
     def read(self, into: memoryview) -> list[Damage]:
         """Fill `into`, which may be larger, and say what is wrong: nothing, mostly. A device that
-        fails for good is damage too; one that may answer later raises `StorageFailed`."""
+        fails is damage too; any other failure of the store raises `StorageFailed`."""
         try:
             return self.verify(into, self.fill(into))
         except StorageFailed as error:
@@ -222,8 +222,8 @@ def damage_of(
     found: str | None = None,
 ) -> Damage:
     """An error that tells of damage, as a value; `found` where it lacks the words for a list. A
-    device that may answer later is not damaged: that error is raised."""
-    if isinstance(error, StorageFailed) and error.transient:
+    store that cannot be reached, or denies access, is not damaged: that error is raised."""
+    if isinstance(error, StorageFailed) and not error.device_failed:
         raise error
     return Damage(
         file=file, what=what, start=start, stop=stop,

@@ -141,7 +141,7 @@ class CodedExtent:
             try:  # what is wrong with it shows in what is decoded
                 self._anchor(number).fill(before)
             except StorageFailed as error:
-                if error.transient:
+                if not error.device_failed:
                     raise
         codec = codec_named(block.way.codec)
         return codec.decode(stored, size, block.way.element_bytes, before)

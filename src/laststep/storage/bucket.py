@@ -55,6 +55,8 @@ _OTHERS: dict[str, type[AzureStore | GCSStore]] = {"gs": GCSStore, "az": AzureSt
 _RIGHTS = "check the credentials in the environment, and what they allow in this bucket"
 _NO_BUCKET = "make the bucket, or check its name and the endpoint"
 _REGION = "set AWS_REGION to the region of the bucket"
+_EXPIRED = ("ExpiredToken", "TokenRefreshRequired")
+"""Answered with status 400 by Amazon."""
 _ELSEWHERE = ("PermanentRedirect", "AuthorizationHeaderMalformed")
 
 
@@ -326,7 +328,7 @@ def trouble_of(status: int, code: str = "") -> Trouble:
     `code` is the server's word for it, and left out where it is no word."""
     code = code if code.isalnum() and len(code) <= 64 else ""
     said = f"{status} {code}".strip()
-    if status in (401, 403):
+    if status in (401, 403) or code in _EXPIRED:
         return Trouble(said, transient=False, expected="the right to do so", remedy=_RIGHTS)
     if status == 301 or code in _ELSEWHERE:
         return Trouble(f"{said}: it is in another region", transient=False, remedy=_REGION)

@@ -31,6 +31,9 @@ _TRANSIENT = frozenset(
     (errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET, errno.EHOSTDOWN)
 )
 
+_DEVICE_FAILED = frozenset((errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENODATA))
+"""What the kernel reports for bytes that a device, or the checksums of a filesystem, have lost."""
+
 _REMEDIES = {
     errno.ENOSPC: "free some room or save to another place",
     errno.EDQUOT: "the quota is used up: free some room or have it raised",
@@ -171,4 +174,5 @@ def failed(operation: str, path: str, error: OSError) -> StorageFailed:
         remedy=_REMEDIES.get(number, _LOOK),
     )
     failure.transient = number in _TRANSIENT
+    failure.device_failed = number in _DEVICE_FAILED
     return failure

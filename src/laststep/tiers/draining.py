@@ -152,17 +152,30 @@ class Drain:
                 at = self._follow(at)
         except Aborted:
             return True  # it was stopped
-        except (NotFound, Corrupt) as error:
-            log.warning("%s is not brought to %s: %s", at.folder, self._order.url, error)
         except (LaststepError, OSError) as error:
+            if self._is_lost(at, error):
+                log.warning("%s is not brought to %s: %s", at.folder, self._order.url, error)
+                return self._done(at)
             log.warning("%s is not at %s yet: %s", at.folder, self._order.url, error)
             self._is_clean = False
             self._tell(DrainFailed(at=at, tier=self._order.url, reason=str(error)))
             return False
+        return self._done(at)
+
+    def _done(self, at: AttemptName) -> bool:
         with self._changed:
             while self._due and self._due[0].point <= at.point:
                 self._due.popleft()
         return True
+
+    def _is_lost(self, at: AttemptName, error: Exception) -> bool:
+        """Return whether home has the checkpoint no more, or has it damaged: then trying again is
+        of no use."""
+        if not isinstance(error, NotFound):
+            return isinstance(error, Corrupt)
+        with contextlib.suppress(StorageFailed):
+            return decision.deleted(self._home, at.folder) is not None
+        return False
 
     def _lead(self, at: AttemptName) -> None:
         """On the first rank: bring one, with the others if there are any, and commit it."""

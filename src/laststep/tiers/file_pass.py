@@ -116,9 +116,9 @@ class FilePass:
         try:  # up to a whole page: a direct read of these is not copied
             got = self._reader.read_into(start, view[: align_up(stop - start, ALIGN_BYTES)])
         except StorageFailed as error:
-            if error.transient:
+            if not error.device_failed:
                 raise
-            # A device that fails for good has damaged this file, and not the others.
+            # A device that fails has damaged this file, and not the others.
             raise Corrupt(
                 "a data file cannot be read", where=self.file.where, found=error.found,
                 remedy=DAMAGE_REMEDY,
