@@ -19,7 +19,7 @@ from laststep.catalog.names import RUN_NAME, AttemptName, epoch_record_name
 from laststep.catalog.prune import plan_prune
 from laststep.catalog.retention import Keep
 from laststep.catalog.run import Run
-from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.errors import Aborted, LaststepError, NotFound, StorageFailed
 from laststep.flush.protocol import Continue, NoMetric, Removed
 from laststep.format.manifest import Abort
 
@@ -100,6 +100,19 @@ class WriterEpoch:
         self.run.check_newest(at.epoch)
         self.run.commit(at.folder, commit)
         self.last_folder = at.folder
+
+    def cause(self, at: AttemptName | None, error: LaststepError) -> LaststepError:
+        """Return why a save failed: by a takeover, if there is a newer writer. That one has removed
+        files or uploads of this save, which fails where it misses them first."""
+        if at is not None and isinstance(error, (NotFound, StorageFailed)):
+            try:
+                self.run.check_newest(at.epoch)
+            except Aborted as takeover:
+                takeover.__cause__ = error
+                return takeover
+            except (LaststepError, OSError) as second:
+                log.warning("cannot look whether the run was taken over: %s", second)
+        return error
 
     def was_given_up(self, folder: str) -> bool:
         """Whether the first rank has decided against a member's save, or removed its folder."""

@@ -438,6 +438,7 @@ class Flusher:
         if not isinstance(error, LaststepError):
             log.error("the flush of step %d failed", save.begin.step, exc_info=error)
             error = StorageFailed(f"the flush of step {save.begin.step} failed", found=repr(error))
+        error = self._epoch.cause(save.at, error)
         # A member gives up alone what concerns itself; for all, only when it is told to.
         member = save.is_member
         flush = save.flush
