@@ -196,6 +196,19 @@ def test_a_home_without_run_json_reads_nothing_at_a_tier_of_another_run(job: Job
     assert job.back() == 1
 
 
+def test_damage_at_the_tier_is_reported_with_the_path_at_the_tier(job: Job) -> None:
+    job.start(1, 2)
+    newest = job.newest(job.home).name
+    shutil.rmtree(job.home / newest)
+    flip(job.far / newest)
+    with job.open() as ckpt:
+        restored = ckpt.restore()
+    assert restored.step == 1
+    (skipped,) = restored.skipped
+    assert str(job.far / newest) in skipped.reason
+    assert str(job.home / newest) not in skipped.reason
+
+
 # Where nothing can be said
 
 

@@ -207,12 +207,13 @@ class Choosing:
         def work() -> Content:
             number, several = self._ranks.rank.number, self._ranks.size > 1
             commit = self._commit(chosen)
-            return Content(self._store, chosen.folder, commit, rank=number, by_rank=several)
+            store = self._store if self._near is None else self._near.place_of(chosen.folder)
+            return Content(store, chosen.folder, commit, rank=number, by_rank=several)
 
         return together(self._ranks, work)
 
     def _commit(self, chosen: Chosen) -> Commit:
-        where = f"{self._store.url}/{chosen.folder}"
+        where = self.where(chosen)
         if not chosen.manifest:
             error = self._left[-1].error if self._left else None
             raise error or Corrupt("the manifest cannot be read", where=where)
@@ -310,7 +311,7 @@ class Choosing:
         if self._ranks.largest(self._ranks.rank.is_first and late):
             raise StorageFailed(
                 "a rank does not see what rank 0 sees of a checkpoint",
-                where=f"{self._store.url}/{chosen.folder}",
+                where=self.where(chosen),
                 found=self._ranks.tell(0, error.without_remedy().encode()).decode(),
                 remedy="all ranks must see the same folder: look at the mount where that rank "
                 "runs, and call restore() again; the checkpoint may be sound",

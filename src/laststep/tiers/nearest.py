@@ -296,6 +296,10 @@ class NearestStore(Store):
         is_there = folder in self._elsewhere and folder not in self.look()
         return self._elsewhere[folder].url if is_there else None
 
+    def place_of(self, folder: str) -> Store:
+        """Return the store to read a checkpoint from, whose URL is where damage is reported."""
+        return self if self.tier_of(folder) is None else self._elsewhere[folder]
+
     def _place(self, name: str) -> Store:
         return self._elsewhere.get(name.partition("/")[0], self.home)
 
