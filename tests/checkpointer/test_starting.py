@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -150,6 +153,34 @@ def test_a_start_that_fails_is_reported_by_the_save_and_the_next_one_works(
                 checkpointer.save(0)
         checkpointer.save(0).wait(PATIENCE_S)
     assert laststep.open(run_folder).steps() == [0]
+
+
+def test_too_many_open_files_are_not_reported_as_a_lack_of_memory(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    with pytest.raises(laststep.StorageFailed, match="Too many open files") as caught:
+        laststep.Checkpointer(run_folder, state=torch.ones(3), flush="thread")
+    assert "ulimit -n" in caught.value.remedy
+    assert "memory" not in caught.value.remedy
+
+
+def test_a_flusher_on_a_thread_that_fails_to_start_does_not_advise_a_thread(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with laststep.Checkpointer(run_folder, state={"a": 1}, flush="thread") as checkpointer:
+        monkeypatch.setattr(socket, "socketpair", fail)
+        with pytest.raises(laststep.StorageFailed, match="Too many open files") as caught:
+            checkpointer.save(0)
+        monkeypatch.undo()
+        assert "flush='thread'" not in caught.value.remedy
+        checkpointer.save(0).wait(PATIENCE_S)
 
 
 def test_closing_while_it_starts_leaves_no_process(run_folder: Path, starts: list[int]) -> None:

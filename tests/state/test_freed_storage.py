@@ -34,6 +34,13 @@ def step() -> None:
     torch.optim.SGD([parameter], lr=0.1).step()
 
 
+def test_a_tensor_without_an_address_is_not_said_to_be_too_small(run_folder: Path) -> None:
+    zeros = torch._efficientzerotensor(5)
+    with pytest.raises(laststep.Usage) as caught:
+        laststep.save({"x": zeros}, run_folder)
+    assert f"{zeros.nbytes} bytes" not in caught.value.found
+
+
 @pytest.mark.parametrize("size", [1000, LARGE])
 @pytest.mark.parametrize("loss", [freed, shrunk])
 @pytest.mark.parametrize("capture", CAPTURES)

@@ -339,6 +339,14 @@ def test_a_server_that_does_not_tell_the_time_is_a_failure_of_storage(
         ObjectStore(URL).is_locked("x.lock")
 
 
+def test_a_file_that_cannot_be_looked_up_is_named_once(
+    server: fake_s3.Server, store: ObjectStore
+) -> None:
+    server.fail("denied", "HEAD", 1)
+    with pytest.raises(StorageFailed, match=r"(?<! at) at s3://bucket/run/first:"):
+        store.open_reader("first")
+
+
 def test_without_credentials_that_is_said_of_every_call(
     server: fake_s3.Server, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

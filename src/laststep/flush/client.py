@@ -291,7 +291,7 @@ class Client:
             raise StorageFailed(
                 "cannot start the flusher",
                 found=str(error),
-                remedy="free memory, processes or open files (`ulimit -n`), or pass flush='thread'",
+                remedy="free memory, or raise the limit on open files (`ulimit -n`)",
             ) from error
         self._connection = Connection(ours, peer=helper.pidfd)
         self._has_witness = False

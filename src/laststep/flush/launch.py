@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import xxhash
 
+from laststep.errors import StorageFailed
 from laststep.flush.__main__ import NOT_FOR_THE_HELPER, Setup
 from laststep.flush.protocol import Connection
 from laststep.flush.server import Flusher
@@ -159,6 +160,11 @@ def start_process(
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
+    except OSError as error:
+        raise StorageFailed(
+            "cannot start the flusher", found=str(error),
+            remedy="free memory, processes or open files (`ulimit -n`), or pass flush='thread'",
+        ) from error  # fmt: skip
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(pidfd)

@@ -12,6 +12,7 @@ save and each restore tries again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -50,6 +51,11 @@ def _reserved(size_bytes: int, fd: int = -1) -> tuple[int, memory.Mapping]:
     except (OSError, MemoryError) as error:
         if fd >= 0:
             os.close(fd)
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise StorageFailed(
+                "cannot open a file of shared memory for saves and restores", found=str(error),
+                remedy="close files, or raise the limit on open files (`ulimit -n`)",
+            ) from error  # fmt: skip
         raise StorageFailed(
             "cannot reserve memory for saves and restores", expected=f"{size_bytes} bytes",
             found=str(error), remedy="pass a smaller host_memory_bytes=…, or raise the limits of "

@@ -115,7 +115,9 @@ class Bucket:
         """What is told of an object; None where there is none."""
         try:
             answer = self._ask(
-                "look at", key, lambda: obstore.get(self.client, key, options={"head": True})
+                "get the metadata",
+                key,
+                lambda: obstore.get(self.client, key, options={"head": True}),
             )
         except Missing:
             return None

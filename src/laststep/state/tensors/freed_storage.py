@@ -34,12 +34,14 @@ def is_backed(tensor: torch.Tensor) -> bool:
 
 def not_backed(tensor: torch.Tensor, where: str) -> Usage:
     """The error for one that does not."""
-    there = tensor.untyped_storage().nbytes()
+    there, needed = tensor.untyped_storage().nbytes(), needed_bytes(tensor)
+    is_large_enough = there >= needed  # then its address is 0, as that of a ZeroTensor
     what = "its memory was freed" if there == 0 else "its storage is too small"
+    what = "it has no memory" if is_large_enough else what
     return Usage(
         f"cannot copy a tensor: {what}",
         where=where,
-        expected=f"a storage of at least {needed_bytes(tensor)} bytes",
-        found=f"{there} bytes",
+        expected=f"a storage of at least {needed} bytes",
+        found="a storage at address 0" if is_large_enough else f"{there} bytes",
         remedy="bring its data back first, e.g. unshard or reload what was offloaded",
     )
