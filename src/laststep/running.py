@@ -27,6 +27,7 @@ from laststep.flush.protocol import Continue, Orders
 from laststep.memory import segments
 from laststep.memory.pool import Pool
 from laststep.process import interrupts, lifetimes, threads
+from laststep.ranks.rank import ranks_on_this_node
 from laststep.saving import preflight as sizing
 from laststep.settings import WAIT_FOR_OTHERS_S, FlushIn
 from laststep.storage.registry import import_path, local_path, real_place
@@ -162,9 +163,11 @@ def _sets(segment: Segment | None) -> int:
     return 1 if segment is None else 2
 
 
-def _left_behind(segment: Segment) -> int:
-    """The memory that earlier starts have left, and that goes when this one has committed."""
-    return sum(earlier.size_bytes for earlier in segments.predecessors(segment))
+def _left_behind(segment: Segment, ranks_here: int) -> int:
+    """Return this rank's share of the memory that earlier starts have left on this node, and that
+    is freed when this start has committed."""
+    dead = segments.of_dead_processes(segment.base, segment.owner.run)
+    return sum(earlier.size_bytes for earlier in dead) // ranks_here
 
 
 def start_parts(
@@ -183,7 +186,8 @@ def start_parts(
     capturer = Capturer(pool, mode=settings.capture, margin_bytes=settings.device_margin_bytes)
     staged = capturer.start(on_device)
     if segment is not None:
-        pool.share(functools.partial(_left_behind, segment), least_bytes=expected)
+        left_behind = functools.partial(_left_behind, segment, ranks_on_this_node(rank))
+        pool.share(left_behind, least_bytes=expected)
     pool.want(_sets(segment) * expected, without_pauses=not staged)
     client, team = client_of(store, tiers, pool, settings, bus, segment, rank), None
     try:

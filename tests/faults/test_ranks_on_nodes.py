@@ -14,6 +14,7 @@ from rank_jobs import check, wait_for_end
 
 import laststep
 from laststep.memory import segments
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,6 +121,21 @@ def test_what_is_wanted_of_another_node_comes_out_of_the_home_for_all(nodes: Nod
     again.save(2)
     again.close()
     check(nodes.run, [1, 2], ranks=4)
+    assert nodes.left() == [0, 0]
+
+
+def test_fewer_ranks_free_the_memory_of_vanished_ranks_on_their_node(nodes: Nodes) -> None:
+    """Rank 2 was on the second node, where only rank 1 runs now."""
+    job = nodes((0, 1, 1))
+    job.save(1)
+    kill(job)
+    kill(nodes((0, 1)))  # without a save: what it leaves is freed at the next start
+    again = nodes((0, 1))
+    assert restored_by(again, "state") == 1
+    wait_until(lambda: nodes.left() == [1 + 1, 2 + 1])
+    again.save(2)
+    again.close()
+    assert nodes.left() == [0, 0]
 
 
 def test_where_a_node_is_gone_the_home_counts(nodes: Nodes) -> None:

@@ -79,6 +79,9 @@ class Rank:
     def ended(self, number: int, *, committed: bool) -> None:
         self.keeper.stored(self._saves[number], committed=committed)
 
+    def forget(self, committed: int) -> None:
+        self.keeper.forget_predecessors(self._saves[committed])
+
     def steps(self) -> list[int]:
         return [save.at.step for save in sealed.saves_in(self.segment)]
 
@@ -175,6 +178,27 @@ def test_what_some_ranks_of_other_nodes_may_have_is_not_waited_for(
     first.seal(1)
     first.seal(2)
     assert first.steps() == [2]
+
+
+def test_a_commit_frees_older_segments_and_not_the_newer_save_of_a_rank_that_died(
+    make: Callable[[int], list[Rank]], tmp_path: Path
+) -> None:
+    earlier = Rank(str(tmp_path), 1, 2)
+    earlier.seal(1)
+    earlier.close()
+    ranks = make(2)
+    for number in (2, 3):
+        for rank in ranks:
+            rank.seal(number)
+    dead = ranks.pop()
+    dead.close()
+    ranks[0].forget(2)
+    left = {segment.folder for segment in segments.found(str(tmp_path))}
+    assert left == {ranks[0].segment.folder, dead.segment.folder}
+    assert dead.steps() == [3]
+    ranks[0].seal(4)
+    ranks[0].forget(4)
+    assert [one.folder for one in segments.found(str(tmp_path))] == [ranks[0].segment.folder]
 
 
 def test_when_the_trainer_is_gone_nothing_goes_any_more(

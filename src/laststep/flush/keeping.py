@@ -135,14 +135,14 @@ class Keeper:
     def rescue(self, store: Store) -> None:
         """Store what earlier starts have left in shared memory alone, before anybody goes on; the
         first rank does it for all. But for the newest, which is being restored, nobody needs it
-        there any more: starts that die early would fill the memory."""
+        there any more: starts that die early would fill the memory. Other ranks, which may be on
+        other nodes, free what holds no save."""
         there = segments_of(store, self._segment.base)
         self._moved = [one for one in there if one.owner.run != self._segment.owner.run]
-        if self._segment.owner.rank > 0:
-            return
         needed: set[str] = set()
-        self._was_lost = is_lost(store)
-        if self._was_lost:  # who restores will say whether it is that run which goes on
+        is_first = self._segment.owner.rank == 0
+        self._was_lost = is_first and is_lost(store)
+        if self._was_lost or not is_first:  # a restore decides whether a lost run goes on
             needed.update(segment.folder for segment in there if segment.records())
         else:
             for checkpoint in sealed_of(store, self._segment.base, flusher_of=self._segment):
@@ -168,14 +168,24 @@ class Keeper:
                     put_records(store, checkpoint.save)
                     rescue(store, checkpoint)
 
-    def forget_predecessors(self) -> None:
-        """A newer save is stored: nobody needs what earlier starts have left; none of this start
-        goes, whoever has died."""
-        mine = self._segment.owner
-        moved = [one for one in self._moved if one.owner.rank % mine.ranks == mine.rank]
-        for segment in (*segments.predecessors(self._segment), *moved):
-            if not segment.is_alive():
+    def forget_predecessors(self, save: Save) -> None:
+        """Free what earlier starts have left on this node, whichever rank it was: `save` is
+        committed, so nobody needs it. Segments of this start stay, also those of dead ranks."""
+        moved = [segment for segment in self._moved if not segment.is_alive()]
+        dead = segments.of_dead_processes(self._segment.base, self._segment.owner.run)
+        for segment in (*dead, *moved):
+            if not self._may_be_of_this_start(segment, save):
                 segment.remove()
+
+    def _may_be_of_this_start(self, segment: Segment, save: Save) -> bool:
+        """Return whether another rank of this start may have left the segment, with a save in it
+        that is not older than the one just committed."""
+        mine, owner = self._segment.owner, segment.owner
+        if owner.ranks != mine.ranks or owner.rank == mine.rank:
+            return False
+        assert save.at is not None  # noqa: S101 (it is committed)
+        run, point = self._flusher.facts_of(save).run, save.at.point
+        return any(one.run == run and one.at.point >= point for one in sealed.saves_in(segment))
 
     def start(self, count: int) -> None:
         """Start the threads that digest, at least so many."""

@@ -401,7 +401,7 @@ class Flusher:
             self._decided_by_all(save)
         self._lending = save.begin.save, save.flush.lenders()
         self._send_decided(save)
-        self._keeper.forget_predecessors()
+        self._keeper.forget_predecessors(save)
         self._drains.committed(save.at)
         if not save.is_member:
             self._epoch.retain(

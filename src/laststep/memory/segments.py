@@ -227,14 +227,9 @@ def found(base: str = BASE, run: str | None = None) -> list[Segment]:
     return sorted(segments, key=lambda segment: segment.owner.created_s)
 
 
-def predecessors(own: Segment) -> list[Segment]:
-    """What earlier starts of the run have left for this rank to see to, of its number or of some
-    that this job does not have; none of a process that lives."""
-    mine = own.owner
-    return [
-        one for one in found(own.base, mine.run)
-        if one.owner.rank % mine.ranks == mine.rank and not one.is_alive()
-    ]  # fmt: skip
+def of_dead_processes(base: str, run: str) -> list[Segment]:
+    """Return the segments of a run on this node whose trainer and flusher have both ended."""
+    return [segment for segment in found(base, run) if not segment.is_alive()]
 
 
 def remove_debris(base: str = BASE) -> list[str]:
