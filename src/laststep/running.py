@@ -349,7 +349,8 @@ class RunningParts:
         held = tuple(handle.report.tiers)
         if self.segment is None or MEMORY not in held or self.segment.owner.ranks == 1:
             return held
-        have = self.segment.ranks_with(self.segment.records()[-1])
+        newest = self.segment.records()[-1:]
+        have = {rank for name in newest for rank in self.segment.ranks_with(name)}
         whole = len(have) == self.segment.owner.ranks
         return tuple(tier for tier in held if whole or tier != MEMORY)
 

@@ -126,6 +126,10 @@ def unreadable(maker, segment: Segment) -> None:
     segment.put("1-2", b"of a later version")
 
 
+def directory(maker, segment: Segment) -> None:
+    Path(segment.folder, "sealed-1-2").mkdir()
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -133,6 +137,7 @@ def unreadable(maker, segment: Segment) -> None:
         (another, "is another one"),
         (damaged, "is not as it was sealed"),
         (unreadable, "1 record in it cannot be read"),
+        (directory, "1 record in it cannot be read"),
     ],
 )
 def test_what_cannot_be_stored_stays_and_the_status_says_so(

@@ -6,11 +6,12 @@ import errno
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -254,6 +255,117 @@ def test_damaged_memory_gives_way_to_the_store(
     assert restored.skipped == ()
     assert all(bool((tensor == 3).all()) for tensor in state.values())
     assert "not in shared memory: " in caplog.text
+
+
+def add_directory(segment: Path) -> None:
+    (segment / "odd").mkdir()
+
+
+def add_directory_named_like_a_record(segment: Path) -> None:
+    (segment / "sealed-9-9").mkdir()
+
+
+def add_pipe_named_like_a_record(segment: Path) -> None:
+    os.mkfifo(segment / "sealed-9-9")
+
+
+def replace_pool_by_directory(segment: Path) -> None:
+    (segment / "pool").unlink()
+    (segment / "pool").mkdir()
+
+
+def replace_pool_by_pipe(segment: Path) -> None:
+    (segment / "pool").unlink()
+    os.mkfifo(segment / "pool")
+
+
+def replace_owner_by_pipe(segment: Path) -> None:
+    (segment / "owner.json").unlink()
+    os.mkfifo(segment / "owner.json")
+
+
+def add_link_to_another_folder(segment: Path) -> None:
+    other = segment.parents[2] / "other"
+    other.mkdir()
+    shutil.copy(segment / "owner.json", other)
+    (segment.parent / "link").symlink_to(other)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        add_directory,
+        add_directory_named_like_a_record,
+        add_pipe_named_like_a_record,
+        replace_pool_by_directory,
+        replace_pool_by_pipe,
+        replace_owner_by_pipe,
+        add_link_to_another_folder,
+    ],
+)
+def test_foreign_objects_in_shared_memory_do_not_stop_a_run(
+    base: str, run_folder: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    fail_after_a_save(opened(base, run_folder, torch.ones(9), flush="thread"), 1)
+    (left,) = segments.found(base)
+    spoil(Path(left.folder))
+    elsewhere = set(Path(base).parent.glob("other/*"))
+    with opened(base, run_folder, torch.zeros(9), flush="thread") as ckpt:
+        assert ckpt.restore().step == 1
+        assert "shm://" in ckpt.save(2).result().tiers
+    laststep.rescue(base=base)
+    assert "flusher" not in caplog.text
+    assert set(Path(base).parent.glob("other/*")) == elsewhere
+    assert laststep.open(run_folder).steps() == [1, 2]
+
+
+@pytest.mark.parametrize("spoil", [add_directory, add_directory_named_like_a_record])
+def test_memory_is_freed_though_its_folder_cannot_be_removed(
+    base: str, run_folder: Path, spoil: Callable[[Path], None]
+) -> None:
+    fail_after_a_save(opened(base, run_folder, state_of(1.0)), 1)
+    (left,) = segments.found(base)
+    spoil(Path(left.folder))
+    with opened(base, run_folder, state_of()) as ckpt:
+        assert ckpt.restore().step == 1
+        ckpt.save(2).result()
+    assert left.size_bytes == 0
+    assert [one.folder for one in segments.found(base)] == [left.folder]
+
+
+def test_a_segment_that_cannot_be_opened_counts_as_in_use(
+    base: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows whose it is, so it is neither read nor removed."""
+    fail_after_a_save(opened(base, run_folder, state_of(1.0), flush="thread"), 1)
+    (left,) = segments.found(base)
+    open_file = os.open
+
+    def refuse(path: str, *how: Any, **more: Any) -> int:
+        if path == left.pool_path:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return open_file(path, *how, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with opened(base, run_folder, state_of(), flush="thread") as ckpt:
+        assert ckpt.restore().step == 1
+        ckpt.save(2).result()
+    assert laststep.rescue(base=base).segments[0].is_alive
+    assert [one.folder for one in segments.found(base)] == [left.folder]
+
+
+def test_saves_go_on_when_somebody_has_removed_the_shared_memory(
+    base: str, run_folder: Path, flusher: Callable[[], int]
+) -> None:
+    with opened(base, run_folder, state_of(1.0)) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result()
+        shutil.rmtree(Path(base) / f"laststep-{os.getuid()}")
+        ckpt.save(2).result()
+        os.kill(flusher(), signal.SIGKILL)
+        wait_until(lambda: ckpt._client.dead is not None)
+        assert "shm://" not in ckpt.save(3).result().tiers
+    assert laststep.open(run_folder).steps() == [1, 2, 3]
 
 
 def test_what_is_rounded_is_rounded_in_memory_too(base: str, run_folder: Path) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from laststep.errors import LaststepError, StorageFailed
+from laststep.flush.unkept import NothingKept
 from laststep.memory import segments
 from laststep.process import threads
 from laststep.terms import CHUNK_BYTES
@@ -132,6 +133,7 @@ class Keeper:
         kept = KeptSave(number=0, slots=unnamed, records=records, is_stored=True)
         return [kept] if saves else []
 
+    @threads.outlasting(log, "cannot store what earlier starts have left in shared memory")
     def rescue(self, store: Store) -> None:
         """Store what earlier starts have left in shared memory alone, before anybody goes on; the
         first rank does it for all. But for the newest, which is being restored, nobody needs it
@@ -157,6 +159,7 @@ class Keeper:
             if segment.folder not in needed and not segment.is_alive():
                 segment.remove()
 
+    @threads.outlasting(log, "cannot store what was restored out of shared memory")
     def continue_from(self, store: Store, after: AttemptName | None) -> None:
         """The trainer goes on from there: where the run had lost it, with all the rest, it is
         stored anew. A further tier may have brought some of the run back meanwhile."""
@@ -168,6 +171,7 @@ class Keeper:
                     put_records(store, checkpoint.save)
                     rescue(store, checkpoint)
 
+    @threads.outlasting(log, "cannot free what earlier starts have left in shared memory")
     def forget_predecessors(self, save: Save) -> None:
         """Free what earlier starts have left on this node, whichever rank it was: `save` is
         committed, so nobody needs it. Segments of this start stay, also those of dead ranks."""
@@ -397,9 +401,13 @@ class Keeper:
         mine = self._segment.owner
         if mine.ranks == 1:
             return True
-        there = segments.found(self._segment.base, mine.run)
+        try:
+            there = segments.found(self._segment.base, mine.run)
+            have = self._segment.ranks_with(kept.records[-1])
+        except LaststepError as error:
+            log.warning("cannot see what other ranks have in shared memory: %s", error)
+            return False
         here = {segment.owner.rank for segment in there if segment.owner.ranks == mine.ranks}
-        have = self._segment.ranks_with(kept.records[-1])
         return len(have) == mine.ranks or len(here) < mine.ranks
 
     def _drop(self, kept: KeptSave) -> list[int]:
@@ -450,12 +458,23 @@ def _is_whole(save: Save, kept: KeptSave) -> bool:
 
 
 def _with_newest(there: Iterable[Segment]) -> set[str]:
-    """The folders of the segments that have something of the newest save in these."""
+    """The folders of the segments that have something of the newest save in these, or records that
+    cannot be read."""
+    records = {one.folder: len(one.records()) for one in there}
     points = {one.folder: [save.at.point for save in sealed.saves_in(one)] for one in there}
     newest = max((point for some in points.values() for point in some), default=None)
-    return {folder for folder, some in points.items() if newest in some}
+    return {
+        folder for folder, some in points.items() if newest in some or len(some) < records[folder]
+    }
 
 
-def keeper_in(folder: str, pool: memoryview, pool_fd: int, flusher: KeeperServes) -> Keeper:
-    """That of the segment in a folder, whose memory has that descriptor in a helper process."""
-    return Keeper(segments.opened(folder), pool, pool_fd, flusher)
+def keeper_in(
+    folder: str, pool: memoryview, pool_fd: int, flusher: KeeperServes
+) -> Keeper | NothingKept:
+    """That of the segment in a folder, whose memory has that descriptor in a helper process. If
+    somebody has removed the folder, saves go on without being kept."""
+    try:
+        return Keeper(segments.opened(folder), pool, pool_fd, flusher)
+    except StorageFailed as error:
+        log.warning("saves are not kept in shared memory: %s", error)
+        return NothingKept()

@@ -8,6 +8,9 @@ kernel lets go of it with the last of them, however that ends.
 
 A record is there whole or not at all: it gets its name when it is written. Nothing is synced, since
 nothing of it outlives the machine.
+
+Anything else may lie in these folders: directories, links, pipes, files that cannot be read. It is
+left alone, with one warning, and does not stop a run.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import socket
+import stat
 import time
 from typing import TYPE_CHECKING
 
@@ -26,10 +31,13 @@ from laststep.codecs.digests import DIGEST_BYTES, digest
 from laststep.errors import Corrupt, StorageFailed
 from laststep.process import kernel
 from laststep.process.identity import pid_namespace, process_started
+from laststep.process.logs import warn_once
 from laststep.storage.shared_memory import BASE, RUNS, made_own_folder, own_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
 
 _POOL, _OWNER, _RECORD = "pool", "owner.json", "sealed-"
 _BEING_MADE = "new-"
@@ -70,11 +78,18 @@ class Segment:
         return f"{self.folder}/{_POOL}"
 
     def is_alive(self) -> bool:
-        """Whether its trainer or its flusher lives."""
+        """Return whether its trainer or its flusher lives, or may live for all that is known."""
+        return self._is_locked() is not False
+
+    def _is_locked(self) -> bool | None:
+        """Return whether a process holds the lock; None if that cannot be found out."""
         try:
-            fd = os.open(self.pool_path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+            fd = open_file(self.pool_path)
+        except (FileNotFoundError, NotAFileError):
             return False
+        except OSError as error:
+            warn_once(log, f"cannot tell who uses {self.pool_path}, which is left alone: {error}")
+            return None
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
@@ -87,21 +102,25 @@ class Segment:
         """Whether its flusher lives and its trainer does not: then nothing more comes into it."""
         started, _, namespace = self.owner.started.partition("@")
         told = "" not in (started, namespace) and namespace == pid_namespace()
-        return told and process_started(self.owner.pid) != started and self.is_alive()
+        return told and process_started(self.owner.pid) != started and bool(self._is_locked())
 
     @property
     def size_bytes(self) -> int:
         """The memory that it takes."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             return os.stat(self.pool_path).st_blocks * 512  # noqa: PTH116 (no pathlib here)
         return 0
 
     def records(self) -> list[str]:
         """The names of what is whole in it, oldest first."""
-        with contextlib.suppress(FileNotFoundError):
+        try:
             names = [name for name in os.listdir(self.folder) if name.startswith(_RECORD)]  # noqa: PTH208
-            return sorted((name.removeprefix(_RECORD) for name in names), key=_in_order)
-        return []
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            warn_once(log, f"cannot list shared memory: {error}")
+            return []
+        return sorted((name.removeprefix(_RECORD) for name in names), key=_in_order)
 
     def ranks_with(self, name: str) -> frozenset[int]:
         """Of the ranks of its job, as far as they are on this machine, those that have such a
@@ -124,13 +143,15 @@ class Segment:
             raise _failed("cannot note what is whole in shared memory", path, error) from error
 
     def read(self, name: str) -> bytes | None:
-        """A record; None where it is gone by now. `Corrupt` where it is not what was written."""
+        """A record; None where it is gone by now. `Corrupt` where it is not what was written,
+        `StorageFailed` where it cannot be read."""
         path = f"{self.folder}/{_RECORD}{name}"
         try:
-            with open(path, "rb") as file:  # noqa: PTH123 (as above)
-                found = file.read()
+            found = _contents(path)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise _failed("cannot read a record in shared memory", path, error) from error
         if digest(found[DIGEST_BYTES:]) != found[:DIGEST_BYTES]:
             raise Corrupt("a record in shared memory has changed", where=path,
                           expected=found[:DIGEST_BYTES].hex(),
@@ -139,15 +160,14 @@ class Segment:
 
     def drop(self, name: str) -> None:
         """Remove a record: what it names may be overwritten from now on."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{self.folder}/{_RECORD}{name}")  # noqa: PTH108 (as above)
+        _unlink(f"{self.folder}/{_RECORD}{name}")
 
-    def remove(self) -> None:
+    def remove(self) -> bool:
         """Remove all of it; the records go first. The memory itself goes with the last process that
-        has it mapped."""
+        has it mapped. Return False, and log why, if something cannot be removed."""
         for name in self.records():
             self.drop(name)
-        _remove(self.folder)
+        return _remove(self.folder)
 
 
 def make(base: str, run: str, *, rank: int, ranks: int, size_bytes: int) -> tuple[Segment, int]:
@@ -215,10 +235,12 @@ def found(base: str = BASE, run: str | None = None) -> list[Segment]:
     """The segments that there are, of that run or of all, in the order in which they were made."""
     try:
         place = own_folder(base)
+        names = [name for name in os.listdir(place) if not name.startswith(_BEING_MADE)]  # noqa: PTH208
     except FileNotFoundError:
         return []
-    names = [name for name in os.listdir(place) if not name.startswith(_BEING_MADE)]  # noqa: PTH208
-    owners = {f"{place}/{name}": _owner_of(f"{place}/{name}") for name in names}
+    except OSError as error:
+        raise _failed("cannot list shared memory", base, error) from error
+    owners = {f"{place}/{name}": _owner_of(f"{place}/{name}") for name in names if name != RUNS}
     segments = [
         Segment(folder, owner)
         for folder, owner in owners.items()
@@ -240,26 +262,78 @@ def remove_debris(base: str = BASE) -> list[str]:
         with _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
             names = sorted(os.listdir(place))  # noqa: PTH208 (as above)
             debris = [f"{place}/{name}" for name in names if _is_debris(place, name)]
-            for folder in debris:
-                _remove(folder)
-            return debris
+            return [folder for folder in debris if _remove(folder)]
     except (FileNotFoundError, BlockingIOError):
         return []
+    except OSError as error:
+        raise _failed("cannot list shared memory", base, error) from error
 
 
 def _is_debris(place: str, name: str) -> bool:
     """Whether it is a segment's folder that got its name too early or has lost its owner."""
-    if name == RUNS or not os.path.isdir(f"{place}/{name}"):  # noqa: PTH112 (as above)
+    if name == RUNS or not _is_own_folder(f"{place}/{name}"):
         return False
     has_owner = os.path.lexists(f"{place}/{name}/{_OWNER}")
     return name.startswith(_BEING_MADE) or not has_owner
 
 
-def _remove(folder: str) -> None:
-    with contextlib.suppress(FileNotFoundError):  # others may do the same
-        for name in os.listdir(folder):  # noqa: PTH208 (as above)
-            os.unlink(f"{folder}/{name}")  # noqa: PTH108 (as above)
+def _remove(folder: str) -> bool:
+    """Remove a folder and the files in it; return False, and log why, if something stays. Its owner
+    goes last, so that what stays is found again."""
+    try:
+        names = set(os.listdir(folder)) - {_OWNER}  # noqa: PTH208 (as above)
+        removed = [_unlink(f"{folder}/{name}") for name in names]
+        if not all(removed):
+            return False
+        _unlink(f"{folder}/{_OWNER}")
         os.rmdir(folder)  # noqa: PTH106 (as above)
+    except FileNotFoundError:
+        return True  # another process has removed it
+    except OSError as error:
+        warn_once(log, f"cannot free shared memory: {error}")
+        return False
+    return True
+
+
+def _unlink(path: str) -> bool:
+    """Remove a file; return False, and log why, if it stays."""
+    try:
+        os.unlink(path)  # noqa: PTH108 (as above)
+    except FileNotFoundError:
+        return True  # another process has removed it
+    except OSError as error:
+        warn_once(log, f"cannot remove what lies in shared memory: {error}")
+        return False
+    return True
+
+
+class NotAFileError(OSError):
+    """There is something else in the place of a file."""
+
+
+def open_file(path: str) -> int:
+    """Open a file for reading and return its descriptor. `NotAFileError` for anything but a plain
+    file: a pipe would block, a link may lead anywhere."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise NotAFileError(errno.EINVAL, "not a plain file", path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise NotAFileError(errno.EINVAL, "not a plain file", path)
+    return fd
+
+
+def _contents(path: str) -> bytes:
+    with open(open_file(path), "rb") as file:
+        return file.read()
+
+
+def _is_own_folder(path: str) -> bool:
+    status = os.lstat(path)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 @contextlib.contextmanager
@@ -275,15 +349,20 @@ def _locked(place: str, how: int) -> Iterator[None]:
 
 def _owner_of(folder: str) -> SegmentOwner | None:
     try:
-        with open(f"{folder}/{_OWNER}", "rb") as file:  # noqa: PTH123 (as above)
-            return msgspec.json.decode(file.read(), type=SegmentOwner)
-    except (OSError, msgspec.MsgspecError):
+        if _is_own_folder(folder):
+            return msgspec.json.decode(_contents(f"{folder}/{_OWNER}"), type=SegmentOwner)
+    except FileNotFoundError:
+        return None  # it is being removed, or was half removed
+    except (OSError, msgspec.MsgspecError) as error:
+        warn_once(log, f"skipped {folder}, which is not a segment of shared memory: {error}")
         return None
+    warn_once(log, f"skipped {folder}, which is not a folder of this user")
+    return None
 
 
 def _in_order(name: str) -> tuple[int, ...]:
     """Names of records are numbers with dashes between: what they mean is others' business."""
-    return tuple(int(part) for part in name.split("-") if part.isdigit())
+    return tuple(int(part) for part in name.split("-") if part.isdecimal())
 
 
 def _too_small(base: str, there: int, wanted: int) -> StorageFailed:

@@ -6,6 +6,7 @@ filter sits on every logger, since one on `laststep` does not see the lines of t
 
 from __future__ import annotations
 
+import functools
 import logging
 
 _ROOT = "laststep"
@@ -25,6 +26,12 @@ def speak_as(rank: int | None) -> None:
 def speaks_as() -> int | None:
     """The rank that lines carry."""
     return _rank
+
+
+@functools.lru_cache(maxsize=1000)
+def warn_once(log: logging.Logger, message: str) -> None:
+    """Log a warning, unless this process has logged the same one before."""
+    log.warning("%s", message)
 
 
 def _carry_rank(record: logging.LogRecord) -> bool:

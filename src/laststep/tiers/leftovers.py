@@ -116,9 +116,7 @@ class RescueReport:
 
     def discard(self) -> RescueReport:
         """Give that up: nobody gets it back. Returns what is so then."""
-        gone = {one.folder for one in self.stays}
-        for folder in gone:
-            segments.opened(folder).remove()
+        gone = {one.folder for one in self.stays if segments.opened(one.folder).remove()}
         left = [_given_up(one) if one.folder in gone else one for one in self.segments]
         return replace(self, segments=tuple(left))
 
@@ -143,8 +141,7 @@ def rescue(
     for segment in found:
         leftover = runs[segment.owner.run].judge(segment, is_alive=segment.folder in alive)
         if not (leftover.is_needed or keep or dry_run):
-            segment.remove()
-            leftover = replace(leftover, is_removed=True)
+            leftover = replace(leftover, is_removed=segment.remove())
         left.append(leftover)
     debris = [] if keep or dry_run or run is not None else segments.remove_debris(place)
     return RescueReport(segments=tuple(left), debris=tuple(debris))

@@ -11,6 +11,7 @@ with its own files; the first rank's manifest follows from what all of them have
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import weakref
@@ -24,16 +25,19 @@ import msgspec
 from laststep.catalog.names import AttemptName
 from laststep.codecs import objects as codec
 from laststep.codecs.digests import digest_text
-from laststep.errors import Corrupt, NotFound
+from laststep.errors import Corrupt, LaststepError, NotFound, StorageFailed
 from laststep.format.header import Header, PartEntry, encode_header, object_entries, shortest_region
 from laststep.format.manifest import ClassRecord, Commit, FileRecord, ItemRecord
 from laststep.format.safetensors import TensorEntry
+from laststep.memory.segments import open_file
+from laststep.process.logs import warn_once
 from laststep.terms import CHUNK_BYTES
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
     from laststep.memory.segments import Segment
 
+log = logging.getLogger(__name__)
 
 _MADV_POPULATE_READ = 22
 
@@ -92,14 +96,14 @@ def put(segment: Segment, save: SealedSave) -> None:
 
 
 def saves_in(segment: Segment) -> list[SealedSave]:
-    """The saves that are whole there, oldest first; records that make no sense are passed over."""
+    """The saves that are whole there, oldest first; records that cannot be read are skipped."""
     saves = []
     for name in segment.records():
         try:
             data = segment.read(name)
             saves += [] if data is None else [_decode(data)]
-        except (Corrupt, msgspec.MsgspecError):
-            continue
+        except (Corrupt, StorageFailed, msgspec.MsgspecError) as error:
+            warn_once(log, f"skipped record {name} in {segment.folder}: {error}")
     return saves
 
 
@@ -126,7 +130,7 @@ class SealedCheckpoint:
             self._rank_of.update((file.name, rank) for file in save.files)
             try:
                 self._memory.append(None if segment is None else _Memory(segment))
-            except NotFound:
+            except LaststepError:
                 self.close()
                 raise
 
@@ -196,9 +200,13 @@ class _Memory:
 
     def __init__(self, segment: Segment) -> None:
         try:
-            self.fd = os.open(segment.pool_path, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = open_file(segment.pool_path)
         except FileNotFoundError:
             raise NotFound("the shared memory of a save is gone", where=segment.folder) from None
+        except OSError as error:
+            raise StorageFailed(
+                "cannot open the shared memory of a save", where=segment.folder, found=str(error)
+            ) from error
         weakref.finalize(self, os.close, self.fd)
 
     @cached_property
@@ -266,7 +274,10 @@ class SealedReader:
         place, there = self._place(at)
         if self._memory is None:
             raise Corrupt("what is wanted lies in the shared memory of another node")
-        got = os.preadv(self._memory.fd, [into[:there]], place)
+        try:
+            got = os.preadv(self._memory.fd, [into[:there]], place)
+        except OSError as error:
+            raise Corrupt("shared memory cannot be read", found=str(error)) from error
         if got == 0:
             raise Corrupt("shared memory is shorter than what was sealed in it")
         return got
