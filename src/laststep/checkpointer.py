@@ -303,7 +303,10 @@ class Checkpointer(single.OnlyOne):
     def preempted(self) -> bool:
         """Whether the job is to end, by its `preemption`; in a job of several ranks the same on all
         of them after the same `step()` or `save()`."""
-        return self._ending is not None and self._ending.stops
+        stops = self._ending is not None and self._ending.stops
+        if stops:
+            self._work.ends_well = True  # the loop ends now, whether or not it calls close()
+        return stops
 
     def _meet_to_stop(self) -> Board:
         """Bring several ranks together, so that they can agree on the step at which they stop."""

@@ -31,6 +31,7 @@ from laststep.ranks.rank import ranks_on_this_node
 from laststep.saving import preflight as sizing
 from laststep.settings import WAIT_FOR_OTHERS_S, FlushIn
 from laststep.storage.registry import import_path, local_path, real_place
+from laststep.storage.shared_memory import BASE
 from laststep.terms import CHUNK_BYTES, MEMORY
 from laststep.tiers.drains import DrainOrder
 from laststep.tiers.sealed import saves_in
@@ -355,12 +356,25 @@ class RunningParts:
         return tuple(tier for tier in held if whole or tier != MEMORY)
 
     def _free_segment(self) -> None:
-        """Give shared memory back, unless something in it is nowhere else."""
-        committed = self.client.newest_committed
-        if self.segment is not None and self.ends_well:
-            alone = [save for save in saves_in(self.segment) if save.at.point > committed]
-            if not alone:
-                self.segment.remove()
+        """Free shared memory if training has ended as it should and the run has all that is in it,
+        or if nothing is; else log what stays, and how to free it."""
+        segment, committed = self.segment, self.client.newest_committed
+        if segment is None:
+            return
+        alone = [save.at.step for save in saves_in(segment) if save.at.point > committed]
+        steps = sorted({*alone, *(handle.step for handle in self.under_way())})
+        if not steps and (self.ends_well or not segment.records()):
+            segment.remove()
+            return
+        why = f"steps {steps} are stored nowhere else"
+        if not steps:
+            why = "the job failed, or ended without close()"
+        place = "" if segment.base == BASE else f" --base {segment.base}"
+        log.warning(
+            "%d bytes of shared memory stay in %s: %s; the next start here frees them with its "
+            "first commit, or `laststep rescue %s%s` now",
+            segment.size_bytes, segment.folder, why, self._run, place,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def _in_time(self) -> Iterator[None]:
@@ -373,6 +387,7 @@ class RunningParts:
             self._leave()
 
     def _leave(self) -> None:
+        frees = self._free_segment in self._ends
         self._ends.clear()
         for save in self.saves.all():
             if not (save.over or save.handle.captured.done()):
@@ -383,6 +398,8 @@ class RunningParts:
         if self.team is not None:
             self.team.leave()
         self.client.leave()
+        if frees:
+            self._free_segment()
 
     @property
     def closes(self) -> bool:

@@ -77,11 +77,41 @@ def test_where_the_home_is_too_slow_memory_has_it_and_gives_it_back(
     assert report["problem"] == LATE
     assert "whose memory alone has it" in report["at_risk"]
     assert steps(tiers.home) == []
+    said = trainer.process.log.read_text()
+    assert f"steps [{report['step']}] are stored nowhere else" in said
+    assert f"`laststep rescue gated://{tiers.home} --base {tiers.base}`" in said
     kill_flushers(trainer)
     for place in (tiers.home, tiers.far):
         tiers.open(place)
     assert end_by_signal(told(**tiers.request()))["step"] == report["step"] + 1
     assert steps(tiers.home) == [report["step"], report["step"] + 1]
+    assert segments.found(str(tiers.base)) == []
+
+
+@pytest.mark.parametrize(("flush", "is_drained"), [("process", False), ("thread", True)])
+def test_a_preempted_job_frees_its_memory_though_nobody_calls_close(
+    told: Callable[..., Told], tiers: Tiers, flush: str, *, is_drained: bool
+) -> None:
+    tiers.open(tiers.home)
+    if is_drained:
+        tiers.open(tiers.far)
+    request = {"bare": True, "preemption": {"grace": "60 s" if is_drained else "2 s"}}
+    trainer = told(**request, **tiers.request(flush=flush))
+    assert end_by_signal(trainer)["committed"]
+    assert segments.found(str(tiers.base)) == []
+
+
+def test_a_loop_that_asks_whether_it_is_preempted_frees_its_memory_without_close(
+    told: Callable[..., Told], tiers: Tiers
+) -> None:
+    for place in (tiers.home, tiers.far):
+        tiers.open(place)
+    trainer = told(bare=True, own=False, **tiers.request(flush="thread", every=None))
+    trainer.hear("at")
+    trainer.send()
+    trainer.hear("stops")
+    trainer.end(0)
+    assert steps(tiers.home) == [0]
     assert segments.found(str(tiers.base)) == []
 
 

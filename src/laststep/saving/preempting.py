@@ -47,6 +47,8 @@ class Preempted(SystemExit):
 class Work(Protocol):
     """What runs for saves."""
 
+    ends_well: bool
+
     @property
     def saves(self) -> Saves: ...
 
@@ -185,6 +187,7 @@ class Preempting:
         )  # fmt: skip
         self._bus.emit(report)
         work.hurry(self._grace_is_over)
+        work.ends_well = True  # whether or not somebody calls close() now
         if self._exit_code is not None:
             raise Preempted(report, self._exit_code)
 
