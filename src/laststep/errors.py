@@ -211,6 +211,18 @@ _KINDS: dict[str, type[LaststepError]] = {
 }  # fmt: skip
 
 
+def drop_tracebacks(error: BaseException) -> None:
+    """Drop the tracebacks of an error that is kept, and of its causes. Their frames keep buffers
+    and files open, and often the error itself, until the garbage collector runs."""
+    chain, seen = [error], set[int]()
+    while chain:
+        link = chain.pop()
+        if id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            chain += [cause for cause in (link.__cause__, link.__context__) if cause is not None]
+
+
 def from_wire(kind: str, fields: dict[str, str | None]) -> LaststepError:
     """The error that `to_wire` described; an unknown kind becomes a plain LaststepError."""
     what = fields.get("what") or "an error without a description"

@@ -21,7 +21,7 @@ import msgspec
 
 from laststep.catalog import groups
 from laststep.codecs import objects
-from laststep.errors import Aborted, LaststepError, StorageFailed
+from laststep.errors import Aborted, LaststepError, StorageFailed, drop_tracebacks
 from laststep.flush import lending
 from laststep.flush.coder import Compressor
 from laststep.flush.deriving import Misses
@@ -357,6 +357,7 @@ class Flusher:
                 committed = True
             except Exception as error:  # noqa: BLE001 (told to the trainer, and logged)
                 self._give_up(save, error)
+                drop_tracebacks(error)  # their frames hold the save, which holds the error
             finally:
                 if save.flush is not None:
                     save.flush.close()

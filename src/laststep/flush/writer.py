@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import block_digests
-from laststep.errors import Exists, LaststepError, StorageFailed
+from laststep.errors import Exists, LaststepError, StorageFailed, drop_tracebacks
 from laststep.flush.deriving import Deriving, DerivingCoder, Misses
 from laststep.flush.images import WholeImage, WrittenImage
 from laststep.flush.lending import MOST_CHANGED
@@ -147,6 +147,7 @@ class SaveFlush:
         """Keep the first error."""
         with self._lock:
             self._error = self._error or error
+        drop_tracebacks(error)
 
     def expect(self, file: int, start: int) -> None:
         """These bytes are on their way to `write`; told in the order in which they get there."""
