@@ -49,8 +49,10 @@ class Drained:
         self.far.with_suffix(".open").touch()
 
     def is_drained(self, steps: list[int]) -> bool:
-        """Whether these are committed there, and nothing is left that commits were made of."""
-        return laststep.open(self.far).steps() == steps and not [*self.far.rglob("*.tmp-*")]
+        """Return whether these are committed there, and the temporary files and locks of their
+        copies are gone: they go after the commit is visible."""
+        left = [*self.far.rglob("*.tmp-*"), *self.far.rglob("copying*.lock")]
+        return laststep.open(self.far).steps() == steps and not left
 
     def check(self, steps: list[int]) -> None:
         """The further tier has these, each whole, and bit for bit what the home has."""
