@@ -14,12 +14,10 @@ import torch
 
 import laststep
 from laststep.flush.protocol import Begun
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-PATIENCE_S = 60.0
 
 
 def numbers(run: Path) -> tuple[int, float]:
@@ -65,6 +63,7 @@ def test_a_flusher_that_is_killed_while_it_encodes_leaves_what_was_committed(
         wait_until(lambda step=step: len(folders(run_folder)) > step)
         trainer.kill_helper()
         trainer.kill()
+        trainer.wait_for_helper()
         steps = laststep.open(run_folder).steps()
         assert steps in (list(range(1, step + 1)), [*range(1, step + 1), 10 + step])
         assert all(not stored.verify().damage for stored in laststep.open(run_folder))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from rank_jobs import check
+from rank_jobs import check, wait_for_end
 
 import laststep
 from laststep.memory import segments
@@ -69,13 +69,14 @@ def starts(start_job: Callable[..., Job], tmp_path: Path, run_folder: Path) -> S
 
 
 def kill(job: Job, *, with_flushers: bool = True) -> None:
-    """At once, as far as can be."""
-    pids = [rank.pid for rank in job.ranks]
-    pids += [pid for rank in job.ranks for pid in rank.flushers if with_flushers]
-    for pid in pids:
+    """Kill all at once, as far as can be, and wait until they hold no lock of a segment."""
+    flushers = [pid for rank in job.ranks for pid in rank.flushers if with_flushers]
+    for pid in (*(rank.pid for rank in job.ranks), *flushers):
         os.kill(pid, signal.SIGKILL)
     for rank in job.ranks:
         rank.end()
+    for pid in flushers:
+        wait_for_end(pid)
 
 
 def test_what_all_ranks_have_sealed_comes_back_though_nothing_of_it_is_durable(

@@ -86,6 +86,8 @@ class Trained:
         self.left_behind = flusher
         self.process.kill()
         self.process.wait()
+        if with_flusher:
+            wait_until(lambda: not is_flusher(flusher))  # only then it holds no lock
         assert self.process.stdout is not None
         self.said += [tuple(line.split()) for line in self.process.stdout]
 
