@@ -17,14 +17,17 @@ if TYPE_CHECKING:
     from rank_jobs import Jobs, Process
 
 EXIT_CODE = 75
+GRACE = "5 min"
+"""Longer than a test takes, however busy the machine is."""
 
 
 class Told:
     """A training, and what it said."""
 
     def __init__(self, jobs: Jobs, run: Path, **request: Any) -> None:
-        usual = {"what": "preempted", "run": str(run), "steps": 100_000}
-        self.process: Process = jobs.fork({"settings": {}, "preemption": {}, **usual, **request})
+        usual = {"what": "preempted", "run": str(run), "steps": 100_000, "settings": {}}
+        preemption = {"grace": GRACE, **request.pop("preemption", {})}
+        self.process: Process = jobs.fork({**usual, "preemption": preemption, **request})
         self.said: list[list[str]] = []
 
     def hear(self, *expected: str) -> list[str]:
@@ -38,6 +41,10 @@ class Told:
 
     def send(self, name: str = "SIGTERM") -> None:
         os.kill(self.process.pid, getattr(signal, name))
+
+    def end_grace(self) -> None:
+        """End the grace now, however much of it is left."""
+        self.process.tell("the grace is over")
 
     def report(self) -> dict[str, Any]:
         """What it reports of its end."""

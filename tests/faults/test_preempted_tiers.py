@@ -32,7 +32,7 @@ class Tiers:
     def request(self, **settings: Any) -> dict[str, Any]:
         tiers = [f"shm://{self.base}", f"gated://{self.home}", f"gated://{self.far}"]
         how = {"flush": "process", "every": 1000, **settings}
-        return {"tiers": tiers, "settings": how, "phase": "training"}
+        return {"tiers": tiers, "settings": how, "phase": "training", "tells_saves": True}
 
     def open(self, place: Path) -> None:
         place.with_suffix(".open").touch()
@@ -48,12 +48,20 @@ def tiers(run_folder: Path) -> Tiers:
     return Tiers(run_folder)
 
 
-def end_by_signal(trainer: Told) -> dict[str, Any]:
-    """Its report, after it was told and has ended."""
+IN_MEMORY = ("holds", "shm://")
+COMMITTED = ("committed",)
+
+
+def end_by_signal(trainer: Told, *grace_ends_when: str) -> dict[str, Any]:
+    """Send the signal and return the report, once the process has ended. Its grace ends when it
+    says these words, if any."""
     flusher = trainer.hear("ready")[1]
     trainer.process.flushers += [] if flusher == "None" else [int(flusher)]
     trainer.hear("at")
     trainer.send()
+    if grace_ends_when:
+        trainer.hear(*grace_ends_when)
+        trainer.end_grace()
     report = trainer.report()
     trainer.hear("unwound")
     trainer.end()
@@ -66,13 +74,12 @@ def kill_flushers(trainer: Told) -> None:
         wait_for_end(pid)
 
 
-@pytest.mark.parametrize("grace", ["2 s", *long("5 s", "30 s")])
 @pytest.mark.parametrize("flush", ["process", *long("thread")])
 def test_where_the_home_is_too_slow_memory_has_it_and_gives_it_back(
-    told: Callable[..., Told], tiers: Tiers, grace: str, flush: str
+    told: Callable[..., Told], tiers: Tiers, flush: str
 ) -> None:
-    trainer = told(preemption={"grace": grace}, **tiers.request(flush=flush))
-    report = end_by_signal(trainer)
+    trainer = told(**tiers.request(flush=flush))
+    report = end_by_signal(trainer, *IN_MEMORY)
     assert (report["tiers"], report["committed"]) == (["shm://"], False)
     assert report["problem"] == LATE
     assert "whose memory alone has it" in report["at_risk"]
@@ -118,8 +125,8 @@ def test_a_loop_that_asks_whether_it_is_preempted_frees_its_memory_without_close
 def test_what_memory_alone_has_the_flusher_goes_on_to_commit_and_to_drain(
     told: Callable[..., Told], tiers: Tiers
 ) -> None:
-    trainer = told(preemption={"grace": "2 s"}, **tiers.request())
-    report = end_by_signal(trainer)
+    trainer = told(**tiers.request())
+    report = end_by_signal(trainer, *IN_MEMORY)
     assert report["tiers"] == ["shm://"]
     assert "unless the flusher, which goes on, still commits step 0" in report["at_risk"]
     tiers.open(tiers.home)
@@ -128,13 +135,12 @@ def test_what_memory_alone_has_the_flusher_goes_on_to_commit_and_to_drain(
     wait_until(lambda: steps(tiers.far) == [0])
 
 
-@pytest.mark.parametrize("grace", ["2 s", *long("10 s", "30 s")])
 @pytest.mark.parametrize("flush", ["process", "thread"])
 def test_a_further_tier_that_never_ends_costs_the_grace_and_no_more(
-    told: Callable[..., Told], tiers: Tiers, grace: str, flush: str
+    told: Callable[..., Told], tiers: Tiers, flush: str
 ) -> None:
     tiers.open(tiers.home)
-    report = end_by_signal(told(preemption={"grace": grace}, **tiers.request(flush=flush)))
+    report = end_by_signal(told(**tiers.request(flush=flush)), *COMMITTED)
     assert report["tiers"] == tiers.names("shm://", "home")
     assert (report["committed"], report["problem"], report["at_risk"]) == (True, "", "")
     assert (steps(tiers.home), steps(tiers.far)) == ([0], [])
@@ -144,8 +150,8 @@ def test_the_next_start_waits_for_no_flusher_that_only_drains(
     told: Callable[..., Told], tiers: Tiers
 ) -> None:
     tiers.open(tiers.home)
-    trainer = told(preemption={"grace": "2 s"}, **tiers.request())
-    assert end_by_signal(trainer)["committed"]
+    trainer = told(**tiers.request())
+    assert end_by_signal(trainer, *COMMITTED)["committed"]
     again = told(**tiers.request())
     assert again.hear("ready")[0] == "1"
     again.hear("at", "training")
@@ -162,7 +168,7 @@ def test_within_the_grace_all_tiers_get_it_and_nothing_stays_in_memory(
     for place in (tiers.home, tiers.far):
         tiers.open(place)
     request = {**tiers.request(every=1), "phase": "idle", "far_every": 100}
-    trainer = told(preemption={"grace": "60 s"}, **request)
+    trainer = told(**request)
     report = end_by_signal(trainer)
     assert report["step"] > 0
     assert report["tiers"] == tiers.names("shm://", "home", "far")
@@ -179,7 +185,7 @@ def test_a_tier_that_fails_at_once_is_waited_for_no_longer(
         tiers.open(tiers.home)
     place = tiers.home if full == "home" else tiers.far
     place.with_suffix(".full").touch()
-    report = end_by_signal(told(preemption={"grace": "60 s"}, **tiers.request()))
+    report = end_by_signal(told(**tiers.request()))
     assert report["tiers"] == tiers.names("shm://", *(["home"] if full == "far" else []))
     assert ("there is no room" in report["problem"]) == (full == "home")
     assert report["seconds"] < report["grace_s"]
@@ -195,24 +201,31 @@ def test_ranks_say_that_memory_has_it_only_where_all_have_it_there(
     told_job: Callable[..., Ranks], tiers: Tiers
 ) -> None:
     request = {**tiers.request(), "phase": ""}
-    job = told_job(2, preemption={"grace": "3 s"}, **request)
-    assert [report["tiers"] for report in end_ranks(job)] == [["shm://"]] * 2
+    job = told_job(2, **request)
+    assert [report["tiers"] for report in end_ranks(job, IN_MEMORY, IN_MEMORY)] == [["shm://"]] * 2
     for rank in job.ranks:
         kill_flushers(rank)
+    tiers.open(tiers.home)  # or the next start waits there, with what memory has
     stands = {"phase": "seal", "until": "the end"}
-    again = told_job(2, preemption={"grace": "3 s"}, only={1: stands}, **request)
-    reports = end_ranks(again)
+    again = told_job(2, only={1: stands}, **request)
+    reports = end_ranks(again, IN_MEMORY, ("at", "seal"))
     assert [report["tiers"] for report in reports] == [[], []]
     assert all("memory" not in report["at_risk"] for report in reports)
     for rank in again.ranks:
         kill_flushers(rank)
 
 
-def end_ranks(job: Ranks) -> list[dict[str, Any]]:
+def end_ranks(job: Ranks, *grace_ends_when: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Send one rank the signal and return the reports of all. The grace of all ends when each has
+    said its words."""
     for rank in job.ranks:
         rank.process.flushers.append(int(rank.hear("ready")[1]))
     job.go()
     job.ranks[1].send()
+    for rank, words in zip(job.ranks, grace_ends_when, strict=True):
+        rank.hear(*words)
+    for rank in job.ranks:
+        rank.end_grace()
     reports = [rank.report() for rank in job.ranks]
     for rank in job.ranks:
         rank.end()
