@@ -17,14 +17,13 @@ from laststep.errors import Exists, StorageFailed
 from laststep.storage import locks
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.stores import in_child
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from laststep.storage.store import Lock
-
-PATIENCE_S = 20.0
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ _PORTS = (
       for kind in ("", ".grpc")),
     "s3.port.iceberg", "s3.port.lance",
 )  # fmt: skip
-_STARTS_S = 60.0
+_STARTS_S = 120.0
+_TRIES = 3
 
 
 def program() -> str:
@@ -42,6 +43,28 @@ def program() -> str:
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[str]:
     """The endpoint of a server that runs meanwhile, with one bucket."""
+    for tries_left in reversed(range(_TRIES)):
+        server, endpoint = _start(folder)
+        try:
+            wait_until_it_answers(endpoint, server, folder / "log")
+            _wait_for_bucket(endpoint)
+        except BaseException:
+            is_over = server.poll() is not None
+            server.kill()
+            server.wait()
+            if is_over and tries_left:
+                continue  # another process may have taken one of the ports since
+            raise
+        break
+    try:
+        yield endpoint
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a server on ports that are free now; returns it and its endpoint."""
     ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
     command = [program(), "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += ["-webdav=false", "-admin.ui=false", "-master.telemetry=false", f"-bucket={BUCKET}"]
@@ -50,14 +73,7 @@ def running(folder: Path) -> Iterator[str]:
         server = subprocess.Popen(
             command, stdout=log, stderr=log, cwd=folder, env={**os.environ, **KEYS}
         )
-    endpoint = f"http://127.0.0.1:{ports['s3.port']}"
-    try:
-        wait_until_it_answers(endpoint, server, folder / "log")
-        _wait_for_bucket(endpoint)
-        yield endpoint
-    finally:
-        server.kill()
-        server.wait()
+    return server, f"http://127.0.0.1:{ports['s3.port']}"
 
 
 def wait_until_it_answers(endpoint: str, server: subprocess.Popen[bytes], log: Path) -> None:
