@@ -14,13 +14,13 @@ import laststep
 from laststep.capture import mover
 from laststep.capture.job import Job
 from laststep.process import interrupts
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
 POOL_BYTES = 64 << 20
-PATIENCE_S = 30
 
 
 class Gate:

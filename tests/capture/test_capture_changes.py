@@ -12,12 +12,12 @@ from torch import nn
 import laststep
 from laststep.capture import mover
 from laststep.memory.pool import Pool
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-PATIENCE_S = 30
 MIB = 1 << 20
 
 

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from laststep.capture.fence import Fence
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-PATIENCE_S = 30
 
 
 class Endless:

@@ -22,14 +22,13 @@ from laststep.catalog.run import Run
 from laststep.errors import LaststepError, StorageFailed
 from laststep.format.manifest import Commit
 from laststep.storage.directory import DirectoryStore
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from laststep.catalog.lineage import Point
     from laststep.storage.store import Lock
-
-PATIENCE_S = 60.0
 
 
 class _Killed(BaseException):

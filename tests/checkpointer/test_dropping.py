@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import laststep
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,7 @@ def end_of_all_threads() -> None:
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("laststep"):
-            thread.join(60)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive(), thread.name
 
 

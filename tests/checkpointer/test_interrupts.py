@@ -20,12 +20,11 @@ import torch
 
 import laststep
 from laststep.process import interrupts
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
-
-PATIENCE_S = 60.0
 
 
 @contextmanager

@@ -20,12 +20,11 @@ from laststep.catalog.run import Run
 from laststep.flush import server as serving
 from laststep.restoring import neighbours, waiting
 from laststep.storage.directory import DirectoryStore
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-PATIENCE_S = 60.0
 
 
 class Held:

@@ -17,6 +17,7 @@ import torch
 import laststep
 from laststep.storage.directory import DirectoryStore
 from laststep.storage.disk import Disk
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,7 +156,7 @@ def test_who_loads_meanwhile_and_who_loads_after_a_kill_has_one_whole_state(tmp_
     saver = subprocess.Popen([sys.executable, "-c", SAVER, path], stdout=subprocess.PIPE)
     try:
         saver.stdout.readline()
-        found, deadline = [], time.monotonic() + 60
+        found, deadline = [], time.monotonic() + PATIENCE_S
         while len(found) < 8 or len(set(found)) == 1:
             assert time.monotonic() < deadline, "it saves nothing"
             found.append(number_in(path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import laststep
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -424,10 +424,7 @@ def test_memory_is_made_ready_once_a_late_item_is_there(run_folder: Path) -> Non
         optimizer = torch.optim.SGD(made.model.parameters())
         for _ in range(3):
             optimizer.step()
-        deadline = time.monotonic() + 60
-        while ckpt._pool.ready_bytes < size:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: ckpt._pool.ready_bytes >= size)
 
 
 def test_a_late_item_that_is_not_made_by_then_is_told(run_folder: Path) -> None:

@@ -20,12 +20,12 @@ from laststep.catalog import decision
 from laststep.flush import server as serving
 from laststep.storage.directory import DirectoryStore
 from laststep.testing.faults import FailingDisk, Kind
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 POOL_BYTES = 64 << 20
-PATIENCE_S = 60
 
 
 @pytest.mark.parametrize("flush", ["thread", "process"])

@@ -15,12 +15,10 @@ from torch import nn
 import laststep
 from laststep import running
 from laststep.ranks.rank import Rank, leaves_cores
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-PATIENCE_S = 60
 
 
 @pytest.fixture

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import laststep
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 SOURCE = WORKER.parent.parent.parent / "src"
-PATIENCE_S = 40.0
 DEADLINE_S = 30.0
 """Everybody hears sooner, unless a test has it pass (`Process.late`)."""
 

@@ -40,7 +40,7 @@ from laststep.plan.groups import Groups
 from laststep.ranks import board as boards
 from laststep.ranks.board import Board
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 NEEDED = (laststep.Checkpointer, laststep.PerRank)
 """Both are imported when they are asked for: here, once for all ranks."""
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SOURCE = Path(__file__).resolve().parent.parent.parent / "src"
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 MIB = 1 << 20
 DISK_MIB = 48
 MOUNT = f'mount -t tmpfs -o size={DISK_MIB}m laststep-test "$0" && exec "$@"'

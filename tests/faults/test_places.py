@@ -18,11 +18,11 @@ from laststep.errors import Usage
 from laststep.format import manifest
 from laststep.format.manifest import Commit, FileRecord, ItemRecord
 from laststep.storage.directory import DirectoryStore
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PATIENCE_S = 60.0
 HOSTILE = Path(__file__).parent.parent / "hostile"
 
 

@@ -27,11 +27,10 @@ from laststep.flush.protocol import (
     Seal,
 )
 from laststep.storage.disk import Disk
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-PATIENCE_S = 60.0
 
 
 @pytest.fixture

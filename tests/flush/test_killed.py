@@ -18,13 +18,11 @@ from laststep.memory.landing import Landing
 from laststep.memory.pool import Pool
 from laststep.storage.disk import Disk
 from laststep.terms import CHUNK_BYTES
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from laststep.flush.saves import SaveUnderWay
 from laststep.memory.pool import Pool
 from laststep.plan.files import plan_save
 from laststep.terms import CHUNK_BYTES
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
 
-PATIENCE_S = 60.0
 BEFORE = Continue(after=AttemptName(step=1, epoch=1, attempt=1), seen=Seen(epoch=1, commit=(1, 1)))
 COMMITTED = AttemptName(step=2, epoch=1, attempt=2)
 

@@ -11,11 +11,10 @@ import laststep
 from laststep.flush import server as serving
 from laststep.flush.handle import Stage
 from laststep.flush.saves import Saves, SaveUnderWay
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-PATIENCE_S = 60.0
 
 
 def test_a_save_that_fails_while_failures_are_looked_for_is_told_by_the_next_call(

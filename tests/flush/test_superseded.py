@@ -20,12 +20,10 @@ from laststep.flush import epoch
 from laststep.flush import server as serving
 from laststep.flush.protocol import Begin, Connection, Continue, Failed, Orders
 from laststep.storage.directory import DirectoryStore
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-PATIENCE_S = 60.0
 
 
 def test_no_epoch_is_claimed_for_a_dead_trainer_of_several_ranks(run_folder: Path) -> None:

@@ -14,9 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from laststep.errors import StorageFailed, Usage
 from laststep.memory.slots import Slots
 from laststep.process import interrupts
-from waiting import wait_until
-
-PATIENCE_S = 10.0
+from waiting import PATIENCE_S, wait_until
 
 
 class SlotsMachine(RuleBasedStateMachine):

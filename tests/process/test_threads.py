@@ -20,11 +20,10 @@ from laststep.capture.job import Job
 from laststep.capture.mover import Mover
 from laststep.flush.client import Client
 from laststep.process import threads
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-PATIENCE_S = 60.0
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -71,7 +71,7 @@ class Crew:
         self._path = (SOURCE, *also, HERE)
         self._members: list[_Member] = []
 
-    def __call__(self, task: str, ranks: int, timeout_s: float = 90.0, **arguments: Any) -> list:
+    def __call__(self, task: str, ranks: int, timeout_s: float = 180.0, **arguments: Any) -> list:
         """Run `module:function` on so many ranks; the results, by rank."""
         fresh = [_Member(self._path) for _ in range(max(ranks, self._size) - len(self._members))]
         for member in fresh:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from laststep.commit import meeting as teaming
 from laststep.ranks import missing_ranks
 
-_GROUP_S = 60.0
+_GROUP_S = 120.0
 missing_ranks.PATIENCE_S = _GROUP_S  # what is warned of is not how slow the machine is
 
 

@@ -20,11 +20,11 @@ from laststep.plan.load import Read, Want, plan_reads
 from laststep.read.files import DataFile, HeldFile
 from laststep.read.reader import _Pipeline, read_all
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PATIENCE_S = 30.0
 CHUNKS = 6
 
 

@@ -12,6 +12,7 @@ from laststep.flush import server as serving
 from laststep.flush.handle import Stage
 from laststep.saving import backlog as queueing
 from laststep.settings import MAX_UNCOMMITTED
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     WhenOneWaits = Callable[[Callable[[], None]], None]
 
-PATIENCE_S = 60.0
 WAITED_S = 0.1
 
 

@@ -22,13 +22,12 @@ from laststep.ranks.rank import Rank
 from laststep.saving import lookout
 from laststep.saving.preempting import Preempting
 from laststep.settings import Preemption
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-PATIENCE_S = 60.0
 ASKED = Preemption(signals=(), file="/nowhere/preempted", grace="60 s")
 
 
@@ -175,6 +174,8 @@ def test_a_board_that_does_not_answer_is_told_of_and_asked_again(
     job.notes.put("seen", b"rank 0: SIGTERM")
     wait_until(lambda: job.ranks[1]._watched.known is not None)
     assert "is not heard of: the store does not answer" in caplog.text
+    job.step(0, 0)
+    wait_until(lambda: look("stop") is not None)  # or the thread of rank 1 waits for all the grace
     job.close()
 
 

@@ -20,7 +20,7 @@ from laststep.storage.directory import DirectoryStore
 from laststep.tiers.draining import Drain
 from laststep.tiers.drains import Drained, DrainFailed, DrainOrder, Drains
 from laststep.tiers.tier import Tier
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -229,7 +229,7 @@ def gate(places: Places, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Gate]
         "laststep.tiers.draining.open_store",
         lambda url: (Gate if url == str(places.far) else DirectoryStore)(url),
     )
-    opener = threading.Timer(30, Gate.opened.set)  # a test that fails must not hang
+    opener = threading.Timer(2 * PATIENCE_S, Gate.opened.set)  # a test that fails must not hang
     opener.start()
     yield Gate
     opener.cancel()
