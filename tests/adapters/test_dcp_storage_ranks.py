@@ -106,7 +106,7 @@ def same(a, b):
 if __name__ == "__main__":
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run, given = Path(sys.argv[1]), Path(sys.argv[1]).parent
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     mesh = init_device_mesh("cpu", (ranks,))
     main()
     dist.barrier()

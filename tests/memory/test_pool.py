@@ -42,7 +42,7 @@ def test_memory_is_made_ready_as_asked_for_and_grows_by_steps_to_the_cap() -> No
         made.want(CHUNK_BYTES + 1)
         made.wait_ready()
         assert made.ready_bytes == 2 * CHUNK_BYTES
-        slots = [made.lease(20) for _ in range(5)]
+        slots = [made.lease(PATIENCE_S) for _ in range(5)]
         assert sorted(slots) == [0, 1, 2, 3, 4]
         assert made.ready_bytes == 5 * CHUNK_BYTES
         assert made.lease(0.05) is None  # at the cap
@@ -50,7 +50,7 @@ def test_memory_is_made_ready_as_asked_for_and_grows_by_steps_to_the_cap() -> No
         made.wait_ready()
         assert made.ready_bytes == 5 * CHUNK_BYTES
         threading.Timer(0.05, made.release, (3,)).start()
-        assert made.lease(20) == 3
+        assert made.lease(PATIENCE_S) == 3
     finally:
         made.close()
 
@@ -61,12 +61,12 @@ def test_a_restore_reads_through_memory_of_its_own_while_the_pool_makes_nothing_
         with made.reading(8) as room:
             assert isinstance(room, Landing)
             # No more than the pool may have itself, and at the least as much as keeps two reading.
-            leased = [room.lease(20) for _ in range(CHUNK_BYTES // room.slot_bytes)]
+            leased = [room.lease(PATIENCE_S) for _ in range(CHUNK_BYTES // room.slot_bytes)]
             assert sorted(leased) == [0, 1, 2, 3]
             assert room.lease(0.05) is None
             made.want(CHUNK_BYTES)
             assert made.lease(0.05) is None
-        assert made.lease(20) == 0
+        assert made.lease(PATIENCE_S) == 0
     finally:
         made.close()
 
@@ -80,17 +80,17 @@ def test_a_restore_that_begins_while_memory_is_made_ready_waits_for_one_slot_of_
     def slow(self: Mapping, start: int, size_bytes: int) -> None:
         made_pages.append(start)
         begun.set()
-        go.wait(20)
+        go.wait(PATIENCE_S)
         allocate(self, start, size_bytes)
 
     monkeypatch.setattr(Mapping, "allocate", slow)
     made = make(4)
     try:
         made.want(4 * CHUNK_BYTES)
-        assert begun.wait(20)
+        assert begun.wait(PATIENCE_S)
         with made.reading(1):
             go.set()
-            assert made.lease(20) == 0
+            assert made.lease(PATIENCE_S) == 0
             assert made_pages == [0]
         made.wait_ready()
         assert made.ready_bytes == 4 * CHUNK_BYTES
@@ -112,7 +112,7 @@ def test_tensors_and_bytes_of_a_slot_are_the_same_shared_memory() -> None:
     made = make(2)
     try:
         made.want(2 * CHUNK_BYTES)
-        slot = made.lease(20)
+        slot = made.lease(PATIENCE_S)
         assert slot is not None
         made.tensor(slot)[:4] = 7
         other = Mapping(made.fd, made.cap_bytes)
@@ -140,8 +140,8 @@ def test_a_pool_that_cannot_grow_goes_on_with_what_it_has(
         made.want(6 * CHUNK_BYTES)
         made.wait_ready()
         assert made.ready_bytes == 2 * CHUNK_BYTES
-        assert made.lease(20) is not None
-        assert made.lease(20) is not None
+        assert made.lease(PATIENCE_S) is not None
+        assert made.lease(PATIENCE_S) is not None
         assert made.lease(0.05) is None
         made.want(6 * CHUNK_BYTES)
         made.wait_ready()
@@ -161,7 +161,7 @@ def test_a_pool_without_any_memory_is_an_error_for_who_asks(
     try:
         made.want(CHUNK_BYTES)
         with pytest.raises(StorageFailed, match=r"no pages at all.* free memory .* tries again"):
-            made.lease(20)
+            made.lease(PATIENCE_S)
     finally:
         made.close()
 
@@ -192,11 +192,11 @@ def test_a_pool_that_could_not_grow_tries_again_for_the_next_save_and_the_next_r
         if not had:
             for _ in range(2):
                 with pytest.raises(StorageFailed, match="no more pages"):
-                    made.lease(20)
+                    made.lease(PATIENCE_S)
         monkeypatch.setattr(Mapping, "allocate", allocate)
         with made.reading(1):
             pass
-        assert made.lease(20) is not None
+        assert made.lease(PATIENCE_S) is not None
         made.want(3 * CHUNK_BYTES)
         made.wait_ready()
         assert made.ready_bytes == 3 * CHUNK_BYTES
@@ -273,7 +273,7 @@ def test_memory_that_is_ready_is_pinned_when_a_device_turns_up_late(
         assert pinned == []
         made.pin()
         made.want(5 * CHUNK_BYTES)
-        assert all_pinned.wait(20)
+        assert all_pinned.wait(PATIENCE_S)
         assert sorted(pinned) == [0, 1, 2, 3, 4]
     finally:
         made.close()
@@ -299,7 +299,7 @@ def test_a_pool_that_is_closed_in_a_forked_child_leaves_alone_what_lies_there_no
         # A child does not have the parent's mapping, so its own goes into the same hole.
         assert own._mapping.address == made._mapping.address
         made.close()
-        slot = own.lease(20)
+        slot = own.lease(PATIENCE_S)
         assert slot is not None
         own.view(slot)[:] = bytes(CHUNK_BYTES)  # not by torch: OpenMP does not survive a fork
         own.close()
@@ -360,7 +360,7 @@ def test_a_guarded_pool_refuses_copies_by_the_system_into_what_was_handed_over(
     made, source = make(1), (ctypes.c_char * 4)(*b"\1\2\3\4")
     try:
         made.want(CHUNK_BYTES)
-        slot = made.lease(20)
+        slot = made.lease(PATIENCE_S)
         assert slot is not None
         ranges = [(ctypes.addressof(source), 4)]
         assert made.land(slot, 0, ranges)
@@ -369,7 +369,7 @@ def test_a_guarded_pool_refuses_copies_by_the_system_into_what_was_handed_over(
             made.land(slot, 8, ranges)
         made.release(slot)
         assert bytes(made.view(slot)[:12]) == b"\1\2\3\4" + bytes(8)
-        assert made.lease(20) == slot
+        assert made.lease(PATIENCE_S) == slot
         assert made.land(slot, 8, ranges)
     finally:
         made.close()

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from trials import Tally
 
 DEADLINE_S = 8.0
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 WAYS = ("plain", "fsdp", "tp", "replicated", "both")
 NEEDED = (laststep.Checkpointer, laststep.PerRank, laststep.load, laststep.open)
 """Imported when they are asked for: here, once for all ranks."""

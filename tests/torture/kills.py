@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 KILLS = 10
 """So many in a trial, in one run."""
 
-ENDS_WITHIN_S = 20.0
-STARTS_WITHIN_S = 60.0
+ENDS_WITHIN_S = 60.0
+STARTS_WITHIN_S = 120.0
 VICTIMS = ("trainer", "flusher", "trainer, then flusher", "flusher, then trainer")
 
 # How a trainer ends by itself, which it does only when its flusher was killed.

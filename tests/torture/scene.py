@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shim import Control
     from tally import Tally
 
-PATIENCE_S = 45.0
+PATIENCE_S = 120.0
 """Whatever takes longer hangs."""
 
 

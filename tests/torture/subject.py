@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from laststep.catalog.listing import Listed
 
-PATIENCE_S = 40.0
+PATIENCE_S = 120.0
 """Whatever takes longer hangs."""
 
 

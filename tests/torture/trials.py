@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "Tally", "Violation", "run"]
 
-ENDS_WITHIN_S = 30.0
+ENDS_WITHIN_S = 60.0
 """How long a process may live on after its trial: a flusher finishes what it was given."""
 
 _PR_SET_CHILD_SUBREAPER = 36
