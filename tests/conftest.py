@@ -54,17 +54,6 @@ settings.register_profile("torture", settings.get_profile("default"), max_exampl
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-def heed_signals() -> None:
-    """Undo what `nohup` and background jobs of a shell do: they have SIGHUP and SIGINT ignored in
-    all processes that are started, and tests send these signals."""
-    for number, handler in (
-        (signal.SIGHUP, signal.SIG_DFL),
-        (signal.SIGINT, signal.default_int_handler),
-    ):
-        if signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Set `$WARM_PYTHON`, which tests start like `sys.executable`: an import of torch and the first
     step of an optimizer take three seconds of CPU. All workers share one."""
@@ -74,7 +63,6 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if hasattr(config, "workerinput"):
         return
-    heed_signals()
     folder = tempfile.TemporaryDirectory(prefix="laststep-warm-")
     python = Path(folder.name) / "python"
     python.write_text(f"#!{sys.executable} -IS\n" + (WARM / "client.py").read_text())

@@ -318,6 +318,9 @@ class Agreements:
         # For whom else all wait, the first rank tells.
         tell = self._impatience(lambda: [] if answered else [0])
 
+        def is_settled(call: _Call) -> bool:
+            return call.number == self._answered and call.has(me, mine)
+
         def look() -> _Call | None:
             nonlocal answered, asked
             call = self._latest()
@@ -327,7 +330,7 @@ class Agreements:
                 if answered != call.number:
                     answered = self._answered = call.number
                     self.board.put(f"a/{call.number}/{me}", mine)
-            elif call.number == self._answered and call.has(me, mine):
+            elif is_settled(call):
                 return call
             elif call.number == answered and call.problem:
                 raise Aborted(call.problem)
@@ -336,6 +339,10 @@ class Agreements:
                 self.board.put(f"a/{call.number}/again", b"1")
             tell()
             if (why := self._refusal_of_first(step)) is not None:
+                # The first rank settles the call before it refuses because of what that call says:
+                # this rank then finds the same difference and names it.
+                if (latest := self._latest()) is not None and is_settled(latest):
+                    return latest
                 raise Aborted(why)
             return None
 
