@@ -103,8 +103,10 @@ class WriterEpoch:
 
     def cause(self, at: AttemptName | None, error: LaststepError) -> LaststepError:
         """Return why a save failed: by a takeover, if there is a newer writer. That one has removed
-        files or uploads of this save, which fails where it misses them first."""
-        if at is not None and isinstance(error, (NotFound, StorageFailed)):
+        files or uploads of this save, which fails where it misses them first. A store that cannot
+        be reached is not asked once more: that would only delay the report."""
+        is_unreachable = isinstance(error, StorageFailed) and error.transient
+        if at is not None and isinstance(error, (NotFound, StorageFailed)) and not is_unreachable:
             try:
                 self.run.check_newest(at.epoch)
             except Aborted as takeover:
