@@ -194,10 +194,17 @@ class Checkpointer(single.OnlyOne):
     def _save(self, asked: arguments.SaveRequest) -> SaveHandle:
         began = time.perf_counter()
         self._check_usable("save")
-        step, asked = asked.plain()
         self._steps.take_over(self._client.saves)
         if self._team is None:  # else ranks hear of it at different saves, and make the same ones
             queueing.raise_first(self._client.saves.tell())
+        try:
+            return self._begin_save(asked, began)
+        except BaseException:
+            self._schedule.refused()
+            raise
+
+    def _begin_save(self, asked: arguments.SaveRequest, began: float) -> SaveHandle:
+        step, asked = asked.plain()
         self._work.revive(self._settings)
         others = [save.handle.step for save in self._client.saves.all()]
         overwrite = self._steps.replaces(step, others, self.path, overwrite=asked.overwrite)
@@ -271,8 +278,8 @@ class Checkpointer(single.OnlyOne):
 
         `last` saves it in any case. Returns the save, if there is one. Raises what made an earlier
         one fail: at once, or in a job of several ranks with the next save, which all make. If that
-        keeps a save from being made, the next call of `step` makes it. With
-        `preemption`, `Preempted` where the job is to end: its last save is over then.
+        keeps a single rank from saving, the next call of `step` saves. With `preemption`,
+        `Preempted` where the job is to end: its last save is over then.
         """
         self._check_usable("step")
         number, last = arguments.plain_step(step), arguments.true_or_false("last", last)

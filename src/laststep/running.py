@@ -366,13 +366,13 @@ class RunningParts:
         if not steps and (self.ends_well or not segment.records()):
             segment.remove()
             return
-        why = f"steps {steps} are stored nowhere else"
+        why = f"it may hold the only copy of steps {steps}"
         if not steps:
             why = "the job failed, or ended without close()"
         place = "" if segment.base == BASE else f" --base {segment.base}"
         log.warning(
-            "%d bytes of shared memory stay in %s: %s; the next start here frees them with its "
-            "first commit, or `laststep rescue %s%s` now",
+            "%d bytes of shared memory stay in %s: %s. The next start on this machine restores what "
+            "is needed and then frees it; `laststep rescue %s%s` stores and frees it now",
             segment.size_bytes, segment.folder, why, self._run, place,
         )  # fmt: skip
 

@@ -23,6 +23,8 @@ from laststep.catalog.run import Run
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
 from laststep.format.manifest import Abort, Commit
 from laststep.storage.directory import DirectoryStore
+from laststep.storage.memory import MemoryStore
+from laststep.storage.store import StoreEntry
 from laststep.testing.faults import Kind, RecordingDisk
 
 Save = Callable[..., str]
@@ -166,7 +168,29 @@ def test_a_step_that_was_saved_again_counts_once(run: Run, save: Save) -> None:
 def test_a_replaced_checkpoint_is_deleted_before_its_replacement(run: Run, save: Save) -> None:
     epoch = run.claim_epoch(None)
     folders = [save(run, step, epoch, at) for at, step in enumerate((6, 7, 7, 8), start=1)]
-    assert plan_prune(run, Keep(last=1)).deletions == tuple(folders[at] for at in (1, 2, 0))
+    plan = plan_prune(run, Keep(last=1))
+    assert plan.deletions == tuple(folders[at] for at in (1, 2, 0))
+    run.pin(folders[1])  # since the plan was made: then its replacement stays too
+    assert plan.execute() == (folders[0],)
+    assert _steps(run) == [7, 8]
+    assert run.lineage()[0].folder == folders[2]
+
+
+def test_a_manifest_that_is_listed_and_cannot_be_read_does_not_hang_a_scan() -> None:
+    """Some servers and network filesystems list a file for a while after it was deleted."""
+
+    class Stale(MemoryStore):
+        stale = ""
+
+        def list(self, folder: str) -> list[StoreEntry]:
+            gone = StoreEntry(name="manifest.json", is_folder=False, size_bytes=9, modified_s=1.0)
+            return [*super().list(folder), *([gone] if folder == self.stale else [])]
+
+    store = Stale("memory://stale")
+    run = Run.open_or_create(store)
+    store.stale = run.begin(step=5, epoch=run.claim_epoch(None), attempt=1)
+    assert run.checkpoints() == ()
+    assert run.newest() is None
 
 
 def test_an_unreadable_manifest_is_shown_as_an_error_and_blocks_nothing(

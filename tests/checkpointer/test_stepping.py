@@ -195,6 +195,22 @@ def test_nothing_is_owed_after_a_restore_or_a_save_of_the_users_own(
             checkpointer.restore(2)
 
 
+def test_a_save_that_cannot_be_made_is_not_tried_at_every_step(
+    opened: Opened, training: Training
+) -> None:
+    with opened(training, every=10) as checkpointer:
+        training.plain["bad"] = object()
+        refused = []
+        for step in range(1, 31):
+            try:
+                checkpointer.step(step)
+            except laststep.Usage:
+                refused.append(step)
+        assert refused == [10, 20, 30]
+        del training.plain["bad"]
+        assert checkpointer.step(30) is not None  # the same step, tried again
+
+
 def test_a_step_whose_save_was_refused_stays_due_by_the_clock(
     opened: Opened, training: Training
 ) -> None:

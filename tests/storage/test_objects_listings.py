@@ -9,7 +9,12 @@ import pytest
 import torch
 
 import laststep
+from laststep.catalog.listing import Scanner
+from laststep.catalog.names import parse_folder
+from laststep.catalog.run import Run
 from laststep.errors import StorageFailed
+from laststep.storage.objects import ObjectStore
+from laststep.storage.registry import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,3 +74,23 @@ def test_a_wrong_listing_of_one_folder_does_not_hide_the_newest_checkpoint(
     with opened({"w": torch.zeros(100)}) as ckpt, pytest.raises(StorageFailed):
         ckpt.restore()
     assert any(asked.lists and folder in asked.query for asked in server.asked)
+
+
+def test_a_save_that_is_being_discarded_does_not_fail_a_listing(
+    server: fake_s3.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of its folder goes first, and its contents are still served by name."""
+    store = open_store(URL)
+    run = Run.open(store)
+    folder = run.begin(step=5, epoch=run.claim_epoch(None), attempt=1)
+    run.abort(folder, "it failed")
+    reader, looks, empty = Scanner(open_store(URL)), [], ObjectStore._empty
+    (entry,) = [entry for _, entry in reader.folders() if entry.name == folder]
+
+    def look_meanwhile(self: ObjectStore, key: str) -> None:
+        looks.append(reader.look(parse_folder(folder), entry).decided)
+        empty(self, key)
+
+    monkeypatch.setattr(ObjectStore, "_empty", look_meanwhile)
+    run.discard(folder)
+    assert looks == [None]

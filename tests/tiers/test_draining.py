@@ -409,3 +409,20 @@ def test_a_tier_that_cannot_be_reached_does_not_keep_a_run_from_its_restore(
     with places.open() as ckpt:
         assert ckpt.restore().step == 1
     assert "cannot look whether" in caplog.text
+
+
+def test_a_damaged_record_at_the_target_is_reported_and_tried_again(places: Places) -> None:
+    with places.open() as ckpt:
+        ckpt.restore()
+        places.save(ckpt, 1)
+        places.wait_for(1)
+    record = places.far / "run.json"
+    good = record.read_bytes()
+    record.write_bytes(b"")
+    with places.open() as ckpt:
+        ckpt.restore()
+        places.save(ckpt, 2)
+        wait_until(lambda: any(isinstance(e, events.TierLags) for e in places.heard))
+        record.write_bytes(good)
+        places.wait_for(2)
+    assert places.steps(places.far) == [1, 2]

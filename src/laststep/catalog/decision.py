@@ -45,6 +45,9 @@ MANIFEST_LIMIT_BYTES = 256 << 20
 _STANDS = b"stands"
 _TAKEN_BACK = b"taken back"
 _FATE_LIMIT_BYTES = 4096
+MOST_TRIES = 20
+"""How often a reader tries again with a newer checkpoint. Beside a writer that deletes each one
+before it is read, it would never end; `laststep pin` keeps one for it."""
 
 
 def read(store: Store, folder: str) -> Commit | Abort | None:
@@ -111,12 +114,13 @@ def read_newest(
     Retention deletes a checkpoint only after a newer commit, so the next `find` returns that one.
     Not for a step that the user named: no other checkpoint may stand in for it.
     """
+    tries = 0
     while True:
-        found = find()
+        found, tries = find(), tries + 1
         try:
             return read(found)
         except (Corrupt, NotFound):
-            if deleted(store, found.folder) is None:
+            if deleted(store, found.folder) is None or tries == MOST_TRIES:
                 raise
             _log.warning("%s was deleted while it was read: listing the run again", found.folder)
 

@@ -14,6 +14,7 @@ not looked into: what is in there is not in the run.
 from __future__ import annotations
 
 import enum
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -47,6 +48,9 @@ _VERY_MANY = 4096
 _DATA_FILE = ".safetensors"
 _LOOKED_INTO = 100
 """So many folders are looked into for a run that was meant."""
+SCAN_PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4)
+"""Before each scan of a run, until one has missed nothing. After the last one its result counts:
+some filesystems list files that cannot be read yet."""
 _LOOKS_AT_ONCE = 16
 """In an object store, where each of them is two requests or three."""
 
@@ -205,7 +209,8 @@ class Scanner:
 
     def scan(self, through: ScanDepth = ScanDepth.NOTHING) -> tuple[ScannedAttempt, ...]:
         """Every attempt and what was decided about it."""
-        while True:
+        for pause_s in SCAN_PAUSES_S:
+            time.sleep(pause_s)
             folders = self.folders()
             scanned = self._look_at(folders, through)
             if not self.missed_commit(scanned, {name for name, _ in folders}):
@@ -266,8 +271,8 @@ class Scanner:
 
     def folders(self) -> list[tuple[AttemptName, StoreEntry]]:
         """The folders of all attempts, to be looked at one by one."""
-        # Object stores list names in order, so `run.json`, behind all names of folders' markers,
-        # also shows that no later page of the listing is missing.
+        # Object stores list names in order, and `run.json` sorts after the markers of folders: its
+        # presence also shows that no later page of the listing is missing.
         listed = list_checked(self._store, "", RUN_NAME)
         entries = [entry for entry in listed if entry.is_folder]
         parsed = [(parse_folder(entry.name), entry) for entry in entries]

@@ -60,12 +60,18 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
 
         `before` is asked before each deletion, and raises where the plan no longer holds.
         """
-        deleted = []
+        deleted: list[str] = []
+        replacements = {item.folder: item.superseded_by for item in self.listed}
+        kept: set[str | None] = set()
         for folder in self.deletions:
             if before is not None:
                 before()
             if any(entry.name == PIN_NAME for entry in self.store.list(folder)):
                 _log.info("kept %s: pinned meanwhile", folder)
+                kept.add(replacements[folder])
+                continue
+            if folder in kept:
+                _log.info("kept %s: it replaces one that was pinned meanwhile", folder)
                 continue
             self.store.delete_folder(folder, first=MANIFEST_NAME)
             deleted.append(folder)

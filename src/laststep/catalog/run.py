@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from laststep.catalog import cleaning, decision, identity, lineage, listing
-from laststep.catalog.checked_listing import list_checked
+from laststep.catalog.checked_listing import exists
 from laststep.catalog.epochs import (
     EpochRecord,
     Epochs,
@@ -26,9 +26,15 @@ from laststep.catalog.epochs import (
 )
 from laststep.catalog.identity import RunRecord
 from laststep.catalog.lineage import Seen
-from laststep.catalog.listing import Listed, OpenAttempt, ScanDepth, Scanner, remedy_for_no_run
+from laststep.catalog.listing import (
+    SCAN_PAUSES_S,
+    Listed,
+    OpenAttempt,
+    ScanDepth,
+    Scanner,
+    remedy_for_no_run,
+)
 from laststep.catalog.names import (
-    EPOCHS_FOLDER,
     PIN_NAME,
     RUN_NAME,
     AttemptName,
@@ -149,8 +155,13 @@ class Run:
     def _tell_unrecorded(self, committed: Iterable[AttemptName]) -> None:
         """Say so where a checkpoint is newer than every epoch that there is a record of."""
         for name in sorted(committed, key=lambda name: name.point)[-1:]:
-            record = epoch_record_name(name.epoch).rpartition("/")[2]
-            list_checked(self.store, EPOCHS_FOLDER, record)
+            if exists(self.store, epoch_record_name(name.epoch)):
+                error = StorageFailed(
+                    "a listing lacks the record of an epoch", where=self.store.url,
+                    expected=epoch_record_name(name.epoch), remedy="try again",
+                )  # fmt: skip
+                error.transient = True
+                raise error
             why = "does not count, as there is no record of its epoch; restore(%d) takes it"
             _log.warning(f"%s of %s {why}", name.folder, self.store.url, name.step)
 
@@ -182,12 +193,14 @@ class Run:
 
     def newest(self) -> Listed | None:
         """The last whole one of the lineage, by manifests and sizes; looks into few folders."""
-        while True:
+        for pause_s in SCAN_PAUSES_S:
+            time.sleep(pause_s)
             folders = dict(self._scanner.folders())
             looked: dict[AttemptName, ScannedAttempt] = {}
             newest = self._newest_of(folders, looked)
             if not self._scanner.missed_commit(looked.values(), folders.keys()):
-                return newest
+                break
+        return newest
 
     def _newest_of(
         self, folders: dict[AttemptName, StoreEntry], looked: dict[AttemptName, ScannedAttempt]

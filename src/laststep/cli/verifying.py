@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from laststep.catalog import decision
 from laststep.catalog.run import Run
 from laststep.cli import listing, output, places
 from laststep.cli.status import DAMAGED
@@ -64,7 +65,8 @@ def verify(
             deleted.append(place.folder)
             if not as_json:
                 output.console().print(f"{place.folder}: deleted meanwhile")
-            if not pending:  # a newer commit made retention delete it: check that one too
+            if not pending and len(deleted) < decision.MOST_TRIES:
+                # A newer commit made retention delete it: check that one too.
                 wanted = _all(path)
                 known = {*deleted, *(checked.folder for checked, _ in reports)}
                 pending = [found for found in wanted.places if found.folder not in known]

@@ -215,7 +215,7 @@ class Preempting:
                 # With several ranks the save is under way, though an earlier one's failure is
                 # raised. One rank by itself tries again: each failure is raised once.
                 found = backlog.of_step(saves.all(), step)
-                if found is None and error.step in (None, step):
+                if found is None and (self._rank.ranks > 1 or error.step in (None, step)):
                     raise
                 log.error("a save failed: %s", error)  # noqa: TRY400 (it is an earlier one's)
                 if found is not None:

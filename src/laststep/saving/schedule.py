@@ -149,6 +149,8 @@ class Schedule:
         self._saved_step: int | None = None
         self._wanted_step: int | None = None
         """The step that `step()` wants saved, until a save begins."""
+        self._was_refused = False
+        """Whether that save itself cannot be made, rather than an earlier failure being raised."""
         self._notes: Notes | None = None
         self._said: MeetingNote | None = None
         """What is done at the next meeting, where it could not be left yet."""
@@ -166,13 +168,19 @@ class Schedule:
         microseconds but at a meeting; `meet` brings all ranks together for the first one after a
         start or a restore.
 
-        A save that was due and did not begin, because `save()` raised, is due at the next call. Not
+        If a save that was due did not begin because the failure of an earlier one was raised, it is
+        due at the next call; if it could not be made itself, when the same step is tried again. Not
         so with several ranks: the save began on the others."""
         is_owed = self._ranks == 1 and self._wanted_step is not None
+        is_owed = is_owed and (not self._was_refused or step == self._wanted_step)
         is_time = self._is_time(step, meet)
         due = (is_time or last or is_owed) and step != self._saved_step
-        self._wanted_step = step if due else None
+        self._wanted_step, self._was_refused = step if due else None, False
         return due
+
+    def refused(self) -> None:
+        """The save that was due cannot be made as the state is now."""
+        self._was_refused = True
 
     def give_up_due(self) -> None:
         """Do not make up for the save that was due: it was skipped, or the job ends."""

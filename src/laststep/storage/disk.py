@@ -31,7 +31,9 @@ _TRANSIENT = frozenset(
     (errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ECONNRESET, errno.EHOSTDOWN)
 )
 
-_DEVICE_FAILED = frozenset((errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENODATA))
+_DEVICE_FAILED = frozenset(
+    (errno.EIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENODATA)
+)
 """What the kernel reports for bytes that a device, or the checksums of a filesystem, have lost."""
 
 _REMEDIES = {

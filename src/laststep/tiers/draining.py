@@ -170,9 +170,11 @@ class Drain:
 
     def _is_lost(self, at: AttemptName, error: Exception) -> bool:
         """Return whether home has the checkpoint no more, or has it damaged: then trying again is
-        of no use."""
+        of no use. Damage elsewhere, such as in the target's run.json, can be mended."""
+        if isinstance(error, Corrupt):
+            return (error.where or "").startswith(f"{self._home.url}/{at.folder}")
         if not isinstance(error, NotFound):
-            return isinstance(error, Corrupt)
+            return False
         with contextlib.suppress(StorageFailed):
             return decision.deleted(self._home, at.folder) is not None
         return False

@@ -93,7 +93,9 @@ class CopyPlan:
         newer commit, which is then copied too. `NotFound` if that one was named."""
         doing = _Doing(self, threads, pacing or Pacing())
         pending = self.checkpoints
-        while pending:
+        for _ in range(decision.MOST_TRIES):
+            if not pending:
+                break
             fates = []
             for item in pending:
                 with watch(item) as progress:
