@@ -371,8 +371,8 @@ class RunningParts:
             why = "the job failed, or ended without close()"
         place = "" if segment.base == BASE else f" --base {segment.base}"
         log.warning(
-            "%d bytes of shared memory stay in %s: %s. The next start on this machine restores what "
-            "is needed and then frees it; `laststep rescue %s%s` stores and frees it now",
+            "%d bytes of shared memory stay in %s: %s. The next start on this machine restores "
+            "what is needed and then frees it; `laststep rescue %s%s` stores and frees it now",
             segment.size_bytes, segment.folder, why, self._run, place,
         )  # fmt: skip
 
