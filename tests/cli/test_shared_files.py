@@ -21,8 +21,8 @@ BLOCKS = 8
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Step 0 is whole, step 1 has another block 2, step 2 has nothing new, step 3 is new but for an
-    eighth, step 4 throughout, which is written whole."""
+    """Step 0 is whole, step 1 has another block 2, step 2 has nothing new, step 3 is new but for a
+    quarter, step 4 throughout, which is written whole."""
     model = {"w": torch.randn(BLOCKS * BLOCK_BYTES // 4)}
     with Checkpointer(tmp_path / "run", model=model, flush="thread") as ckpt:
         ckpt.restore()
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
             if step == 1:
                 model["w"][2 * BLOCK_BYTES // 4] += 1
             if step == 3:
-                model["w"][: BLOCKS * 7 // 8 * BLOCK_BYTES // 4] += 1
+                model["w"][: BLOCKS * 3 // 4 * BLOCK_BYTES // 4] += 1
             if step == 4:
                 model["w"] += 1
             ckpt.save(step).wait()
@@ -203,7 +203,7 @@ def test_verify_counts_the_files_and_blocks_that_it_reads(run: Path, laststep: C
         there = list(folder(run, step).glob("*.safetensors"))
         assert (item["files"], item["blocks"]) == (len(there) + 1, BLOCKS)
     # Of lent files it reads the blocks that are needed.
-    unread = [0, 1, 1, BLOCKS * 7 // 8, 0]
+    unread = [0, 1, 1, BLOCKS * 3 // 4, 0]
     for step, blocks in enumerate(unread):
         assert checked[step]["bytes"] == used_bytes(folder(run, step)) - blocks * BLOCK_BYTES
 

@@ -85,7 +85,7 @@ def test_where_the_home_is_too_slow_memory_has_it_and_gives_it_back(
     assert "whose memory alone has it" in report["at_risk"]
     assert steps(tiers.home) == []
     said = trainer.process.log.read_text()
-    assert f"steps [{report['step']}] are stored nowhere else" in said
+    assert f"only copy of steps [{report['step']}]" in said
     assert f"`laststep rescue gated://{tiers.home} --base {tiers.base}`" in said
     kill_flushers(trainer)
     for place in (tiers.home, tiers.far):

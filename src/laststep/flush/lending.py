@@ -180,16 +180,18 @@ class Lender(msgspec.Struct, frozen=True, kw_only=True):
     def likely_change(self, first: int, same: Sequence[bool]) -> float:
         """Estimate the share of the image that has changed, by some of its blocks, from `first` on.
 
-        What changed the last time is taken to change again, unless these blocks show that it does
-        not. After a save of nothing new, these blocks are all that is known.
+        Elsewhere, as many of the blocks that changed the last time are taken to change again as did
+        here. After a save of nothing new, these blocks are all that is known.
         """
-        here = dict(enumerate(same, first))
-        if not self.changed:
-            stored = [known for number, known in here.items() if number not in self.derived]
-            return stored.count(False) / max(len(stored), 1)
-        recent = self.changed_blocks or frozenset()
+        here = {n: known for n, known in enumerate(same, first) if n not in self.derived}
+        recent = (self.changed_blocks or frozenset()) - self.derived
+        changed = list(here.values()).count(False)
+        if not recent:
+            return changed / max(len(here), 1)
         again = [known for number, known in here.items() if number in recent]
-        return self.changed * (again.count(False) / len(again) if again else 1.0)
+        share = again.count(False) / len(again) if again else 1.0
+        elsewhere = len(recent - here.keys())
+        return (changed + share * elsewhere) / max(len(self.places) - len(self.derived), 1)
 
     def seems_same(self, first: int, same: Sequence[bool]) -> bool:
         """Whether nothing seems to have changed, by some blocks of the image, from `first` on."""
