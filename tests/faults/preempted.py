@@ -64,11 +64,23 @@ class Training:
         if self.request.get("phase") == phase and not self.stood:
             self.stood = True
             say("at", phase)
-            deadline = time.monotonic() + PATIENCE_S
-            while self.ckpt._ending._watched.known is None and time.monotonic() < deadline:
-                time.sleep(0.002)
+            self.wait_until_known()
             if self.request.get("until"):
                 self.go_on.wait()
+
+    def wait_until_known(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.ckpt._ending._watched.known is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+    def keep_back(self, step: int) -> None:
+        """Once a save stands at its phase, take three steps and no more until it is known that the
+        job is to end: else so many saves pile up that one waits for the others, however late the
+        signal comes. Those that are to be called off are captured by then."""
+        if self.stood and step > self.start + 2:
+            if self.request.get("until") == "called off":
+                self.ckpt._capturer.settle()
+            self.wait_until_known()
 
     def open_when_called_off(self) -> None:
         """With `until` "called off", go on when that was done with the saves that wait."""
@@ -125,7 +137,7 @@ class Training:
         self.gate(request.get("phase", ""))
         threading.Thread(target=self.listen, daemon=True).start()
         with contextlib.nullcontext(self.ckpt) if request.get("bare") else self.ckpt as ckpt:
-            start = ckpt.restore().next_step
+            start = self.start = ckpt.restore().next_step
             if how["flush"] == "process":
                 ckpt._client.start()
             say("ready", start, ckpt._client.helper_pid)
@@ -148,6 +160,7 @@ class Training:
 
     def train(self, step: int) -> None:
         self.stand("training")
+        self.keep_back(step)
         if self.request.get("phase") == "idle" and step == 3:
             self.ckpt.wait()
             self.stand("idle")
