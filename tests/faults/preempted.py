@@ -74,10 +74,10 @@ class Training:
             time.sleep(0.002)
 
     def keep_back(self, step: int) -> None:
-        """Once a save stands at its phase, take three steps and no more until it is known that the
-        job is to end: else so many saves pile up that one waits for the others, however late the
-        signal comes. Those that are to be called off are captured by then."""
-        if self.stood and step > self.start + 2:
+        """Where a save is to stand at a phase, take three steps and no more until it is known that
+        the job is to end: else so many saves pile up that one waits for the others, where the phase
+        or the signal comes late. Those that are to be called off are captured by then."""
+        if self.request.get("phase") in PHASES and step > self.start + 2:
             if self.request.get("until") == "called off":
                 self.ckpt._capturer.settle()
             self.wait_until_known()

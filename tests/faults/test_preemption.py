@@ -126,7 +126,9 @@ def test_a_second_signal_ends_it_at_once(told: Callable[..., Told], run_folder: 
 def test_the_grace_ends_it_though_a_save_never_ends(
     told: Callable[..., Told], run_folder: Path, phase: str
 ) -> None:
-    trainer = told(phase=phase, until="the end", preemption={"grace": "0.3 s"})
+    trainer = told(
+        phase=phase, until="the end", preemption={"grace": "0.3 s"}, settings={"writers": 1}
+    )  # of several threads that write, that of a later save may come first
     trainer.hear("at", phase)
     trainer.send()
     report = trainer.report()
@@ -140,9 +142,9 @@ def test_the_grace_ends_it_though_a_save_never_ends(
 def test_the_grace_ends_it_though_there_is_no_room_for_the_last_save(
     told: Callable[..., Told], run_folder: Path
 ) -> None:
-    """The pool is full of a save that never ends, and the next one waits inside of save()."""
+    """The pool is full of saves that never end, and the next one waits inside of save()."""
     trainer = told(
-        phase="flush", until="the end", preemption={"grace": "0.3 s"}, size=10 << 20,
+        phase="flush", until="the end", preemption={"grace": "0.3 s"}, size=12 << 20,
         settings={"writers": 1},
     )  # fmt: skip
     trainer.hear("at", "flush")
@@ -256,8 +258,8 @@ def test_all_ranks_stop_at_one_step_whoever_was_told(
     assert len({report["step"] for report in reports}) == 1
     assert [report["committed"] for report in reports] == [True] * 4
     for number, report in enumerate(reports):
-        causes = [f"rank {rank}: SIGTERM" for rank in who]
-        assert report["cause"] in (["SIGTERM"] if number in who else causes)
+        causes = [f"rank {rank}: SIGTERM" for rank in who]  # its own may come after another's word
+        assert report["cause"] in ([*causes, "SIGTERM"] if number in who else causes)
     check(run_folder, reports[0])
 
 
