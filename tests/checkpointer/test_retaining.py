@@ -69,3 +69,20 @@ def test_a_replaced_checkpoint_does_not_come_back(run_folder: Path) -> None:
         ckpt.restore()
         ckpt.save(8, metrics={"loss": 0.5}).result()
     assert laststep.open(run_folder).steps() == [7, 8]
+
+
+def test_going_back_behind_a_replacement_frees_the_steps_after_it(run_folder: Path) -> None:
+    """The replaced step 1 stays, since the job resumed from it; its replacement is left behind."""
+    state = {"x": torch.zeros(3)}
+    with laststep.Checkpointer(run_folder, s=state, flush="thread", progress=False) as ckpt:
+        ckpt.restore()
+        ckpt.save(0).wait()
+        ckpt.save(1).wait()
+    with laststep.Checkpointer(run_folder, s=state, flush="thread", progress=False) as ckpt:
+        ckpt.restore()
+        for step in (0, 1):
+            ckpt.save(step, overwrite=True).wait()
+        ckpt.save(2).wait()
+        state["x"].fill_(7)
+        ckpt.save(ckpt.restore(0).next_step).wait()
+    assert laststep.open(run_folder).steps() == [0, 1]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from laststep.commit.agreement import _Call
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -241,6 +243,17 @@ def test_ranks_that_did_not_describe_one_state_can_save_when_they_do(
     job.clock.pass_s(1)
     job.begin(1, *(number for number in range(3) if number not in early))
     assert [rank.outcome() for rank in job.ranks] == ["", "", ""]
+
+
+def test_a_mismatch_that_all_know_is_not_held_against_the_next_save(simulate: Simulate) -> None:
+    """A rank may report it only when the first rank asks again, for the same step."""
+    job = simulate(3)
+    job.ranks[2].size = 5
+    assert all("float32[5] on rank 2" in said for said in job.save(1))
+    first, late = job.ranks[0].agreements, job.ranks[1].agreements
+    call = first._say(_Call(number=first._number + 1, step=1))
+    late.refuse(1, call.led, "float32[5] on rank 2")
+    assert late.board.look(f"a/{call.number}/refused") is None
 
 
 @pytest.mark.parametrize("group", [None, 2])

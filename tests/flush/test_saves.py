@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import laststep
 from laststep.flush import server as serving
 from laststep.flush.handle import Stage
+from laststep.flush.protocol import Begin, Drop
 from laststep.flush.saves import Saves, SaveUnderWay
 from waiting import PATIENCE_S
 
@@ -79,3 +81,13 @@ def test_a_dead_flusher_gets_no_more_saves_until_there_is_another() -> None:
     saves.enter(late)
     assert saves.to_end() == [open_one, late]
     assert late.number > open_one.number
+
+
+def test_a_save_that_is_called_off_before_it_began_is_announced_first() -> None:
+    """The flusher ignores what is said of a save that it does not know."""
+    sent: list[object] = []
+    client = SimpleNamespace(send=sent.append, announce=lambda _: None)
+    save = SaveUnderWay(client, 7)  # type: ignore[arg-type]
+    save.planned(SimpleNamespace(files=()), lambda: None)  # type: ignore[arg-type, return-value]
+    save.call_off("the job ends")
+    assert [type(message) for message in sent] == [Begin, Drop]

@@ -119,6 +119,8 @@ class Agreements:
         self._called_s: float | None = None
         self._refused = 0
         """The last call that this rank has refused."""
+        self._all_disagreed = False
+        """Whether the last call ended in a mismatch, which every rank finds by itself."""
         self.known: Callable[[], int | None] = lambda: None
         """The number of the first rank's last save that this rank has been through; None while a
         save of this rank's is under way. A later one is the next save's."""
@@ -162,8 +164,10 @@ class Agreements:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            if self._agreement is not None:
-                return  # then it takes part in this all the same
+            # With an agreement, this rank takes part in the call all the same. After a mismatch,
+            # the first rank waits for nobody: a call that is open now is for its next save.
+            if self._agreement is not None or self._all_disagreed:
+                return
             call = self._latest()
             if call and call.step == step and call.led <= known and call.number > self._refused:
                 self._refused = call.number
@@ -181,7 +185,7 @@ class Agreements:
         self.board.close()
 
     def _agree(self, step: int | None) -> Agreement:
-        self._agreement, began_s = None, self.board.now_s()
+        self._agreement, self._all_disagreed, began_s = None, False, self.board.now_s()
         mine = digest_of(self._data)
         while self._agreement is None:
             settle = self._lead if self._rank.is_first else self._follow
@@ -223,7 +227,7 @@ class Agreements:
         try:
             return agree(digests, self._tables)
         except Mismatch:
-            self._answered = 0
+            self._answered, self._all_disagreed = 0, True
             raise
 
     def _tell_of_some(self, found: dict[str, tuple[int, ...]]) -> None:

@@ -201,6 +201,7 @@ class SaveUnderWay:
         """Have the flusher give it up, unless it is too late, and raise nothing then; the flusher
         says how it ended."""
         self.handle.committed.seen = True
+        self.begin()  # the flusher ignores what is said of a save that it does not know
         self._client.send(Drop(save=self.number, reason=reason))
 
     def failed(self, error: LaststepError) -> None:

@@ -172,8 +172,10 @@ class Choosing:
         if not self._ranks.rank.is_first:
             return
         self._saw(seen_in(self._store))
-        self._lineage = self._run.lineage()
-        to_try = self._lineage
+        listed = self._run.checkpoints()
+        # A checkpoint whose replacement comes after the one that is restored counts again there.
+        self._lineage = tuple(c for c in listed if c.on_lineage or c.superseded_by is not None)
+        to_try = tuple(c for c in listed if c.on_lineage)
         if self._which.peeked is not None:
             to_try = (_peeked(self._run, self._which.peeked),)
         elif self._which.step is not None:
