@@ -115,6 +115,7 @@ def test_after_all_ranks_are_killed_the_newest_that_all_had_sealed_comes_back(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)  # a kill and a start take seconds
 def test_after_a_hundred_kills_of_all_ranks_the_newest_that_all_had_sealed_comes_back(
     starts: Starts,
 ) -> None:

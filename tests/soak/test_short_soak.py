@@ -1,4 +1,7 @@
-"""Half a minute of the soak with every test run; `make soak` is the long one."""
+"""A minute of the soak in the long suite; `make soak` is the whole of it.
+
+Not with every test run: on a busy machine a minute may be over before anything was saved.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ sys.path.insert(0, str(HERE.parent / "storage"))
 import weed  # noqa: E402
 
 
-@pytest.mark.slow
-def test_half_a_minute_of_the_soak_finds_nothing_wrong() -> None:
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_minute_of_the_soak_finds_nothing_wrong() -> None:
     weed.program()  # or it is skipped
     done = subprocess.run(
-        [sys.executable, str(HERE / "soak.py"), "--minutes", "0.5", "--seed", "3"],
+        [sys.executable, str(HERE / "soak.py"), "--minutes", "1", "--seed", "3"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -170,6 +170,7 @@ def test_after_a_kill_the_newest_that_was_sealed_comes_back(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)  # a kill and a start take seconds
 def test_after_a_hundred_kills_at_any_instant_the_newest_that_was_sealed_comes_back(
     base: str, run_folder: Path, trainers: list[subprocess.Popen[str]]
 ) -> None:
