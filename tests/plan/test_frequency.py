@@ -69,10 +69,13 @@ def lost_in_a_run(tiers: Sequence[TierCost], every_s: Sequence[float], failures:
 
 @pytest.mark.parametrize("tiers", [
     [TierCost(0.1, 4.0, 6 * 3600.0)],
-    [TierCost(0.005, 2.0, 24 * 3600.0)],
-    [TierCost(20.0, 60.0, 6 * 3600.0)],
+    pytest.param([TierCost(0.005, 2.0, 24 * 3600.0)], marks=pytest.mark.long),
+    pytest.param([TierCost(20.0, 60.0, 6 * 3600.0)], marks=pytest.mark.long),
     [TierCost(0.05, 0.5, 3600.0), TierCost(2.0, 30.0, 24 * 3600.0)],
-    [TierCost(0.05, 0.5, 3600.0), TierCost(0.5, 5.0, 8 * 3600.0), TierCost(5.0, 60.0, 72 * 3600.0)],
+    pytest.param(
+        [TierCost(0.05, 0.5, 3600.0), TierCost(0.5, 5.0, 8 * 3600.0),
+         TierCost(5.0, 60.0, 72 * 3600.0)], marks=pytest.mark.long,
+    ),
 ], ids=str)  # fmt: skip
 def test_no_other_interval_loses_less_in_a_run_that_fails_at_random(tiers: list[TierCost]) -> None:
     found = [one.seconds for one in intervals(tiers, NO_BOUND)]

@@ -141,7 +141,7 @@ def test_what_saves_slow_down_is_part_of_their_cost() -> None:
     assert reckoning.cost_s == pytest.approx(0.01 + 0.02 * iterations, rel=0.1)
 
 
-@pytest.mark.parametrize("then_s", [0.02, 0.5])
+@pytest.mark.parametrize("then_s", [pytest.param(0.02, marks=pytest.mark.long), 0.5])
 def test_steps_that_become_faster_or_slower_are_no_cost_of_saves(then_s: float) -> None:
     job = Job(0.1, every="auto", mtbf="6 h", slower_s=0.01)
     job.go(3000)

@@ -42,7 +42,7 @@ def test_what_is_not_changed_is_sound_for_everybody(formats: ModuleType, run_fol
         assert set(tally.notes) == {"looks that found nothing wrong"}, tally.notes
 
 
-@pytest.mark.parametrize("tables", [False, True])
+@pytest.mark.parametrize("tables", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_lies_with_valid_digests_give_our_errors_or_none(
     formats: ModuleType, run_folder: Path, monkeypatch: pytest.MonkeyPatch, *, tables: bool
 ) -> None:

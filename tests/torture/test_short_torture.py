@@ -20,7 +20,7 @@ TORTURE = Path(__file__).with_name("torture.py")
         ("flips", 1, 50),
         ("crashes", 1, 20),
         ("model", 301, 5),
-        ("system", 5, 3),
+        pytest.param("system", 5, 3, marks=pytest.mark.long),
     ],
 )
 def test_a_part_of_the_torture_violates_nothing(
