@@ -414,16 +414,16 @@ def _whole_number(step: object) -> int | None:
 def _remedy_for(content: Content, item: str, name: str) -> str:
     """What to ask for instead of a name that is no tensor's, at least not in this rank's view."""
     for file in content.files:
-        header = file.header
-        if header.item not in (None, item):
+        layout = file.layout
+        if layout.item not in (None, item):
             continue
-        entry = f"{item}/{name}" if header.item is None else name
-        part = header.parts.get(entry)
+        entry = f"{item}/{name}" if layout.item is None else name
+        part = layout.parts.get(entry)
         if part is not None:
             full_name = f"{item}/{part.tensor}"
-            return f"{file.record.name} has a part of that name: ask for all of {full_name!r}"
-        if item in content.per_rank and any(stored.name == entry for stored in header.tensors):
-            return f"rank {file.record.rank} has it: ask checkpoint.of_rank({file.record.rank})"
+            return f"{layout.name} has a part of that name: ask for all of {full_name!r}"
+        if item in content.per_rank and any(stored.name == entry for stored in layout.tensors):
+            return f"rank {file.rank} has it: ask checkpoint.of_rank({file.rank})"
     return "`laststep show --all` lists the names"
 
 

@@ -142,7 +142,7 @@ def client_of(
 
     def kept() -> frozenset[int]:
         saves = [] if segment is None else saves_in(segment)
-        return frozenset(slot for save in saves for slot in save.slots)
+        return frozenset(slot for save in saves for slot in save.needed_slots)
 
     return Client(launch, pool, bus, start, kept, drain_orders(tiers) if rank.is_first else ())
 

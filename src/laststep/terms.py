@@ -15,12 +15,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-FORMAT_VERSION = 4
-"""The latest that is read. What is written has the lowest in which it can be said."""
-FIRST_FORMAT = 1
-SHARING_FORMAT = 2
-CODING_FORMAT = 3
-EXCERPT_FORMAT = 4
+FORMAT_VERSION = 1
+"""Of everything that lies in a run."""
 
 BLOCK_BYTES = 1 << 20
 """What one digest covers. Every byte that is used is verified, so reads are whole blocks."""

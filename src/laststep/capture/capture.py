@@ -367,10 +367,10 @@ class Capturer:
             # Slots are leased in the order of saves: the one before must have all of its own.
             interrupts.wait(self._last.over)
         job.timing.waited_s += time.perf_counter() - began
-        files = job.plan.files
+        derived = {pair.file for pair in job.plan.derived}
         for follows in (False, True):
             # All that others follow from is handed over before these.
-            self._fill_some(job, [c for c in chunks if bool(files[c.file].derived) is follows])
+            self._fill_some(job, [c for c in chunks if (c.file in derived) is follows])
 
     def _fill_some(self, job: Job, chunks: list[ChunkLayout]) -> None:
         with self._copier.batch() as batch:

@@ -158,8 +158,8 @@ def lower(plan: SavePlan, ways: tuple[Way, ...]) -> Layout:
 def _runs(plan: SavePlan, file: FilePlan, ways: tuple[Way, ...]) -> Iterator[_CopyRun]:
     """The pieces of a file in order, as runs, which are long: a file is sorted by device and dtype.
     There are perhaps 100,000 pieces, so none gets a Python call of its own."""
-    full = [start != stop for _, _, _, start, stop in file.entries]
-    numbers, placed = list(compress(file.pieces, full)), list(compress(file.entries, full))
+    full = [start != stop for _, _, _, start, stop in file.layout.tensors]
+    numbers, placed = list(compress(file.pieces, full)), list(compress(file.layout.tensors, full))
     chosen = [ways[number] for number in numbers]
     devices = [plan.pieces[number].device for number in numbers]
     alike = list(zip(chosen, devices, map(_DTYPE, placed), strict=True))
@@ -213,6 +213,6 @@ def _chunks(
                     )
                 )  # fmt: skip
     for base, (staged, direct) in chunks.items():
-        size = min(CHUNK_BYTES, file.tensor_bytes - base)
+        size = min(CHUNK_BYTES, file.layout.tensor_bytes - base)
         yield ChunkLayout(file=index, start=base, size_bytes=size,
                           staged=tuple(staged), direct=tuple(direct))  # fmt: skip

@@ -33,7 +33,7 @@ from laststep.codecs.digests import digest_text
 from laststep.errors import Aborted, Corrupt, Exists, NotFound, Usage
 from laststep.format.versions import Versioned, refuse_later
 from laststep.process.identity import boot, pid_namespace, process_started
-from laststep.terms import FIRST_FORMAT
+from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from laststep.storage.store import Store
@@ -133,13 +133,13 @@ def decode(data: bytes, *, epoch: int, where: str) -> EpochRecord:
         said = msgspec.json.decode(content, type=Versioned)
         refuse_later(
             said.format, what="record of an epoch", where=where, writer=said.laststep,
-            latest=FIRST_FORMAT,
+            latest=FORMAT_VERSION,
         )  # fmt: skip
         record = msgspec.json.decode(content, type=EpochRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _corrupt(where, "an epoch's record", str(error)) from error
-    if record.epoch != epoch or record.format != FIRST_FORMAT:
-        raise _corrupt(where, f"epoch {epoch}, format {FIRST_FORMAT}", f"{record}")
+    if record.epoch != epoch or record.format != FORMAT_VERSION:
+        raise _corrupt(where, f"epoch {epoch}, format {FORMAT_VERSION}", f"{record}")
     if record.continues is not None and record.continues[0] >= epoch:
         raise _corrupt(where, "an earlier epoch to continue from", f"{record.continues}")
     return record
@@ -300,7 +300,7 @@ def make_folder(store: Store) -> None:
 
 def _record(number: int, continues: Point | None, writer: Trainer, *, orphan: bool) -> EpochRecord:
     return EpochRecord(
-        format=FIRST_FORMAT,
+        format=FORMAT_VERSION,
         epoch=number,
         continues=continues,
         host=writer.host,

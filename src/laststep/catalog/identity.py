@@ -16,7 +16,7 @@ from laststep.catalog.names import RUN_NAME, parse_folder
 from laststep.errors import Corrupt, LaststepError, NotFound, StorageFailed
 from laststep.format.manifest import Commit
 from laststep.format.versions import Versioned, refuse_later
-from laststep.terms import FIRST_FORMAT
+from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from laststep.storage.store import Store
@@ -63,13 +63,13 @@ def read_record(store: Store) -> RunRecord | None:
     try:
         said = msgspec.json.decode(data, type=Versioned)
         refuse_later(
-            said.format, what="run", where=where, writer=said.laststep, latest=FIRST_FORMAT
+            said.format, what="run", where=where, writer=said.laststep, latest=FORMAT_VERSION
         )
         record = msgspec.json.decode(data, type=RunRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         found = "other content, which laststep did not write" if data else "an empty file"
         raise _bad_record(where, found) from error
-    if record.format != FIRST_FORMAT:
+    if record.format != FORMAT_VERSION:
         raise _bad_record(where, f"format {record.format}")
     return record
 

@@ -30,8 +30,8 @@ from laststep.catalog.names import (
     parse_folder,
 )
 from laststep.errors import LaststepError, StorageFailed
-from laststep.format.group import GROUPS_FOLDER
 from laststep.format.manifest import Abort, Commit
+from laststep.plan.files import folder_of, index_name
 from laststep.storage.store import StoreEntry
 from laststep.terms import MANIFEST_NAME
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _NEAREST = 6
 _VERY_MANY = 4096
 """A scan passes over the folders of ranks of a checkpoint that has more files."""
-_DATA_FILE = ".safetensors"
+_DATA_FILES = (".safetensors", ".pack")
 _LOOKED_INTO = 100
 """So many folders are looked into for a run that was meant."""
 SCAN_PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4)
@@ -142,7 +142,7 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
         here = [entry for entry in self.entries if not entry.is_folder]
         if isinstance(self.decided, Commit) and self.passed_over:
             # A data file may lie beside the folders: it is among those that the manifest counts.
-            here = [entry for entry in here if not entry.name.endswith(_DATA_FILE)]
+            here = [entry for entry in here if not entry.name.endswith(_DATA_FILES)]
             return sum(entry.size_bytes for entry in here) + self.decided.size_bytes
         return sum(entry.size_bytes for entry in here)
 
@@ -159,7 +159,7 @@ class ScannedAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 def _is_deep(commit: Commit) -> bool:
     """Whether it has very many data files, in folders."""
-    return commit.file_count > _VERY_MANY and any("/" in item.file for item in commit.items)
+    return commit.file_count > _VERY_MANY and bool(folder_of(0, commit.ranks))
 
 
 def _incomplete(
@@ -171,20 +171,15 @@ def _incomplete(
         return None
     commit = decided
     sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
-    wrong = [group.name for group in commit.groups if group.name not in sizes]
-    if not is_part:
-        wrong += [file.name for file in commit.files if sizes.get(file.name) != file.size_bytes]
-    if wrong:
-        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        size = sizes.get(wrong[0])
-        if size is None:
-            return f"{wrong[0]} is missing{more}"
-        wanted = next(file.size_bytes for file in commit.files if file.name == wrong[0])
-        return f"{wrong[0]} has {size} bytes instead of {wanted}{more}"
-    if is_part or not commit.groups:
+    if is_part:
         return None
-    # The root knows how many files there are, and their bytes; which is which, the groups know.
-    there = [size for name, size in sizes.items() if name.endswith(_DATA_FILE)]
+    indexes = (index_name(number, commit.ranks) for number in range(commit.index_count))
+    missing = [name for name in indexes if name not in sizes]
+    if missing:
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return f"{missing[0]} is missing{more}"
+    # The manifest knows how many files there are, and their bytes; which is which, indexes know.
+    there = [size for name, size in sizes.items() if name.endswith(_DATA_FILES)]
     if len(there) >= commit.file_count and sum(there) >= commit.size_bytes:
         return None
     return (
@@ -302,7 +297,7 @@ class Scanner:
         fully = fully or (isinstance(decided, Commit) and not _is_deep(decided))
         passed_over = []
         for inner in [entry.name for entry in entries if entry.is_folder and not entry.is_link]:
-            if inner == GROUPS_FOLDER or fully:
+            if fully:
                 entries += [
                     msgspec.structs.replace(entry, name=f"{inner}/{entry.name}")
                     for entry in self._store.list(f"{folder.name}/{inner}")
@@ -327,7 +322,7 @@ class Scanner:
         names = [entry.name for entry in scanned.entries if not entry.is_folder]
         for inner in scanned.passed_over:
             names += self._store.file_names(f"{scanned.name.folder}/{inner}")
-        return sum(name.endswith(_DATA_FILE) for name in names) >= scanned.decided.file_count
+        return sum(name.endswith(_DATA_FILES) for name in names) >= scanned.decided.file_count
 
     def _decided(
         self, name: AttemptName, entry: StoreEntry

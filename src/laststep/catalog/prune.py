@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog import groups
+from laststep.catalog.indexes import sharing_of
 from laststep.catalog.listing import Listed
 from laststep.catalog.names import PIN_NAME
 from laststep.catalog.retention import Keep, Verdict, decide, missing_metric
@@ -47,8 +47,8 @@ class PrunePlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.sharing().freed_bytes(self.deletions)
 
     def sharing(self) -> Sharing:
-        """Which of the checkpoints have files in common; may read manifests of groups of ranks."""
-        return groups.sharing_of(self.store, self.listed)
+        """Which of the checkpoints have files in common; may read indexes."""
+        return sharing_of(self.store, self.listed)
 
     def execute(
         self,
@@ -104,8 +104,7 @@ def plan(
     """The plan for what is listed. Pure: `store` is only kept for the execution."""
     verdicts = decide(listed, keep, resumed_from=resumed_from, pinned=pinned)
     points = {item.folder: item.point for item in listed}
-    referenced = {name for item in listed if item.commit for name in item.commit.references}
-    replaced = {item.folder for item in listed if item.superseded_by} - referenced
+    replaced = {item.folder for item in listed if item.superseded_by}
     doomed = [verdict.folder for verdict in verdicts if not verdict.keep]
     doomed.sort(key=lambda folder: (folder in replaced, points[folder]), reverse=True)
     lacking = missing_metric(listed, keep)

@@ -190,9 +190,6 @@ def _by_need(reasons: dict[str, list[str]], listed: Sequence[Listed]) -> None:
 
     while waiting:
         item = waiting.pop()
-        for folder in () if item.commit is None else item.commit.references:
-            if folder != item.folder:
-                keep(folder, f"needed by {item.folder}")
         if item.is_whole:
             keep(item.superseded_by, f"replaces {item.folder}, which stays")
 

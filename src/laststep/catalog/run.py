@@ -45,7 +45,7 @@ from laststep.catalog.names import (
 )
 from laststep.errors import Aborted, Corrupt, Exists, LaststepError, NotFound, StorageFailed, Usage
 from laststep.format.manifest import Abort, Commit
-from laststep.terms import FIRST_FORMAT
+from laststep.terms import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -104,7 +104,7 @@ class Run:
             # Replicas refuse checkpoints of a run with another id, so a lost run.json must not
             # give the run a new one.
             known = identity.id_in_manifests(store) or os.urandom(16).hex()
-            fresh = RunRecord(format=FIRST_FORMAT, run=known, created_s=time.time())
+            fresh = RunRecord(format=FORMAT_VERSION, run=known, created_s=time.time())
             try:
                 store.create(RUN_NAME, msgspec.json.encode(fresh))
                 record = fresh

@@ -1,8 +1,7 @@
 """Which checkpoints have files in common, and what deleting some of them gives back.
 
-Pure, from what manifests say. A file is known by the checkpoint that it was written for, the rank
-that wrote it, its size and the digest of its header: a file that was written twice with the same
-content is two. A copy of a run whose links became files of their own takes more room than this
+Pure, from what indexes say. A file is known by the checkpoint that it was written for, the name
+that it has there, and its size: a file that was written twice with the same content is two. A copy of a run whose links became files of their own takes more room than this
 says.
 """
 
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from laststep.format.manifest import FileRecord
+    from laststep.format.index import StoredFile
 
 
 class Holding(NamedTuple):
@@ -23,7 +22,7 @@ class Holding(NamedTuple):
     folder: str
     stored_bytes: int
     """Of all files there, the manifest too."""
-    files: tuple[FileRecord, ...]
+    files: tuple[StoredFile, ...]
     """Its data files."""
 
 
@@ -31,9 +30,8 @@ class FileId(NamedTuple):
     """What files have in common that are one."""
 
     written_for: str
-    rank: int
+    name: str
     size_bytes: int
-    header_digest: str
 
 
 class Sharing:
@@ -77,6 +75,8 @@ class Sharing:
         return tuple(sorted(others - {folder}, key=self._order.__getitem__))
 
 
-def file_id(file: FileRecord, folder: str) -> FileId:
+def file_id(file: StoredFile, folder: str) -> FileId:
     """Which file that is, which lies in `folder`."""
-    return FileId(file.origin or folder, file.rank, file.size_bytes, file.header_digest)
+    stem, _, suffix = file.name.rpartition(".")
+    name = f"{stem.partition('~')[0]}.{suffix}"
+    return FileId(file.origin or folder, name, file.size_bytes)

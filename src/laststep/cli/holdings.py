@@ -1,32 +1,35 @@
-"""What a checkpoint holds, as its headers say: data files, and the tensors that lie in them.
+"""What a checkpoint holds, as its indexes say: data files, and the tensors that lie in them.
 
-Reads no data. A file that cannot be read is noted as such, and hides nothing of the others.
+Reads no data. An index or a file that cannot be read is noted as such, and hides nothing of the
+others.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.catalog import decision
-from laststep.read.entries import item_of_object, stored_in
-from laststep.read.files import open_file
+from laststep.catalog.indexes import read_index
+from laststep.errors import Corrupt
+from laststep.format.index import RAW, Index
+from laststep.read.entries import stored_in
+from laststep.read.files import OpenIndex
 from laststep.terms import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from laststep.format.manifest import Commit, FileRecord
+    from laststep.format.index import StoredFile, StoredLayout
+    from laststep.format.manifest import Commit
     from laststep.read.blocks import Damage
-    from laststep.read.files import Opened
     from laststep.state.boxes import Box
     from laststep.state.stored_items import TensorSpec
     from laststep.storage.store import Store
 
 
 class ShownPart(NamedTuple):
-    """A box of a tensor, and the file that it lies in."""
+    """A box of a tensor, and the data file that it belongs to."""
 
     box: Box
     size_bytes: int
@@ -51,113 +54,122 @@ class ShownTensor:
 
     @property
     def missing_bytes(self) -> int:
-        """What lies in files whose headers cannot be read."""
+        """What belongs to ranks whose indexes cannot be read."""
         return self.size_bytes - sum(part.size_bytes for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownFile:
-    """A data file, whether it holds an image or is lent to those that do."""
+    """A data file of a checkpoint."""
 
-    record: FileRecord
-    lent_to: tuple[str, ...]
-    """The files that borrow blocks of it, as far as their headers can be read."""
-    follows_from: tuple[str, ...]
-    """The other files with masters of its tensors, likewise."""
+    file: StoredFile
+    rank: int
+    used_by: tuple[str, ...]
+    """The layouts whose blocks lie in it."""
+    codecs: tuple[str, ...]
+    """By which blocks in it are encoded."""
     damage: tuple[Damage, ...]
-    codecs: tuple[str, ...] = ()
-    """By which blocks that it holds are encoded."""
 
 
-def read_files(store: Store, folder: str, records: Iterable[FileRecord]) -> list[Opened]:
-    """Those data files of a checkpoint that are not only lent to others, closed again; `NotFound`
-    where all of it was deleted."""
-    files = []
-    records = tuple(records)
-    among = {record.name: record for record in records}
-    for record in records:
-        if not record.lent:
-            files.append(open_file(store, folder, record, among, cached=True))
-            files[-1].close()
-    if any(file.damage for file in files):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What could be read of a checkpoint."""
+
+    commit: Commit
+    indexes: tuple[Index, ...]
+    files: tuple[ShownFile, ...]
+    unreadable: tuple[Corrupt, ...]
+    """The indexes that cannot be read."""
+
+
+def read_holdings(store: Store, folder: str, commit: Commit) -> Holdings:
+    """Read the indexes of a checkpoint, and look at the sizes of its files; `NotFound` where all of
+    it was deleted."""
+    indexes, files, unreadable = list[Index](), list[ShownFile](), list[Corrupt]()
+    for rank in range(commit.index_count):
+        try:
+            index = read_index(store, folder, commit, rank)
+        except Corrupt as error:
+            unreadable.append(error)
+            continue
+        indexes.append(index)
+        with closing(OpenIndex(store, folder, index, cached=True)) as opened:
+            files += _shown_files(index, opened.damage)
+    if unreadable or any(file.damage for file in files):
         gone = decision.deleted(store, folder)
         if gone is not None:
             raise gone
-    return files
+    return Holdings(
+        commit=commit, indexes=tuple(indexes), files=tuple(files), unreadable=tuple(unreadable)
+    )
 
 
-def shown_files(records: Iterable[FileRecord], files: list[Opened]) -> list[ShownFile]:
-    """All data files of a checkpoint; what is wrong with a lent one shows where it is opened for
-    another."""
-    lent_to: dict[str, list[str]] = {}
-    follows: dict[str, tuple[str, ...]] = {}
-    damage: dict[str, list[Damage]] = {}
-    codecs: dict[str, tuple[str, ...]] = {}
-    for file in files:
-        for held in () if file.file is None else file.file.files:
-            ways = {block.way.codec for block in held.header.coded or ()}
-            codecs[held.record.name] = tuple(sorted(ways))
-        for name in () if file.header is None else file.header.lent:
-            lent_to.setdefault(name, []).append(file.record.name)
-        follows[file.record.name] = _masters(file)
-        for wrong in file.damage:
-            damage.setdefault(wrong.file, []).append(wrong)
+def _shown_files(index: Index, damage: tuple[Damage, ...]) -> list[ShownFile]:
+    used_by: list[dict[str, None]] = [{} for _ in index.files]
+    codecs: list[set[str]] = [set() for _ in index.files]
+    for stored in index.layouts:
+        for number in files_of(stored, index):
+            used_by[number][stored.layout.name] = None
+        for run in stored.runs:
+            for part in (run, *run.bases):
+                if part.encoding != RAW:
+                    codecs[part.file].add(index.encodings[part.encoding - 1].codec)
     return [
         ShownFile(
-            record=record,
-            lent_to=tuple(lent_to.get(record.name, ())),
-            follows_from=follows.get(record.name, ()),
-            damage=tuple(damage.get(record.name, ())),
-            codecs=codecs.get(record.name, ()),
+            file=file,
+            rank=index.rank,
+            used_by=tuple(used_by[number]),
+            codecs=tuple(sorted(codecs[number])),
+            damage=tuple(wrong for wrong in damage if wrong.file == file.name),
         )
-        for record in records
+        for number, file in enumerate(index.files)
     ]
 
 
-def _masters(file: Opened) -> tuple[str, ...]:
-    """The other files that tensors of one follow from."""
-    derived = {} if file.header is None else file.header.derived
-    return tuple(dict.fromkeys(m.file for m in derived.values() if m.file != file.record.name))
+def files_of(stored: StoredLayout, index: Index) -> list[int]:
+    """The numbers of the files that blocks of a layout lie in, or its file without any."""
+    used = {part.file for run in stored.runs for part in (run, *run.bases)}
+    used |= {n for n, file in enumerate(index.files) if file.name == stored.layout.name}
+    return sorted(used)
 
 
-def tensors_of(commit: Commit, files: list[Opened]) -> list[ShownTensor]:
+def tensors_of(held: Holdings) -> list[ShownTensor]:
     """The tensors, by item; those of different ranks under one name follow each other."""
+    commit = held.commit
     per_rank = {item.name for item in commit.items if item.per_rank and commit.ranks > 1}
     found: dict[tuple[str, str, int | None, TensorSpec], ShownTensor] = {}
     items = {item.name: at for at, item in enumerate(commit.items)}
     seen: dict[tuple[str, str], int] = {}
-    for file in files:
-        if file.header is None:
-            continue
-        for entry in file.header.tensors:
-            stored = stored_in(file.header, entry)
-            if stored.item in commit.left_out:
-                continue
-            rank = file.record.rank if stored.item in per_rank else None
-            seen.setdefault((stored.item, stored.tensor), len(seen))
-            tensor = found.setdefault(
-                (stored.item, stored.tensor, rank, stored.spec),
-                ShownTensor(
-                    name=stored.name,
-                    rank=rank,
-                    spec=stored.spec,
-                    lossy=file.header.lossy.get(entry.name),
-                ),
-            )
-            tensor.parts.append(ShownPart(stored.box, entry.stop - entry.start, file.record.name))
+    for index in held.indexes:
+        for layout in index.layouts:
+            for entry in layout.layout.tensors:
+                stored = stored_in(layout.layout, entry)
+                if stored.item in commit.left_out:
+                    continue
+                rank = index.rank if stored.item in per_rank else None
+                seen.setdefault((stored.item, stored.tensor), len(seen))
+                tensor = found.setdefault(
+                    (stored.item, stored.tensor, rank, stored.spec),
+                    ShownTensor(
+                        name=stored.name,
+                        rank=rank,
+                        spec=stored.spec,
+                        lossy=layout.lossy.get(entry.name),
+                    ),
+                )
+                part = ShownPart(stored.box, entry.stop - entry.start, layout.layout.name)
+                tensor.parts.append(part)
     keys = sorted(found, key=lambda key: (items.get(key[0], len(items)), seen[key[:2]]))
     return [found[key] for key in keys]
 
 
-def files_by_item(commit: Commit, files: list[Opened]) -> dict[str, list[str]]:
-    """The names of the files that hold something of each item: tensors, or its tree; with those
-    that are lent to them, or that its tensors follow from."""
-    found: dict[str, list[str]] = {item.name: [] for item in commit.items}
-    for file in files:
-        if file.header is None:
-            continue
-        items = {stored_in(file.header, entry).item for entry in file.header.tensors}
-        items.update(item_of_object(entry.name) or "" for entry in file.header.objects)
-        for item in items & found.keys():
-            found[item] += [file.record.name, *file.header.lent, *_masters(file)]
-    return found
+def files_by_item(held: Holdings) -> dict[str, list[str]]:
+    """The names of the files that hold tensors of each item."""
+    found: dict[str, dict[str, None]] = {item.name: {} for item in held.commit.items}
+    for index in held.indexes:
+        for layout in index.layouts:
+            items = {stored_in(layout.layout, entry).item for entry in layout.layout.tensors}
+            names = [index.files[number].name for number in files_of(layout, index)]
+            for item in items & found.keys():
+                found[item].update(dict.fromkeys(names))
+    return {item: list(names) for item, names in found.items()}

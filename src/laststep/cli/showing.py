@@ -1,21 +1,19 @@
 """`laststep show`: what one checkpoint holds.
 
 With --json: `step`, `epoch`, `attempt`, `folder`, `run`, `ranks` (how many wrote it), `created_s`,
-`size_bytes` (of its data files, as its manifest lists them), `shared_bytes` (of those that were
-written for earlier checkpoints), `shared_with` (the folders of this run that have a file of it),
-`lossy` (how tensors in it were rounded, none where it is exact), `left_out` (the items of its
-original that it lacks, if it is an excerpt), `format`, `laststep` (the version that wrote it),
-`metrics`, `metadata`, `lineage` (as in `ls`; null outside a run), `pinned`, `continues`,
-`references`, `self_contained`; `items` (`name`, `kind`, `per_rank`, `tensors`, `size_bytes`,
-`files`, the names of those that hold something of it); `files` (`name`, `rank`, `size_bytes`,
-`header_bytes`, `header_digest`, `origin`, the folder that it was written for, null for this one,
-`lent`, whether it is here only for others, `lent_to`, these, `follows_from`, files with masters of
-its tensors, `sharers`, how many checkpoints had it before, `codecs`, by which its blocks are
-encoded, `lossy`, `error`); `tensors` (`name`, as `Checkpoint.tensor` takes it; `rank`, whose it is,
-null where it is no rank's own; `dtype`, `shape`, `size_bytes`; `missing_bytes`, which lie in
-damaged files; `lossy`, how it was rounded, or null; `parts`, each with `start`, an index, `shape`,
-`size_bytes`, `file`); and `objects` (`name`, `size_bytes`, `file`). Reads manifest and headers,
-never data; `verify` does that.
+`size_bytes` (of its data files), `shared_bytes` (of those that were written for earlier
+checkpoints), `shared_with` (the folders of this run that have a file of it), `lossy` (how tensors
+in it were rounded, none where it is exact), `left_out` (the items of its original that it lacks, if
+it is an excerpt), `format`, `laststep` (the version that wrote it), `metrics`, `metadata`,
+`lineage` (as in `ls`; null outside a run), `pinned`, `continues`; `items` (`name`, `kind`,
+`per_rank`, `tensors`, `size_bytes`, `files`, the names of those that hold tensors of it); `files`
+(`name`, `rank`, `size_bytes`, `origin`, the folder that it was written for, null for this one,
+`sharers`, how many checkpoints had it before, `used_by`, the data files whose blocks lie in it,
+`codecs`, by which blocks in it are encoded, `error`); `tensors` (`name`, as `Checkpoint.tensor`
+takes it; `rank`, whose it is, null where it is no rank's own; `dtype`, `shape`, `size_bytes`;
+`missing_bytes`, of ranks whose indexes are damaged; `lossy`, how it was rounded, or null; `parts`,
+each with `start`, an index, `shape`, `size_bytes`, `file`); and `values` (`name`, `rank`,
+`size_bytes`). Reads manifest and indexes, never data; `verify` does that.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from laststep.catalog import decision
-from laststep.catalog.groups import files_of, sharing_of
+from laststep.catalog.indexes import sharing_of
 from laststep.cli import holdings, output, places
 from laststep.cli.listing import lineage_of
 from laststep.errors import NotFound
@@ -39,20 +37,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laststep.catalog.sharing import Sharing
-    from laststep.cli.holdings import ShownFile, ShownTensor
-    from laststep.format.manifest import Commit, FileRecord
-    from laststep.read.files import Opened
+    from laststep.cli.holdings import Holdings, ShownFile, ShownTensor
+    from laststep.format.manifest import Commit
 
 _SHOWN = 20
 _SHOWN_SPANS = 3
 _COMMIT_FIELDS = (
     "step", "epoch", "attempt", "run", "ranks", "created_s", "size_bytes", "shared_bytes",
-    "lossy", "left_out", "format", "laststep", "metrics", "metadata", "continues", "references",
+    "lossy", "left_out", "format", "laststep", "metrics", "metadata", "continues",
 )  # fmt: skip
 _ITEM_FIELDS = ("name", "kind", "per_rank", "tensors", "size_bytes")
-_FILE_FIELDS = (
-    "name", "rank", "size_bytes", "header_bytes", "header_digest", "lent", "sharers", "lossy"
-)  # fmt: skip
 
 
 def show(
@@ -71,30 +65,26 @@ def show(
 
     The newest of a run, or that of --step.
     """
-    place, commit, records, files = places.read(path, step, _read)
-    shown = holdings.shown_files(records, files)
+    place, held = places.read(path, step, _read)
+    commit = held.commit
     sharing = sharing_of(place.store, place.among)
     if as_json:
-        output.print_json(_document(place, commit, files, shown, sharing))
+        output.print_json(_document(place, held, sharing))
         return
     console = output.console()
     limit = None if all_ else _SHOWN
     _print_facts(console, place, commit, sharing)
-    _print_items(console, commit, files)
-    _print_files(console, shown, limit=limit)
-    _print_tensors(console, holdings.tensors_of(commit, files), limit=limit, parts=parts)
-    lost = sum(file.header is None for file in files)
-    if lost:
-        count = output.count_text(lost, "file has", "files have")
-        console.print(f"{count} no readable header: what lies only there is not listed")
+    _print_items(console, held)
+    _print_files(console, held.files, limit=limit)
+    _print_tensors(console, holdings.tensors_of(held), limit=limit, parts=parts)
+    for error in held.unreadable:
+        console.print(f"damaged, and what its rank wrote is not listed: {error}")
 
 
 def _read(
     place: places.CheckpointPath,
-) -> tuple[places.CheckpointPath, Commit, Sequence[FileRecord], list[Opened]]:
-    commit = _commit(place)
-    records = files_of(place.store, place.folder, commit)
-    return place, commit, records, holdings.read_files(place.store, place.folder, records)
+) -> tuple[places.CheckpointPath, Holdings]:
+    return place, holdings.read_holdings(place.store, place.folder, _commit(place))
 
 
 def _commit(place: places.CheckpointPath) -> Commit:
@@ -113,47 +103,33 @@ def _commit(place: places.CheckpointPath) -> Commit:
     return decided
 
 
-def _document(
-    place: places.CheckpointPath,
-    commit: Commit,
-    files: list[Opened],
-    shown: list[ShownFile],
-    sharing: Sharing,
-) -> dict[str, object]:
-    listed = place.listed
-    held_by = holdings.files_by_item(commit, files)
+def _document(place: places.CheckpointPath, held: Holdings, sharing: Sharing) -> dict[str, object]:
+    listed, commit = place.listed, held.commit
+    held_by = holdings.files_by_item(held)
     return {
         **output.fields(commit, *_COMMIT_FIELDS),
         "folder": place.folder,
         "shared_with": () if listed is None else sharing.sharers(place.folder),
         "lineage": None if listed is None else lineage_of(listed),
         "pinned": False if listed is None else listed.pinned,
-        "self_contained": not commit.references,
         "items": [
             output.fields(item, *_ITEM_FIELDS) | {"files": held_by[item.name]}
             for item in commit.items
         ],
         "files": [
-            output.fields(file.record, *_FILE_FIELDS)
+            output.fields(file.file, "name", "size_bytes", "sharers")
+            | output.fields(file, "rank", "used_by", "codecs")
             | {
-                "origin": file.record.origin or None,
-                "lent_to": file.lent_to,
-                "codecs": file.codecs,
-                "follows_from": file.follows_from,
+                "origin": file.file.origin or None,
                 "error": str(file.damage[0].error) if file.damage else None,
             }
-            for file in shown
+            for file in held.files
         ],
-        "tensors": [_tensor_document(tensor) for tensor in holdings.tensors_of(commit, files)],
-        "objects": [
-            {
-                "name": entry.name,
-                "size_bytes": entry.stop - entry.start,
-                "file": (file.record.name, *file.header.lent)[entry.file],
-            }
-            for file in files
-            if file.header is not None
-            for entry in file.header.objects
+        "tensors": [_tensor_document(tensor) for tensor in holdings.tensors_of(held)],
+        "values": [
+            {"name": name, "rank": index.rank, "size_bytes": len(data)}
+            for index in held.indexes
+            for name, data in index.values.items()
         ],
     }
 
@@ -203,9 +179,6 @@ def _print_facts(
         "metadata": "none" if commit.metadata is None else str(output.plain(commit.metadata)),
         "lineage": lineage + (", pinned" if listed is not None and listed.pinned else ""),
         "continues": commit.continues or "nothing, it is the first",
-        "self-contained": "yes: a copy of the folder opens on its own"
-        if not commit.references
-        else f"no: it needs {', '.join(commit.references)}",
     }
     if commit.left_out:
         facts["excerpt"] = f"of the run {commit.run}, without {', '.join(commit.left_out)}"
@@ -216,10 +189,11 @@ def _print_facts(
     console.print(table)
 
 
-def _print_items(console: Console, commit: Commit, files: list[Opened]) -> None:
+def _print_items(console: Console, held: Holdings) -> None:
+    commit = held.commit
     columns = ("item", "kind", "tensors", "size", "files", "")
     table = output.table(*columns, right=("tensors", "size", "files"))
-    held_by = holdings.files_by_item(commit, files)
+    held_by = holdings.files_by_item(held)
     for item in commit.items:
         own = item.per_rank and commit.ranks > 1
         table.add_row(
@@ -234,15 +208,14 @@ def _print_items(console: Console, commit: Commit, files: list[Opened]) -> None:
     console.print(table)
 
 
-def _print_files(console: Console, files: list[ShownFile], *, limit: int | None) -> None:
+def _print_files(console: Console, files: tuple[ShownFile, ...], *, limit: int | None) -> None:
     """Those that are damaged are always listed."""
     shown = [file for at, file in enumerate(files) if limit is None or at < limit or file.damage]
-    table = output.table("file", "size", "header", "", right=("size", "header"))
+    table = output.table("file", "size", "", right=("size",))
     for file in shown:
         table.add_row(
-            file.record.name,
-            output.size_text(file.record.size_bytes),
-            output.size_text(file.record.header_bytes),
+            file.file.name,
+            output.size_text(file.file.size_bytes),
             "; ".join(_notes(file)),
         )
     console.print()
@@ -252,12 +225,10 @@ def _print_files(console: Console, files: list[ShownFile], *, limit: int | None)
 
 def _notes(file: ShownFile) -> Iterator[str]:
     """What is to be said of a file: whose it was first, for whom it is here, what is wrong."""
-    if file.record.lent:
-        yield f"lent to {', '.join(file.lent_to)}" if file.lent_to else "lent"
-    if file.follows_from:
-        yield f"follows from {', '.join(file.follows_from)}"
-    if file.record.origin:
-        yield f"written for {file.record.origin}"
+    if file.used_by != (file.file.name,):
+        yield f"has blocks of {', '.join(file.used_by)}"
+    if file.file.origin:
+        yield f"written for {file.file.origin}"
     if file.codecs:
         yield f"encoded by {', '.join(file.codecs)}"
     if file.damage:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from laststep.catalog.groups import sharing_of
+from laststep.catalog.indexes import sharing_of
 from laststep.cli import output, places
 
 if TYPE_CHECKING:

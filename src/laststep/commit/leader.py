@@ -23,6 +23,7 @@ from laststep.commit.replicas import gone_apart, incomparable, unequal
 from laststep.commit.round import COMMITTED, GATHERED, Decision, GivenUp
 from laststep.errors import Aborted, LaststepError
 from laststep.flush.protocol import Decide
+from laststep.format.manifest import Written
 from laststep.plan.receipts import (
     Differing,
     Receipt,
@@ -98,7 +99,7 @@ class Leader:
             self._desk.client.send(Decide(save=round_.save.number, reason=reason))
         else:
             self._tell_of_replicas(round_, round_.agreement, summaries)
-            self._decide(round_, round_.save, receipts, summaries)
+            self._decide(round_, round_.save, summaries)
         self._desk.await_flusher(round_.save, self._desk.until_s(round_, COMMITTED))
         error = self._desk.settle(round_, round_.save.lost or self._late(round_, reason))
         if error is not None and not reason:
@@ -189,7 +190,6 @@ class Leader:
         self,
         round_: Round,
         save: SaveUnderWay,
-        receipts: dict[int, Receipt],
         summaries: list[Summary],
     ) -> None:
         """Have the flusher commit the save."""
@@ -197,16 +197,18 @@ class Leader:
         assert agreement is not None  # noqa: S101 (without one there is a problem)
         if self._classes[0] is not agreement:
             self._classes = (agreement, classes_of(agreement))
-        groups = [summary.group for summary in summaries[1:] if summary.group is not None]
-        if groups:
-            groups.insert(0, self._desk.write_group(round_, receipts))
-        files = (
-            () if groups else tuple(f for rank in sorted(receipts) for f in receipts[rank].files)
-        )
+        written = Written()
+        for summary in summaries:
+            written = written.plus(summary.written)
         self._desk.client.send(
-            Decide(save=save.number, items=items_of(summaries, agreement), files=files,
-                   groups=tuple(groups), classes=self._classes[1], ranks=self._groups.ranks)
-        )  # fmt: skip
+            Decide(
+                save=save.number,
+                items=items_of(summaries, agreement),
+                written=written,
+                classes=self._classes[1],
+                ranks=self._groups.ranks,
+            )
+        )
 
     def _difference(self, round_: Round, differing: Differing) -> str:
         """Why a state in which two ranks differ is not committed, in words. Only now are these two

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from laststep.catalog.names import AttemptName
     from laststep.commit.replicas import UnequalRanks
     from laststep.commit.round import Round, RoundContext
-    from laststep.plan.receipts import Differing, Summary
+    from laststep.plan.receipts import Differing
 
 log = logging.getLogger(__name__)
 
@@ -178,17 +178,11 @@ class Member:
         )  # fmt: skip
         decode = msgspec.msgpack.Decoder(Receipt).decode
         receipts = {me: mine} | {rank: decode(notes[name]) for name, rank in names.items()}
-        summary = self._summary(round_, receipts)
+        assert round_.agreement is not None  # noqa: S101 (without one there is a problem)
+        summary = summarise(receipts, round_.agreement)
         self._board.put(round_.key(f"g/{me}"), msgspec.msgpack.encode(summary))
         left, self._left = self._left, []
         self._board.remove(left)
-
-    def _summary(self, round_: Round, receipts: dict[int, Receipt]) -> Summary:
-        assert round_.agreement is not None  # noqa: S101 (without one there is a problem)
-        summary = summarise(receipts, round_.agreement)
-        if summary.differing is not None:  # the first rank asks how, and gives the save up
-            return summary
-        return msgspec.structs.replace(summary, group=self._desk.write_group(round_, receipts))
 
     def _decision(self, round_: Round) -> Decision:
         def look() -> Decision | None:

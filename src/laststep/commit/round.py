@@ -1,8 +1,7 @@
 """A save of all ranks, as one rank goes through it: what is noted of it, and what a rank can do.
 
 Every rank makes its files durable and leaves a receipt. The first rank of a group of ranks
-(`plan.groups`) gathers those of its group, has its flusher write the group's manifest, and leaves
-one summary; the first rank of the job gathers the summaries (`leader`, `member`). A rank waits
+(`plan.groups`) gathers those of its group and leaves one summary; the first rank of the job gathers the summaries (`leader`, `member`). A rank waits
 for others for one deadline in each save, however many things it waits for; its own work does not
 count. Whoever gathers waits less long than those who wait for it: they are to hear who is missing.
 """
@@ -20,19 +19,18 @@ from laststep.commit.agreement import ABSENT, margin_s
 from laststep.commit.differences import values_of
 from laststep.commit.replicas import ReplicaContents, UnequalRanks
 from laststep.errors import Aborted, LaststepError, Mismatch, StorageFailed
-from laststep.flush.protocol import Decided, Gathered
+from laststep.flush.protocol import Decided
 from laststep.format.manifest import Commit
 from laststep.plan.receipts import Differing, ItemTally, Receipt
 from laststep.terms import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from laststep.catalog.names import AttemptName
     from laststep.commit.agreement import Agreements
     from laststep.flush.client import Client
     from laststep.flush.saves import SaveUnderWay
-    from laststep.format.manifest import FileRecord, GroupRecord
     from laststep.plan.groups import Groups
     from laststep.plan.tables import Agreement
     from laststep.ranks.board import Board
@@ -91,15 +89,15 @@ class Round:
         assert self.save is not None  # noqa: S101 (who takes no part seals nothing)
         assert self.agreement is not None  # noqa: S101 (as above)
         plan = self.save.plan
-        names = {file.name for file in plan.files}
         items = {
             item.name: ItemTally(
-                kind=item.kind, per_rank=item.per_rank, tensors=len(item.pieces),
+                kind=item.kind,
+                per_rank=item.per_rank,
+                tensors=len(item.pieces),
                 size_bytes=item.size_bytes,
-                file=file if (file := plan.file_of[item.name]) in names else "",
             )
             for item in plan.items
-        }  # fmt: skip
+        }
         shared = [item.name for item in plan.items if not item.per_rank]
         self.trees.update(trees)
         self.receipt = Receipt(
@@ -198,9 +196,7 @@ class RoundContext:
             return Receipt(problem=error.without_remedy())
         return msgspec.structs.replace(
             round_.receipt,
-            files=tuple(
-                msgspec.structs.replace(file, rank=self.rank.number) for file in round_.save.files
-            ),
+            written=round_.save.written,
             replicas={} if round_.contained is None else round_.contained.sums(),
         )
 
@@ -234,28 +230,6 @@ class RoundContext:
         error = None if round_.save is None else round_.save.handle.error or round_.save.lost
         if error is not None:
             raise error
-
-    def write_group(self, round_: Round, receipts: Mapping[int, Receipt]) -> GroupRecord:
-        """Have the flusher write the manifest of this rank's group, durably."""
-        save, groups = round_.save, round_.groups
-        assert save is not None  # noqa: S101 (its files are durable)
-        assert groups is not None  # noqa: S101 (known with its place)
-        ranks = groups.group_of(self.rank.number)
-        files: tuple[FileRecord, ...] = tuple(f for r in ranks for f in receipts[r].files)
-        began_s = self.board.now_s()
-        self.client.send(
-            Gathered(save=save.number, first=ranks.start, ranks=len(ranks), files=files)
-        )
-
-        def look() -> GroupRecord | None:
-            self.check_flusher(round_)
-            return save.group
-
-        group = self.board.until(look, began_s + self.deadline_s, rest=save.rest)
-        if group is None:
-            raise GivenUp(self.trouble(f"its flusher wrote nothing within {self.deadline_s:g} s"))
-        round_.own_s += self.board.now_s() - began_s
-        return group
 
     def await_flusher(self, save: SaveUnderWay, until_s: float | None = None) -> None:
         """Wait until the flusher has said what became of a decided save, or is gone; for the

@@ -41,7 +41,6 @@ from laststep.flush.protocol import (
     Flushed,
     Freed,
     Granted,
-    Grouped,
     Held,
     NoMetric,
     PoolSlots,
@@ -359,7 +358,7 @@ class Client:
             if save is not None:
                 self._bus.emit(Written(step=save.handle.step, done_bytes=message.done_bytes,
                                        size_bytes=save.plan.tensor_bytes))  # fmt: skip
-        elif isinstance(message, Begun | Grouped | Granted):
+        elif isinstance(message, Begun | Granted):
             save = self.saves.find(message.save)
             if save is not None:
                 save.note(message)
@@ -386,14 +385,16 @@ class Client:
         with save.telling:
             report = save.handle.report
         report.durable_s, report.size_bytes = save.handle.since_began_s(), message.size_bytes
-        report.written_bytes, report.shared_bytes = message.written_bytes, message.shared_bytes
+        written = message.written
+        report.shared_bytes = written.shared_bytes
+        report.written_bytes = written.size_bytes - written.shared_bytes
         report.coding = message.coding
         report.opened_s, report.written_s = message.opened_s, message.written_s
-        save.files = message.files
+        save.written = written
         save.handle.durable.reach()
         self._bus.emit(
             Durable(step=save.handle.step, size_bytes=message.size_bytes,
-                    written_bytes=message.written_bytes, shared_bytes=message.shared_bytes,
+                    written_bytes=report.written_bytes, shared_bytes=report.shared_bytes,
                     seconds=report.durable_s)
         )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 Compression pays where encoding and writing less takes less time than writing all: the choice for a
 file follows from a sample of it, from how fast the store has taken bytes so far, and from how many
-cores are idle. Block by block, what was written before is tried as an anchor where it is still in
+cores are idle. Block by block, what was written before is tried as a base where it is still in
 memory. Knows nothing of files and of threads but that there are some.
 """
 
@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from laststep.codecs.blocks.registry import codec_named
 from laststep.errors import Usage
@@ -20,7 +20,7 @@ from laststep.flush.earlier import Earlier
 from laststep.flush.protocol import CodingReport
 from laststep.flush.rounding import Rounding
 from laststep.flush.throughput import IdleCores, Throughput
-from laststep.format.coding import RAW, CodedBy
+from laststep.format.index import Encoding
 from laststep.settings import Compression, compression_of
 from laststep.terms import BLOCK_BYTES, DTYPES
 
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from laststep.codecs.blocks.codec import BlockCodec
-    from laststep.flush.lending import Anchor
-    from laststep.flush.protocol import FileBegin, Orders
+    from laststep.flush.protocol import Orders
+    from laststep.format.index import BaseRef
+    from laststep.format.layout import FileLayout
 
 _CODEC = "planes"
 _SAMPLE_BYTES = 64 << 10
@@ -47,6 +48,24 @@ _ANCHORED_GAIN = 0.8
 its anchor as well."""
 _NARROW_BYTES = 2
 """In elements of so few bytes, differences of low learning rates are few and small."""
+
+
+class EncodedBlock(NamedTuple):
+    """A block as it is to be stored."""
+
+    data: bytes | memoryview
+    encoding: Encoding | None
+    """None: it is stored as it is."""
+    against_base: bool
+
+
+class BlockCoder(Protocol):
+    """What makes blocks shorter."""
+
+    def encode(
+        self, number: int, data: memoryview, digest: bytes, base: BaseRef | None
+    ) -> EncodedBlock:
+        """Encode a block of a layout, perhaps against `base`."""
 
 
 class Estimate(NamedTuple):
@@ -67,13 +86,13 @@ class Compressor:
         self._idle = IdleCores()
         self._idle_cores = 0.0
 
-    def mode(self, plan: FileBegin) -> str:
+    def mode(self, layout: FileLayout) -> str:
         """What is asked for a file."""
-        return compression_of(plan.item, self._orders.compression)
+        return compression_of(layout.item, self._orders.compression)
 
-    def rounding(self, plan: FileBegin) -> Rounding:
+    def rounding(self, layout: FileLayout) -> Rounding:
         """What is rounded in a file."""
-        return Rounding(plan, self._orders.lossy)
+        return Rounding(layout, self._orders.lossy)
 
     def begin_save(self) -> None:
         """Look around before a save is written."""
@@ -81,36 +100,42 @@ class Compressor:
         self._idle_cores = self._idle.look() + _TAKEN_SHARE * (os.cpu_count() or 1)
 
     def coder(
-        self, plan: FileBegin, start: int, image: memoryview, *, known: bool, rounded: bool = False
+        self,
+        layout: FileLayout,
+        start: int,
+        image: memoryview,
+        *,
+        known: bool,
+        rounded: bool = False,
     ) -> FileCoder:
         """How a file is encoded, by the first bytes of it that come, which lie at `start`; `known`:
         the last save had the same tensors in it."""
         if not known:
-            self.earlier.forget(plan.name)
-        mode = self.mode(plan)
+            self.earlier.forget(layout.name)
+        mode = self.mode(layout)
         if rounded and mode in (Compression.NONE, Compression.ADAPTIVE):
             why = "tensors in it are rounded, which is for nothing if they are not encoded"
-            return FileCoder(plan, mode, codec_named(_CODEC), self.earlier, why, known=known)
+            return FileCoder(layout, mode, codec_named(_CODEC), self.earlier, why, known=known)
         if mode != Compression.ADAPTIVE:
             codec = codec_named(_CODEC if mode == Compression.MAX else mode)
-            return FileCoder(plan, mode, codec, self.earlier, "it was asked for", known=known)
+            return FileCoder(layout, mode, codec, self.earlier, "it was asked for", known=known)
         try:
-            pays, why = self._judged(codec_named(_CODEC), plan, start, image)
+            pays, why = self._judged(codec_named(_CODEC), layout, start, image)
         except Usage as error:
             pays, why = None, f"{error.what}: {error.remedy}"
-        return FileCoder(plan, mode, pays, self.earlier, why, known=known)
+        return FileCoder(layout, mode, pays, self.earlier, why, known=known)
 
     def _judged(
-        self, codec: BlockCodec, plan: FileBegin, start: int, image: memoryview
+        self, codec: BlockCodec, layout: FileLayout, start: int, image: memoryview
     ) -> tuple[BlockCodec | None, str]:
         """Whether that codec makes a file durable sooner, and why."""
         writes = self.throughput.bytes_per_s
         if writes is None:
             return None, "too little was written so far to tell how fast the store is"
-        if self.earlier.has(plan.name):
+        if self.earlier.has(layout.name):
             return codec, "the last save is in memory, and differences to it are small"
         cores = min(self._orders.writers, self._idle_cores)
-        found = estimate(codec, plan, start, image)
+        found = estimate(codec, layout, start, image)
         encodes = cores * found.bytes_per_s
         coded = min(encodes, found.ratio * writes)
         facts = (
@@ -127,7 +152,7 @@ class FileCoder:
 
     def __init__(
         self,
-        plan: FileBegin,
+        layout: FileLayout,
         mode: str,
         codec: BlockCodec | None,
         earlier: Earlier,
@@ -136,13 +161,13 @@ class FileCoder:
         known: bool = True,
     ) -> None:
         """`known`: the last save had the same tensors."""
-        self._plan = plan
+        self._layout = layout
         self._known = known
         self._mode = mode
         self._codec = codec
         self._earlier = earlier
         self._why = why
-        self._width_of = _widths(plan)
+        self._width_of = _widths(layout)
         self._differences = _can_be_had("patches") and _can_be_had("subtract")
         self._lock = threading.Lock()
         self._blocks: dict[str, int] = {}
@@ -155,32 +180,27 @@ class FileCoder:
         return self._codec is not None
 
     @property
-    def has_anchors(self) -> bool:
+    def has_bases(self) -> bool:
         """Whether blocks can be told by how they differ from earlier ones."""
-        return self.encodes and self._earlier.has(self._plan.name)
-
-    @property
-    def codecs(self) -> tuple[str, ...]:
-        """All that may be used."""
-        return ("raw", "patches", "subtract", "" if self._codec is None else self._codec.name)
+        return self.encodes and self._earlier.has(self._layout.name)
 
     def encode(
-        self, number: int, data: memoryview, digest: bytes, anchor: Anchor | None
-    ) -> tuple[bytes | memoryview, CodedBy]:
-        """A block as it is to be stored, and how that was made; `anchor` is what it may be coded
-        against, if that is still here."""
+        self, number: int, data: memoryview, digest: bytes, base: BaseRef | None
+    ) -> EncodedBlock:
+        """Encode a block, against its base if that is still in memory and makes it smaller."""
         began = time.thread_time()
         width = self._width_of(number * BLOCK_BYTES + len(data) // 2)
-        found = self._anchored(number, data, width, anchor) or self._alone(data, width)
-        stored, way = found or (data, RAW)
-        if not way.anchored and self._keeps(width):
-            self._earlier.keep(self._plan.name, number, digest, data)
+        found = self._against(number, data, width, base) or self._alone(data, width)
+        found = found or EncodedBlock(data, None, against_base=False)
+        stored, codec = found.data, "raw" if found.encoding is None else found.encoding.codec
+        if not found.against_base and self._keeps(width):
+            self._earlier.keep(self._layout.name, number, digest, data)
         with self._lock:
-            self._blocks[way.codec] = self._blocks.get(way.codec, 0) + 1
+            self._blocks[codec] = self._blocks.get(codec, 0) + 1
             self._raw_bytes += len(data)
             self._stored_bytes += len(stored)
             self._encode_s += time.thread_time() - began
-        return stored, way
+        return found
 
     def _keeps(self, width: int) -> bool:
         """Whether later blocks may be told against this one. Wide elements gain less, and may never
@@ -188,20 +208,22 @@ class FileCoder:
         wide = self._mode == Compression.MAX and self._known
         return self._differences and (wide or width <= _NARROW_BYTES)
 
-    def _anchored(
-        self, number: int, data: memoryview, width: int, anchor: Anchor | None
-    ) -> tuple[bytes, CodedBy] | None:
-        """A block by how it differs from its anchor; None where that does not pay."""
-        if anchor is None:
+    def _against(
+        self, number: int, data: memoryview, width: int, base: BaseRef | None
+    ) -> EncodedBlock | None:
+        """A block by how it differs from its base; None where that does not pay."""
+        if base is None:
             return None
-        before = self._earlier.find(self._plan.name, number, anchor.digest)
+        before = self._earlier.find(self._layout.name, number, base.digest)
         if before is None:
             return None
-        found = codec_named("patches").encode(data, width, before), "patches"
-        if found[0] is None and self._subtracting_pays(data, width, before):
-            found = codec_named("subtract").encode(data, width, before), "subtract"
-        self._earlier.tried(self._plan.name, paid=found[0] is not None)
-        return None if found[0] is None else (found[0], CodedBy(found[1], width, anchored=True))
+        stored, codec = codec_named("patches").encode(data, width, before), "patches"
+        if stored is None and self._subtracting_pays(data, width, before):
+            stored, codec = codec_named("subtract").encode(data, width, before), "subtract"
+        self._earlier.tried(self._layout.name, paid=stored is not None)
+        if stored is None:
+            return None
+        return EncodedBlock(stored, Encoding(codec, width), against_base=True)
 
     def _subtracting_pays(self, data: memoryview, width: int, before: memoryview) -> bool:
         part = sample_of(data, width)
@@ -210,24 +232,24 @@ class FileCoder:
         alone_bytes = len(part) if alone is None else len(alone)
         return anchored is not None and len(anchored) <= _ANCHORED_GAIN * alone_bytes
 
-    def _alone(self, data: memoryview, width: int) -> tuple[bytes, CodedBy] | None:
+    def _alone(self, data: memoryview, width: int) -> EncodedBlock | None:
         assert self._codec is not None  # noqa: S101 (who encodes has one)
         part = sample_of(data, width)
         tried = self._codec.encode(part, width, None)
         if tried is None or len(tried) * _LEAST_GAIN > len(part):
             return None
         stored = self._codec.encode(data, width, None)
-        return (
-            None if stored is None else (stored, CodedBy(self._codec.name, width, anchored=False))
-        )
+        if stored is None:
+            return None
+        return EncodedBlock(stored, Encoding(self._codec.name, width), against_base=False)
 
     def report(self) -> CodingReport:
         """What has become of all blocks that came."""
         with self._lock:
             used = sorted(self._blocks, key=lambda name: (-self._blocks[name], name))
             return CodingReport(
-                file=self._plan.name, mode=self._mode,
-                picked=", ".join(used) or RAW.codec, why=self._why, raw_bytes=self._raw_bytes,
+                file=self._layout.name, mode=self._mode,
+                picked=", ".join(used) or "raw", why=self._why, raw_bytes=self._raw_bytes,
                 stored_bytes=self._stored_bytes, encode_s=self._encode_s,
             )  # fmt: skip
 
@@ -248,9 +270,9 @@ def sample_of(data: memoryview, width: int) -> memoryview:
     return data[at : at + _SAMPLE_BYTES]
 
 
-def estimate(codec: BlockCodec, plan: FileBegin, start: int, image: memoryview) -> Estimate:
+def estimate(codec: BlockCodec, layout: FileLayout, start: int, image: memoryview) -> Estimate:
     """Encode samples of bytes of a file that lie at `start`."""
-    width_of = _widths(plan)
+    width_of = _widths(layout)
     taken = stored = 0
     codec.encode(image[:_SAMPLE_BYTES], width_of(start), None)  # the first time it takes longer
     began = time.thread_time()
@@ -264,10 +286,10 @@ def estimate(codec: BlockCodec, plan: FileBegin, start: int, image: memoryview) 
     return Estimate(taken / max(stored, 1), taken / seconds)
 
 
-def _widths(plan: FileBegin) -> Callable[[int], int]:
+def _widths(layout: FileLayout) -> Callable[[int], int]:
     """The size of the elements at a byte of the image."""
     starts, widths = [0], [1]
-    for entry in plan.entries:
+    for entry in layout.tensors:
         width = DTYPES[entry.dtype].size_bytes
         if width != widths[-1] and entry.stop > entry.start:
             starts.append(entry.start)

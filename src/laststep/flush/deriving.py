@@ -14,21 +14,20 @@ from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from laststep.codecs.digests import digest
+from laststep.flush.coder import EncodedBlock
 from laststep.flush.protocol import CodingReport
-from laststep.format.coding import RAW
 from laststep.format.deriving import ROUNDED, DerivedRun, DerivedRuns, Master, pack
+from laststep.format.index import Encoding
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from laststep.flush.coder import FileCoder
-    from laststep.flush.lending import Anchor
-    from laststep.flush.protocol import FileBegin
-    from laststep.format.coding import CodedBy
+    from laststep.format.index import BaseRef
+    from laststep.format.layout import FileLayout
+    from laststep.plan.files import MasterPair
 
 _LOOK_S = 0.2
 """How often one who waits looks whether the save has failed."""
@@ -61,7 +60,13 @@ class Deriving:
     """What follows from what in one save; several threads may use it."""
 
     def __init__(
-        self, files: Sequence[FileBegin], misses: Misses, failed: Callable[[], bool]
+        self,
+        files: Sequence[FileLayout],
+        pairs: Sequence[MasterPair],
+        misses: Misses,
+        failed: Callable[[], bool],
+        *,
+        is_declared: bool,
     ) -> None:
         """`failed` tells that what is waited for may never come."""
         self._failed = failed
@@ -72,11 +77,9 @@ class Deriving:
         self._parts: dict[tuple[int, int, Master], tuple[bytearray, int]] = {}
         """Of runs of which some bytes have come: those, rounded, and how many."""
         self._wanted: dict[int, list[_Wanted]] = {}
-        masters = {(there, entry) for file in files for _, there, entry in file.derived}
         made = {
-            number: DerivedFile(self, files, number, masters, misses)
-            for number, file in enumerate(files)
-            if file.derived
+            number: DerivedFile(self, files, number, pairs, misses, is_declared=is_declared)
+            for number in sorted({pair.file for pair in pairs})
         }
         self._files = {number: file for number, file in made.items() if file.is_hopeful}
         for file in self._files.values():
@@ -158,12 +161,14 @@ class DerivedFile:
     def __init__(
         self,
         save: Deriving,
-        files: Sequence[FileBegin],
+        files: Sequence[FileLayout],
         number: int,
-        masters: set[tuple[int, int]],
+        pairs: Sequence[MasterPair],
         misses: Misses,
+        *,
+        is_declared: bool,
     ) -> None:
-        """`masters` are the candidates of the whole save: file and entry of each."""
+        """`pairs` are the candidates of the whole save."""
         self._save = save
         self._number = number
         self._name = files[number].name
@@ -173,13 +178,15 @@ class DerivedFile:
         """Of each candidate the number of its file, and the byte at which it begins there."""
         self._candidates: dict[str, list[Master]] = {}
         """Of each tensor."""
-        self._is_declared = is_declared = files[number].is_declared
-        entries = files[number].entries
-        for own, there, entry in files[number].derived:
-            master = Master(files[there].name, files[there].entries[entry].name)
+        self._is_declared = is_declared
+        entries = files[number].tensors
+        for file, own, there, entry in pairs:
+            if file != number:
+                continue
+            master = Master(files[there].name, files[there].tensors[entry].name)
             known = self._candidates.setdefault(entries[own].name, [])
             if master not in known and (is_declared or self._is_tried(entries[own].name, master)):
-                self._begins[master] = there, files[there].entries[entry].start
+                self._begins[master] = there, files[there].tensors[entry].start
                 known.append(master)
         self._candidates = {name: some for name, some in self._candidates.items() if some}
         self._chosen: dict[str, Master] = {}
@@ -188,7 +195,7 @@ class DerivedFile:
         # What a master lies in must not need other blocks itself.
         self._apart = {
             block
-            for file, entry in masters
+            for file, entry in {(pair.master_file, pair.master_entry) for pair in pairs}
             if file == number
             for block in range(
                 entries[entry].start // BLOCK_BYTES, -(-entries[entry].stop // BLOCK_BYTES)
@@ -229,14 +236,6 @@ class DerivedFile:
             return False
         parts = [(block, block * BLOCK_BYTES - start) for block in tried]
         return all(self.payload(b, data[at : at + BLOCK_BYTES]) is None for b, at in parts)
-
-    def widest(self) -> dict[str, Master]:
-        """What `used` says at the longest: JSON, within a string of JSON."""
-
-        def length(master: Master) -> int:
-            return len(msgspec.json.encode(msgspec.json.encode(master).decode()))
-
-        return {name: max(some, key=length) for name, some in self._candidates.items()}
 
     def used(self) -> dict[str, Master]:
         """The tensors that may follow from others, and which: of some it may be that no block
@@ -284,34 +283,30 @@ class DerivingCoder:
         self._lock = threading.Lock()
         self._raw_bytes = self._stored_bytes = self._blocks = 0
 
-    @property
-    def codecs(self) -> tuple[str, ...]:
-        return (ROUNDED.codec, *((RAW.codec,) if self._inner is None else self._inner.codecs))
-
     def encode(
-        self, number: int, data: memoryview, digest: bytes, anchor: Anchor | None
-    ) -> tuple[bytes | memoryview, CodedBy]:
+        self, number: int, data: memoryview, digest: bytes, base: BaseRef | None
+    ) -> EncodedBlock:
         """As that of a `FileCoder`."""
         payload = self.derived.payload(number, data)
         if payload is None or 2 * len(payload) > len(data):
-            stored, way = (
-                (data, RAW)
+            other = (
+                EncodedBlock(data, None, against_base=False)
                 if self._inner is None
-                else self._inner.encode(number, data, digest, anchor)
+                else self._inner.encode(number, data, digest, base)
             )
-            if payload is None or len(stored) <= len(payload):
-                return stored, way
+            if payload is None or len(other.data) <= len(payload):
+                return other
         with self._lock:
             self._blocks += 1
             self._raw_bytes += len(data)
             self._stored_bytes += len(payload)
-        return payload, ROUNDED
+        return EncodedBlock(payload, Encoding(*ROUNDED), against_base=False)
 
     def report(self, file: str) -> CodingReport:
         """What has become of the blocks that follow from others."""
         with self._lock:
             return CodingReport(
-                file=file, mode="derived", picked=ROUNDED.codec,
+                file=file, mode="derived", picked=ROUNDED[0],
                 why=f"{self._blocks} blocks follow from what is stored in fp32",
                 raw_bytes=self._raw_bytes, stored_bytes=self._stored_bytes,
             )  # fmt: skip

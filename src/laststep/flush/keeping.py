@@ -29,13 +29,15 @@ import msgspec
 
 from laststep.errors import LaststepError, StorageFailed
 from laststep.flush.unkept import NothingKept
+from laststep.format import index as index_format
+from laststep.format.index import whole_index
 from laststep.memory import segments
 from laststep.process import threads
 from laststep.terms import CHUNK_BYTES
 from laststep.tiers import sealed
 from laststep.tiers.nearest import is_lost, sealed_of, segments_of
 from laststep.tiers.rescue import put_records, rescue
-from laststep.tiers.sealed import SealedFile, SealedSave
+from laststep.tiers.sealed import SealedSave
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -126,7 +128,7 @@ class Keeper:
     def _left_behind(self) -> list[KeptSave]:
         """What a flusher that died has left in this memory: it stays until there is better."""
         saves = sealed.saves_in(self._segment)
-        slots = {slot for save in saves for slot in save.slots}
+        slots = {slot for save in saves for slot in save.needed_slots}
         self._holders.update(slots)
         records = tuple(save.name for save in saves)
         unnamed = {(-1, slot): slot for slot in slots}
@@ -271,7 +273,7 @@ class Keeper:
     def inherit(self, save: Save, places: Iterable[Place]) -> None:
         """These chunks do not come: they are what the save has that lends them."""
         with self._lock:
-            mine, last = self._coming.get(save.begin.save), self._find(save.lender)
+            mine, last = self._coming.get(save.begin.save), self._find(save.base)
             if mine is not None and last is not None:
                 for place in places:
                     mine.slots[place], mine.digests[place] = last.slots[place], last.digests[place]
@@ -422,25 +424,28 @@ class Keeper:
     def _record(self, save: Save, seal: Seal, kept: KeptSave) -> SealedSave:
         assert save.at is not None  # noqa: S101 (looked at before)
         assert save.flush is not None  # noqa: S101 (else there is an error)
-        facts = self._flusher.facts_of(save)
-        files = []
-        for number, file in enumerate(save.begin.files):
-            places = sorted(place for place in kept.slots if place[0] == number)
-            files.append(
-                SealedFile(
-                    name=file.name, item=file.item, region_bytes=file.region_bytes,
-                    tensor_bytes=file.tensor_bytes, entries=file.entries, parts=file.parts,
-                    chunks=tuple((place[1], kept.slots[place]) for place in places),
-                    digests=b"".join(kept.digests[place] for place in places),
-                    objects=tuple((name, data) for n, name, data in seal.objects if n == number),
-                    lossy=save.flush.rounded(number),
-                )
-            )  # fmt: skip
+        facts, layouts = self._flusher.facts_of(save), save.begin.files
+        places = [sorted(p for p in kept.slots if p[0] == n) for n in range(len(layouts))]
+        index = whole_index(
+            self._segment.owner.rank,
+            layouts,
+            [b"".join(kept.digests[place] for place in some) for some in places],
+            seal.values,
+            [save.flush.rounded(number) for number in range(len(layouts))],
+        )
         return SealedSave(
-            run=facts.run, at=save.at, created_s=time.time(), files=tuple(files), items=seal.items,
-            metrics=seal.metrics, metadata=seal.metadata, continues=facts.continues,
-            receipt=seal.receipt, records=facts.records,
-        )  # fmt: skip
+            run=facts.run,
+            at=save.at,
+            created_s=time.time(),
+            index=index_format.encode(index),
+            slots=tuple(tuple((p[1], kept.slots[p]) for p in some) for some in places),
+            items=seal.items,
+            metrics=seal.metrics,
+            metadata=seal.metadata,
+            continues=facts.continues,
+            receipt=seal.receipt,
+            records=facts.records,
+        )
 
 
 @contextmanager

@@ -15,22 +15,19 @@ import select
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
 from laststep.catalog.lineage import Seen
 from laststep.catalog.names import AttemptName
 from laststep.catalog.retention import Keep
-from laststep.format.header import PartEntry
-from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
-from laststep.format.safetensors import TensorEntry
+from laststep.format.layout import FileLayout
+from laststep.format.manifest import ClassRecord, ItemRecord, Written
 from laststep.memory.filled import Filled
+from laststep.plan.files import MasterPair
 from laststep.settings import Compression
 from laststep.tiers.drains import Drained, DrainFailed, Draining, DrainOrder
-
-if TYPE_CHECKING:
-    from laststep.plan.files import FilePlan
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -58,33 +55,6 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.lossy) or self.compression != Compression.NONE
 
 
-class FileBegin(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A data file as the plan fixed it."""
-
-    name: str
-    item: str | None
-    region_bytes: int
-    tensor_bytes: int
-    has_objects: bool
-    entries: tuple[TensorEntry, ...]
-    parts: dict[str, PartEntry] = {}
-    object_names: tuple[str, ...] = ()
-    """As far as they are known."""
-    derived: tuple[tuple[int, int, int], ...] = ()
-    """Entries that may follow from others: the number of each, of the other's file and of its entry
-    there. One may stand here several times."""
-    is_declared: bool = False
-    """Whether the user has said that they do: then they are tried at each save."""
-
-    @classmethod
-    def of(cls, file: FilePlan) -> FileBegin:
-        return cls(
-            name=file.name, item=file.item, region_bytes=file.region_bytes, entries=file.entries,
-            tensor_bytes=file.tensor_bytes, has_objects=bool(file.object_names), parts=file.parts,
-            object_names=file.object_names, derived=file.derived, is_declared=file.is_declared,
-        )  # fmt: skip
-
-
 Role = Literal["alone", "first", "member"]
 """Who decides: the writer itself where it is alone; in a job the trainers of all ranks agree, and
 the first rank's flusher carries it out."""
@@ -96,7 +66,11 @@ class Begin(_Message, frozen=True, kw_only=True):
     save: int
     step: int
     overwrite: bool
-    files: tuple[FileBegin, ...]
+    files: tuple[FileLayout, ...]
+    derived: tuple[MasterPair, ...] = ()
+    """What may be stored as the rounding of something else."""
+    is_declared: bool = False
+    """Whether the user has said that it is: then it is tried at each save."""
     role: Role = "alone"
 
 
@@ -135,8 +109,8 @@ class Seal(_Message, frozen=True, kw_only=True):
     """Everything of a save has been handed over; it may be committed even if the trainer dies."""
 
     save: int
-    objects: tuple[tuple[int, str, bytes], ...]
-    """(file, name, bytes), in order."""
+    values: dict[str, bytes]
+    """Plain values by name, as the index stores them."""
     items: tuple[ItemRecord, ...]
     metrics: bytes
     metadata: bytes
@@ -144,24 +118,14 @@ class Seal(_Message, frozen=True, kw_only=True):
     """In a job of several ranks: what this one will report of it, but for the files."""
 
 
-class Gathered(_Message, frozen=True, kw_only=True):
-    """What a group of ranks has made durable; to be written as the group's manifest."""
-
-    save: int
-    first: int
-    ranks: int
-    files: tuple[FileRecord, ...]
-
-
 class Decide(_Message, frozen=True, kw_only=True):
-    """What the ranks of a job agreed on: to commit with these items and files, or groups of ranks
-    that have them; or, with a reason, to give the save up."""
+    """What the ranks of a job agreed on: to commit with these items and indexes; or, with a
+    reason, to give the save up."""
 
     save: int
     reason: str | None = None
     items: tuple[ItemRecord, ...] = ()
-    files: tuple[FileRecord, ...] = ()
-    groups: tuple[GroupRecord, ...] = ()
+    written: Written = Written()
     classes: tuple[ClassRecord, ...] = ()
     ranks: int = 1
 
@@ -257,24 +221,14 @@ class Flushed(_Message, frozen=True, kw_only=True):
 
     save: int
     size_bytes: int
-    """Of the state: tensors and objects."""
-    written_bytes: int
-    """Of the files that are new, and of those that were written for earlier checkpoints."""
-    shared_bytes: int
+    """Of the state: tensors and plain values."""
+    written: Written
     opened_s: float
     """From here on counted from the save's announcement: files made, bytes written, all durable."""
     written_s: float
     seconds: float
-    files: tuple[FileRecord, ...] = ()
     coding: tuple[CodingReport, ...] = ()
     """Of the files for which compression was asked, or of which something may be derived."""
-
-
-class Grouped(_Message, frozen=True, kw_only=True):
-    """The manifest of a group of ranks is durable."""
-
-    save: int
-    group: GroupRecord
 
 
 class Decided(_Message, frozen=True, kw_only=True):
@@ -311,7 +265,7 @@ class Ready(_Message, frozen=True, kw_only=True):
 
 
 ToFlusher = (
-    Begin | Located | Chunks | Unchanged | Seal | Gathered | Decide | Drop | Continue | Witness
+    Begin | Located | Chunks | Unchanged | Seal | Decide | Drop | Continue | Witness
     | DrainLast | PoolSlots | Bye
 )  # fmt: skip
 ToTrainer = (
@@ -324,7 +278,6 @@ ToTrainer = (
     | Draining
     | DrainFailed
     | Flushed
-    | Grouped
     | Decided
     | Failed
     | Removed

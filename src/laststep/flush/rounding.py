@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from numpy import float32, uint16
     from numpy.typing import NDArray
 
-    from laststep.flush.protocol import FileBegin
-    from laststep.plan.files import FilePlan
+    from laststep.format.layout import FileLayout
 
 _DTYPE = "float32"
 _GROUP = 64
@@ -42,17 +41,19 @@ class RoundedRange(NamedTuple):
 class Rounding:
     """What is rounded in one file."""
 
-    def __init__(self, plan: FileBegin | FilePlan, lossy: Mapping[str, str]) -> None:
+    def __init__(self, layout: FileLayout, lossy: Mapping[str, str]) -> None:
         """`lossy` says how, by patterns of `item/tensor`; the first that fits holds. A scalar is
         no tensor to be rounded: optimizers count their steps in such."""
         self.names: dict[str, str] = {}
         self.patterns: set[str] = set()
         """Those that name something here."""
         self._ranges: list[RoundedRange] = []
-        for entry in plan.entries if lossy else ():
-            part = plan.parts.get(entry.name)
-            name = entry.name if part is None else part.tensor
-            full = name if plan.item is None else f"{plan.item}/{name}"
+        for entry in layout.tensors if lossy else ():
+            item, name = layout.item, entry.name
+            if item is None:
+                item, _, name = entry.name.partition("/")
+            part = layout.parts.get(entry.name)
+            full = f"{item}/{name if part is None else part.tensor}"
             pattern = next((pattern for pattern in lossy if _fits(full, pattern)), None)
             is_scalar = not (entry.shape if part is None else part.shape)
             if pattern is None or entry.dtype != _DTYPE or is_scalar or entry.start == entry.stop:

@@ -20,14 +20,12 @@ from laststep.flush.protocol import (
     Begun,
     Chunks,
     Drop,
-    FileBegin,
     Granted,
-    Grouped,
     Role,
     Seal,
     Unchanged,
 )
-from laststep.format.manifest import FileRecord, GroupRecord, ItemRecord
+from laststep.format.manifest import ItemRecord, Written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +41,7 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.2
 """How often one who waits for an answer looks whether there will be none."""
 
-SealedParts = tuple[tuple[tuple[int, str, bytes], ...], tuple[ItemRecord, ...], bytes, bytes, bytes]
+SealedParts = tuple[dict[str, bytes], tuple[ItemRecord, ...], bytes, bytes, bytes]
 SealParts = Callable[[], SealedParts]
 
 
@@ -68,10 +66,8 @@ class SaveUnderWay:
         """Its capture, once `save()` has returned."""
         self.at: AttemptName | None = None
         """Where the flusher has begun it, unless this rank is told by the first one."""
-        self.files: tuple[FileRecord, ...] = ()
+        self.written = Written()
         """What this rank has made durable of it."""
-        self.group: GroupRecord | None = None
-        """The manifest of the group of ranks that this one speaks for, once it is durable."""
         self.lost: LaststepError | None = None
         """Why the flusher is gone that had made all of it durable: others may still commit it, so
         whoever takes part in that finds out and reports."""
@@ -123,16 +119,14 @@ class SaveUnderWay:
         self._news.wait(timeout_s)
         self._news.clear()
 
-    def note(self, message: Begun | Grouped | Granted | None = None) -> None:
+    def note(self, message: Begun | Granted | None = None) -> None:
         """The flusher has said so; or, where that is nothing more, the save is over for it."""
         if isinstance(message, Granted):
             self._granted = message.chunks
             self._answered.set()
             return
-        if isinstance(message, Begun):
+        if message is not None:
             self.at = message.at
-        elif message is not None:
-            self.group = message.group
         self._news.set()
 
     def begin(self) -> None:
@@ -141,15 +135,19 @@ class SaveUnderWay:
         with self._beginning:  # several threads copy host state: no chunk may overtake this
             if self._begun or self._dropped:
                 return
-            files = tuple(map(FileBegin.of, self.plan.files))
             if self._role == "alone":  # of several ranks no one can finish a save by itself
                 self._client.announce(self.number)
             self._client.send(
                 Begin(
-                    save=self.number, step=self.handle.step, overwrite=self._overwrite,
-                    files=files, role=self._role,
+                    save=self.number,
+                    step=self.handle.step,
+                    overwrite=self._overwrite,
+                    files=tuple(file.layout for file in self.plan.files),
+                    derived=self.plan.derived,
+                    is_declared=self.plan.is_declared,
+                    role=self._role,
                 )
-            )  # fmt: skip
+            )
             self._begun = True
 
     def chunks(self, filled: list[Filled]) -> None:
@@ -177,7 +175,7 @@ class SaveUnderWay:
         if self._dropped:
             return
         try:
-            objects, items, metrics, metadata, receipt = self._parts()
+            values, items, metrics, metadata, receipt = self._parts()
         except LaststepError as error:
             self.failed(error)
             return
@@ -187,7 +185,7 @@ class SaveUnderWay:
             return
         self.begin()
         seal = Seal(
-            save=self.number, objects=objects, items=items, metrics=metrics, metadata=metadata,
+            save=self.number, values=values, items=items, metrics=metrics, metadata=metadata,
             receipt=receipt,
         )  # fmt: skip
         # Sealed first: once somebody is told "captured", the death of the trainer loses nothing.

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.catalog import groups
 from laststep.codecs import objects
 from laststep.errors import Aborted, LaststepError, StorageFailed, drop_tracebacks
-from laststep.flush import lending
+from laststep.flush import base as bases
 from laststep.flush.coder import Compressor
 from laststep.flush.deriving import Misses
 from laststep.flush.epoch import WriterEpoch
@@ -41,9 +40,7 @@ from laststep.flush.protocol import (
     Failed,
     Flushed,
     Freed,
-    Gathered,
     Granted,
-    Grouped,
     Held,
     Located,
     Orders,
@@ -59,9 +56,8 @@ from laststep.flush.protocol import (
 from laststep.flush.under_way import RunFacts, Save
 from laststep.flush.unkept import NothingKept
 from laststep.flush.witnessing import WitnessHold
-from laststep.flush.writer import SaveFlush
-from laststep.format.group import GroupManifest
-from laststep.format.manifest import Commit, FileRecord, shared_bytes
+from laststep.flush.writer import SaveWriter
+from laststep.format.manifest import Commit, Written
 from laststep.process import threads
 from laststep.storage.registry import open_store
 from laststep.terms import CHUNK_BYTES, MEMORY
@@ -72,8 +68,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from laststep.catalog.epochs import Trainer
+    from laststep.flush.base import Base
     from laststep.flush.keeping import Keeper
-    from laststep.flush.lending import Lender
     from laststep.memory.filled import Filled
 
 log = logging.getLogger(__name__)
@@ -113,12 +109,13 @@ class Flusher:
             self._keeper = keeper_in(orders.segment, pool, pool_fd, self)
         self._witness = WitnessHold(self._store, connection)
         self._given_up = False
-        self._lending: tuple[int, dict[str, Lender]] = (0, {})
+        self._rank = (orders.rank, orders.ranks)
+        self._base: tuple[int, Base | None] = (0, None)
+        """The last checkpoint that this flusher committed, or went on from, and the number of the
+        save that committed it; 0 where that was another flusher's. One value: two threads set
+        it."""
         self._unread: str | None = None
         """The folder of a checkpoint that nobody has read here."""
-        """The files of the last checkpoint that this flusher committed, or went on from, and the
-        number of the save that committed it; 0 where that was another flusher's. One value: two
-        threads set it."""
         self._saves: dict[int, Save] = {}
         self._chunks: queue.SimpleQueue[tuple[Save, Filled, bytes] | None] = queue.SimpleQueue()
         self._passing = threading.Lock()
@@ -170,7 +167,7 @@ class Flusher:
         elif isinstance(message, Continue):
             # What it goes on from was just read, and found sound, or is not borrowed of. Others may
             # have been passed over as damaged.
-            self._lending = (0, {})
+            self._base = (0, None)
             unread = None if message.was_read else message.after
             self._unread = None if unread is None else unread.folder
             self._epoch.continue_from(message)
@@ -189,7 +186,7 @@ class Flusher:
                 self._send(Freed(slots=[chunk.slot for chunk in message.filled]))
 
     def _go_on(
-        self, save: Save, message: Chunks | Unchanged | Located | Seal | Gathered | Decide | Drop
+        self, save: Save, message: Chunks | Unchanged | Located | Seal | Decide | Drop
     ) -> None:
         if isinstance(message, Chunks):
             with save.changed:
@@ -210,8 +207,6 @@ class Flusher:
             with save.changed:
                 if isinstance(message, Seal):
                     save.seal = message
-                elif isinstance(message, Gathered):
-                    save.gathered = message
                 else:
                     save.decide = message
                 save.changed.notify_all()
@@ -242,16 +237,23 @@ class Flusher:
         if save.at is not None and save.error is None:
             self._send(Begun(save=begin.save, at=save.at))
 
-    def _flush(self, save: Save) -> SaveFlush:
-        """Begin to write a save; what the last checkpoint has already is borrowed of it."""
+    def _flush(self, save: Save) -> SaveWriter:
+        """Begin to write a save; blocks that the last checkpoint has are used again."""
         assert save.at is not None  # noqa: S101 (the caller knows it)
-        files, before = save.begin.files, self._epoch.before
-        save.lender, lenders = self._lending
-        if not lenders and before is not None and before != self._unread:
-            names = [file.name for file in files]
-            save.lender, lenders = 0, lending.of_checkpoint(self._store, before, names)
-        return SaveFlush(
-            self._store, save.at.folder, files, lenders, self._compressor, self._misses
+        before = self._epoch.before
+        save.base, base = self._base
+        if base is None and before is not None and before != self._unread:
+            save.base, base = 0, bases.of_checkpoint(self._store, before, self._rank[0])
+        return SaveWriter(
+            self._store,
+            save.at.folder,
+            save.begin.files,
+            rank=self._rank,
+            base=base,
+            compressor=self._compressor,
+            derived=save.begin.derived,
+            is_declared=save.begin.is_declared,
+            misses=self._misses,
         )
 
     def _grant(self, save: Save) -> None:
@@ -260,8 +262,8 @@ class Flusher:
         if said is None:
             return
         granted: tuple[tuple[int, int], ...] = ()
-        if save.flush is not None and save.error is None and said.of == save.lender:
-            granted = save.flush.borrow(self._keeper.inheritable(save, said))
+        if save.flush is not None and save.error is None and said.of == save.base:
+            granted = save.flush.reuse(self._keeper.inheritable(save, said))
             self._keeper.inherit(save, granted)
         self._send(Granted(save=said.save, chunks=granted))
 
@@ -376,31 +378,37 @@ class Flusher:
         assert save.at is not None  # noqa: S101 (as above)
         assert save.seal is not None  # noqa: S101 (waited for)
         written_s = time.monotonic() - save.began_s
-        records = save.flush.finish(save.seal.objects)
-        shared = shared_bytes(records)
-        written = sum(record.size_bytes for record in records) - shared
+        written = save.flush.finish(save.seal.values)
         size = sum(file.tensor_bytes for file in save.begin.files)
-        size += sum(len(data) for _, _, data in save.seal.objects)
+        size += sum(map(len, save.seal.values.values()))
         number = save.begin.save
         durable_s = time.monotonic() - save.began_s
         self._send(
-            Flushed(save=number, size_bytes=size, written_bytes=written, shared_bytes=shared,
-                    opened_s=save.opened_s, written_s=written_s, seconds=durable_s,
-                    files=() if save.begin.role == "alone" else records,
-                    coding=save.flush.coding())
-        )  # fmt: skip
+            Flushed(
+                save=number,
+                size_bytes=size,
+                written=written,
+                opened_s=save.opened_s,
+                written_s=written_s,
+                seconds=durable_s,
+                coding=save.flush.coding(),
+            )
+        )
         if not save.is_member:
-            commit = self._commit_record(save, save.seal, records)
+            commit = self._commit_record(save, save.seal, written)
             if save.begin.role == "first":
-                decide = self._decided_by_all(save)
+                decide = save.decided_by_all()
                 commit = msgspec.structs.replace(
-                    commit, items=decide.items, files=decide.files, ranks=decide.ranks,
-                    groups=decide.groups, classes=decide.classes,
-                )  # fmt: skip
+                    commit,
+                    items=decide.items,
+                    written=decide.written,
+                    ranks=decide.ranks,
+                    classes=decide.classes,
+                )
             self._epoch.commit(save.at, commit)
         else:
-            self._decided_by_all(save)
-        self._lending = save.begin.save, save.flush.lenders()
+            save.decided_by_all()
+        self._base = save.begin.save, save.flush.as_base()
         self._send_decided(save)
         self._keeper.forget_predecessors(save)
         self._drains.committed(save.at)
@@ -410,26 +418,12 @@ class Flusher:
                 tell=self._send,
             )  # fmt: skip
 
-    def _decided_by_all(self, save: Save) -> Decide:
-        """Wait for what the ranks agree on, and write the manifest of a group meanwhile, if this
-        rank speaks for one."""
-        while isinstance(word := save.next_word(), Gathered):
-            at = save.at
-            assert at is not None  # noqa: S101 (its files are durable)
-            group = GroupManifest(
-                step=at.step, epoch=at.epoch, attempt=at.attempt, first=word.first,
-                ranks=word.ranks, files=word.files,
-            )  # fmt: skip
-            record = groups.write(self._store, at.folder, group)
-            self._send(Grouped(save=save.begin.save, group=record))
-        return word
-
-    def _commit_record(self, save: Save, seal: Seal, files: tuple[FileRecord, ...]) -> Commit:
+    def _commit_record(self, save: Save, seal: Seal, written: Written) -> Commit:
         at = save.at
         assert at is not None  # noqa: S101 (its files are durable)
         return Commit(
             run=self._epoch.run.id, step=at.step, epoch=at.epoch, attempt=at.attempt,
-            created_s=time.time(), laststep=VERSION, items=seal.items, files=files,
+            created_s=time.time(), laststep=VERSION, items=seal.items, written=written,
             metrics=objects.decode(seal.metrics, where="metrics"),  # type: ignore[arg-type]
             metadata=objects.decode(seal.metadata, where="metadata"),
             continues=self._epoch.last_folder,

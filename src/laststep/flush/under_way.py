@@ -12,8 +12,8 @@ import msgspec
 
 from laststep.catalog.names import AttemptName
 from laststep.errors import Aborted, LaststepError
-from laststep.flush.protocol import Begin, Decide, Gathered, Seal, Unchanged
-from laststep.flush.writer import SaveFlush
+from laststep.flush.protocol import Begin, Decide, Seal, Unchanged
+from laststep.flush.writer import SaveWriter
 from laststep.memory.filled import Filled
 
 _HEAR_S = 5.0
@@ -31,24 +31,22 @@ class RunFacts(NamedTuple):
 
 
 class Save(msgspec.Struct):
-    """`changed` guards `pending`, `seal`, `gathered`, `decide`, `early` and `dropped`."""
+    """`changed` guards `pending`, `seal`, `decide`, `early` and `dropped`."""
 
     begin: Begin
     began_s: float
-    flush: SaveFlush | None = None
+    flush: SaveWriter | None = None
     at: AttemptName | None = None
     """Which attempt it is; known as soon as `flush` is."""
     error: LaststepError | None = None
     pending: int = 0
     located: bool = True
     seal: Seal | None = None
-    gathered: Gathered | None = None
-    """What the group of ranks has written that this rank speaks for, until that is written down."""
     decide: Decide | None = None
     early: list[Filled] = []
     """Chunks that came before a member knew where to write them."""
-    lender: int = 0
-    """The number of the save whose files it borrows of."""
+    base: int = 0
+    """The number of the save whose blocks it uses again."""
     unchanged: Unchanged | None = None
     """What the trainer says of it, until that is answered."""
     dropped: str | None = None
@@ -69,20 +67,17 @@ class Save(msgspec.Struct):
             ) or self.pending:
                 self.changed.wait()
 
-    def next_word(self) -> Gathered | Decide:
-        """Wait for what the ranks say: what a group has written, or what all agree on. Raises if
-        they give the save up, or if nobody is there any more to tell."""
+    def decided_by_all(self) -> Decide:
+        """Wait for what the ranks agree on. Raises if they give the save up, or if nobody is there
+        any more to tell."""
         with self.changed:
-            while self.gathered is None and self.decide is None and self.dropped is None:
+            while self.decide is None and self.dropped is None:
                 self.changed.wait()
-            gathered, self.gathered = self.gathered, None
-        if self.decide is None and self.dropped is not None:
-            raise Aborted(self.dropped)
-        if self.decide is not None and self.decide.reason is not None:
+        if self.decide is None:
+            raise Aborted(self.dropped or "")
+        if self.decide.reason is not None:
             raise Aborted(self.decide.reason)
-        word = gathered or self.decide
-        assert word is not None  # noqa: S101 (waited for)
-        return word
+        return self.decide
 
     def hear_why(self) -> None:
         """That the folder is gone explains nothing: the trainer is about to hear the reason."""

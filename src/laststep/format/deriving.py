@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.format.coding import CodedBy
 from laststep.terms import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
 
     from laststep.format.safetensors import TensorEntry
 
-ROUNDED = CodedBy("rounded", 2, anchored=False)
+ROUNDED = ("rounded", 2)
+"""The encoding of blocks that are stored so: its codec and element size."""
 DERIVED_DTYPES = ("bfloat16", "float16")
 MASTER_DTYPE = "float32"
 _RATIO = 2

@@ -18,11 +18,13 @@ from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.format.deriving import DERIVED_DTYPES, MASTER_DTYPE
+from laststep.plan.files import MasterPair
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from laststep.plan.files import FilePlan, SavePlan
+    from laststep.format.layout import FileLayout
+    from laststep.plan.files import SavePlan
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ def with_derived(
     part of the save, so that a pattern without any tensor here has none at all. Nothing that goes
     into one of the `excerpts`, which are items, follows from what does not."""
     tensors = [
-        tensor for number, file in enumerate(plan.files) for tensor in _of_file(number, file)
+        tensor for number, file in enumerate(plan.files) for tensor in _of_file(number, file.layout)
     ]
     low = [tensor for tensor in tensors if tensor.dtype in DERIVED_DTYPES]
     masters = [tensor for tensor in tensors if tensor.dtype == MASTER_DTYPE]
@@ -87,19 +89,20 @@ def with_derived(
     follows = {tensor.file for tensor, _ in pairs}
     order = sorted(range(len(plan.files)), key=lambda number: number in follows)
     number_of = {file: number for number, file in enumerate(order)}
-    rows: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for tensor, master in pairs:
-        rows[tensor.file].append((tensor.entry, number_of[master.file], master.entry))
-    is_declared = isinstance(asked, Mapping)
-    files = tuple(
-        replace(plan.files[n], derived=tuple(rows[n]), is_declared=is_declared) for n in order
+    return replace(
+        plan,
+        files=tuple(plan.files[number] for number in order),
+        derived=tuple(
+            MasterPair(number_of[one.file], one.entry, number_of[of.file], of.entry)
+            for one, of in pairs
+        ),
+        is_declared=isinstance(asked, Mapping),
     )
-    return replace(plan, files=files)
 
 
-def _of_file(number: int, file: FilePlan) -> Iterable[_Tensor]:
+def _of_file(number: int, file: FileLayout) -> Iterable[_Tensor]:
     outer = "" if file.item is None else f"{file.item}/"
-    for entry, (name, dtype, shape, start, stop) in enumerate(file.entries):
+    for entry, (name, dtype, shape, start, stop) in enumerate(file.tensors):
         part = file.parts.get(name)
         box = (shape,) if part is None else (shape, part.shape, part.start)
         if start < stop:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from laststep.format.header import PartEntry, reserve_bytes
+from laststep.format.layout import FileLayout, Part, header_bytes_of
 from laststep.format.safetensors import TensorEntry
 from laststep.terms import DTYPES, MAX_HEADER_BYTES
 
@@ -35,10 +35,8 @@ has a few files, mostly three: no folder is to have more than about 1,024 entrie
 _RANKS_PER_FOLDER, _FOLDERS = 128, 1024
 OWN_FILE_BYTES = 1 << 20
 """An item at least this large gets a data file of its own."""
-TREE_NAME = "~6tree"
-"""The object that holds an item's tree; `~6` cannot begin the name of a tensor's path."""
-TABLE_NAME = "~6table"
-"""The object in which ranks of a job say what they hold (`plan.tables`)."""
+TABLE_NAME = "~table"
+"""The value in which ranks of a job say what they hold (`plan.tables`)."""
 _ENTRY_BYTES = 160
 """Generous bound of one header entry without its name; only decides where files are split."""
 
@@ -60,24 +58,21 @@ class ItemSpec:
         return sum(map(_SIZE_BYTES, self.pieces))
 
 
+class MasterPair(NamedTuple):
+    """An entry of a file that may be the rounding of an entry of a file."""
+
+    file: int
+    entry: int
+    master_file: int
+    master_entry: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
-    """One data file: who lies where, and how much room its header gets."""
+    """One data file, and which of the plan's pieces lie in it, in the order of its entries."""
 
-    name: str
-    item: str | None
+    layout: FileLayout
     pieces: tuple[int, ...]
-    """Which of the plan's pieces lie in it."""
-    entries: tuple[TensorEntry, ...]
-    """Where each of them lies, and its name."""
-    object_names: tuple[str, ...]
-    tensor_bytes: int
-    region_bytes: int
-    parts: dict[str, PartEntry] = field(default_factory=dict)
-    derived: tuple[tuple[int, int, int], ...] = ()
-    """Entries that may follow from others (`plan.deriving`): own entry, file, entry there."""
-    is_declared: bool = False
-    """Whether the user has said that they do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,19 +81,18 @@ class SavePlan:
 
     items: tuple[ItemSpec, ...]
     files: tuple[FilePlan, ...]
-    file_of: dict[str, str]
-    """The (first) data file of each item."""
     pieces: tuple[Piece, ...]
     """Those of all items, in order."""
+    values: tuple[str, ...]
+    """The names of the plain values that go into the index: the trees of items, and the table."""
+    derived: tuple[MasterPair, ...] = ()
+    """What may be stored as the rounding of something else (`plan.deriving`)."""
+    is_declared: bool = False
+    """Whether the user has said that it is."""
 
     @property
     def tensor_bytes(self) -> int:
-        return sum(file.tensor_bytes for file in self.files)
-
-
-def tree_name(item: str) -> str:
-    """The name of the object that holds an item's tree."""
-    return f"{item}/{TREE_NAME}"
+        return sum(file.layout.tensor_bytes for file in self.files)
 
 
 def folder_of(rank: int, ranks: int) -> str:
@@ -113,41 +107,45 @@ def plan_save(
     items: tuple[ItemSpec, ...],
     *,
     rank: tuple[int, int] | None = None,
-    objects: tuple[str, ...] | None = None,
+    values: tuple[str, ...] | None = None,
 ) -> SavePlan:
-    """Place every piece of every item, and room for objects of these names (None: the trees of all
-    items), into files.
-    In a job of several ranks, `rank`, which of how many, tells the files of each from the
-    others'."""
+    """Place every piece of every item into files. `values` are the names of the plain values that
+    are stored with them; None: the trees of all items. In a job of several ranks, `rank`, which of
+    how many, tells the files of each from the others'."""
     mine = "" if rank is None else f"-r{rank[0]:05d}"
     where = "" if rank is None else folder_of(*rank)
     pieces = tuple(chain.from_iterable(item.pieces for item in items))
     names: list[str] = []  # of all pieces, as their files have them
     files: list[FilePlan] = []
-    file_of: dict[str, str] = {}
     shared: list[int] = []
     for item in items:
         numbers = range(len(names), len(names) + len(item.pieces))
         if not (item.standalone and numbers) and item.size_bytes < OWN_FILE_BYTES:
             shared += numbers
             names += [f"{item.name}/{piece.name}" for piece in item.pieces]
-            file_of[item.name] = f"{where}{SHARED_FILE}{mine}.safetensors"
             continue
         names += [piece.name for piece in item.pieces]
         groups = _split(numbers, pieces)
         for number, group in enumerate(groups):
             suffix = f"-{number + 1:05d}" if len(groups) > 1 else ""
             name = f"{where}{item.name}{mine}{suffix}.safetensors"
-            file = _place(name, item.name, group, pieces, names, ())
-            files.append(file)
-            file_of.setdefault(item.name, file.name)
-    trees = tuple(tree_name(item.name) for item in items) if objects is None else objects
-    groups = _split(shared, pieces) or ([[]] if trees else [])
-    for number, group in enumerate(groups):
+            files.append(_place(name, item.name, group, pieces, names))
+    for number, group in enumerate(_split(shared, pieces)):
         suffix = f"-{number + 1:05d}" if number else ""
         name = f"{where}{SHARED_FILE}{mine}{suffix}.safetensors"
-        files.append(_place(name, None, group, pieces, names, trees if number == 0 else ()))
-    return SavePlan(items=items, files=tuple(files), file_of=file_of, pieces=pieces)
+        files.append(_place(name, None, group, pieces, names))
+    stored = tuple(item.name for item in items) if values is None else values
+    return SavePlan(items=items, files=tuple(files), pieces=pieces, values=stored)
+
+
+def index_name(rank: int, ranks: int = 1) -> str:
+    """The file that says what a rank wrote."""
+    return f"{folder_of(rank, ranks)}index-r{rank:05d}"
+
+
+def pack_name(rank: int, ranks: int = 1) -> str:
+    """The file for blocks of a rank that do not lie in their place in a data file."""
+    return f"{folder_of(rank, ranks)}blocks-r{rank:05d}.pack"
 
 
 def _split(numbers: Sequence[int], pieces: tuple[Piece, ...]) -> list[list[int]]:
@@ -173,7 +171,6 @@ def _place(
     numbers: list[int],
     pieces: tuple[Piece, ...],
     names: list[str],
-    object_names: tuple[str, ...],
 ) -> FilePlan:
     alike: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
     for number in numbers:
@@ -188,14 +185,16 @@ def _place(
     columns = zip(own, dtypes, shapes, bounds[:-1], bounds[1:], strict=True)
     entries = tuple(map(TensorEntry._make, columns))
     parts = {
-        name: PartEntry(*spec.part)
+        name: Part(*spec.part)
         for name, spec in zip(own, specs, strict=True)
         if spec.part is not None
     }
-    region = reserve_bytes(
-        item=item, tensors=entries, object_names=object_names, tensor_bytes=bounds[-1], parts=parts
+    layout = FileLayout(
+        name=name,
+        item=item,
+        header_bytes=header_bytes_of(entries),
+        tensor_bytes=bounds[-1],
+        tensors=entries,
+        parts=parts,
     )
-    return FilePlan(
-        name=name, item=item, pieces=tuple(order), entries=entries, object_names=object_names,
-        tensor_bytes=bounds[-1], region_bytes=region, parts=parts,
-    )  # fmt: skip
+    return FilePlan(layout=layout, pieces=tuple(order))

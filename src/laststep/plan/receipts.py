@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from laststep.format.manifest import ClassRecord, FileRecord, GroupRecord, ItemRecord
+from laststep.format.manifest import ClassRecord, ItemRecord, Written
 from laststep.format.spans import spans_of
 from laststep.plan.replicas import Seen, seen_by, seen_on
 from laststep.plan.tables import digest_of, encode_table
@@ -36,17 +36,15 @@ class ItemTally(msgspec.Struct, frozen=True, kw_only=True):
     per_rank: bool
     tensors: int
     size_bytes: int
-    file: str
-    """The file that it lies in, or the first of several; "" where nothing was written."""
 
     def plus(self, more: ItemTally) -> ItemTally:
         """The sum of this and of what later ranks wrote."""
-        if not more.file:
-            return self
         return ItemTally(
-            kind=self.kind, per_rank=self.per_rank, tensors=self.tensors + more.tensors,
-            size_bytes=self.size_bytes + more.size_bytes, file=self.file or more.file,
-        )  # fmt: skip
+            kind=self.kind,
+            per_rank=self.per_rank,
+            tensors=self.tensors + more.tensors,
+            size_bytes=self.size_bytes + more.size_bytes,
+        )
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +53,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     agreement: bytes = b""
     rank_class: int = 0
     """Of the classes of that agreement, the one that it is in."""
-    files: tuple[FileRecord, ...] = ()
+    written: Written = Written()
     items: dict[str, ItemTally] = {}
     trees: dict[str, bytes] = {}
     """Of the items that ranks have in common: the digest of their plain values."""
@@ -79,16 +77,16 @@ class Trees(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The receipts of a group of ranks, and the manifest of their files, if there is one."""
+    """The receipts of a group of ranks, summed up."""
 
     agreements: tuple[tuple[bytes, int], ...]
     """What the ranks take for agreed, and the first of them that does."""
     trees: dict[int, Trees]
     """The plain values of each class, as its first rank in the group has them."""
     items: dict[str, ItemTally]
+    written: Written = Written()
     replicas: Seen = {}
     differing: Differing | None = None
-    group: GroupRecord | None = None
 
 
 def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
@@ -96,9 +94,11 @@ def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
     agreements: dict[bytes, int] = {}
     firsts: dict[int, Trees] = {}
     items: dict[str, ItemTally] = {}
+    written = Written()
     differing = None
     for rank in sorted(receipts):
         receipt = receipts[rank]
+        written = written.plus(receipt.written)
         agreements.setdefault(receipt.agreement, rank)
         for name, part in receipt.items.items():
             items[name] = items[name].plus(part) if name in items else part
@@ -108,8 +108,8 @@ def summarise(receipts: Mapping[int, Receipt], agreement: Agreement) -> Summary:
             differing = differing or first.differs(trees)
     seen = seen_by(seen_on(rank, receipt.replicas) for rank, receipt in sorted(receipts.items()))
     return Summary(
-        agreements=tuple(agreements.items()), trees=firsts, items=items, replicas=seen,
-        differing=differing,
+        agreements=tuple(agreements.items()), trees=firsts, items=items, written=written,
+        replicas=seen, differing=differing,
     )  # fmt: skip
 
 
@@ -142,11 +142,10 @@ def items_of(summaries: Sequence[Summary], agreement: Agreement) -> tuple[ItemRe
             parts[name] = parts[name].plus(part) if name in parts else part
     return tuple(
         ItemRecord(
-            name=name, kind=part.kind, per_rank=part.per_rank, file=part.file,
-            tensors=part.tensors if part.per_rank else shared[name], size_bytes=part.size_bytes,
+            name=name, kind=part.kind, per_rank=part.per_rank, size_bytes=part.size_bytes,
+            tensors=part.tensors if part.per_rank else shared[name],
         )
         for name, part in parts.items()
-        if part.file
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from laststep.codecs.digests import DIGEST_BYTES, DIGEST_NAME, block_digests, digest, digest_text
 from laststep.errors import Corrupt, LaststepError, StorageFailed
-from laststep.format.manifest import DAMAGE_REMEDY
+from laststep.format.envelope import DAMAGE_REMEDY
 from laststep.storage.store import InPlace
 from laststep.terms import ALIGN_BYTES, BLOCK_BYTES, align_up
 
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from laststep.storage.store import FileReading
-
-
-OBJECT = "object "
-"""How the damage of an object begins to say what it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +41,7 @@ class Damage:
     touches: tuple[str, ...] = ()
     error: LaststepError = field(repr=False, compare=False)
     data: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
-    """The bytes of the tensor area that it touches: not where they lie, if they are borrowed."""
+    """The bytes of the tensor area that it touches: not where they lie."""
 
 
 class Extent(NamedTuple):
@@ -58,7 +54,7 @@ class Extent(NamedTuple):
     stop: int
     digests: bytes
     what: str | None = None
-    """What it is, where it has one digest: a header, an object. None: blocks."""
+    """What it is, where it has one digest: a header. None: blocks."""
     first: int = 0
     """The number of its first block."""
     image_at: int = 0

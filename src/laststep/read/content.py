@@ -1,4 +1,4 @@
-"""Open a committed checkpoint: its headers and objects, verified; where each tensor's bytes lie.
+"""Open a committed checkpoint: its indexes, verified; where each tensor's bytes lie.
 
 Reads no tensor data and imports no torch. Whatever cannot be read as it was written is `Corrupt`,
 after a second look past every cache; `NotFound` only where the whole checkpoint has been deleted
@@ -14,14 +14,14 @@ import contextlib
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from laststep.catalog import decision
-from laststep.catalog.groups import files_of
+from laststep.catalog.indexes import read_index
 from laststep.codecs.digests import digest
 from laststep.errors import Corrupt, Mismatch, NotFound, Usage
 from laststep.format.manifest import DAMAGE_REMEDY
-from laststep.plan.files import SHARED_FILE, TABLE_NAME, tree_name
+from laststep.plan.files import TABLE_NAME
 from laststep.plan.tables import Agreement, Table, agree, decode_table
 from laststep.read.entries import StoredBox, stored_in
-from laststep.read.files import DataFile, close_files, open_file
+from laststep.read.files import DataFile, OpenIndex, close_files
 from laststep.state.boxes import Box, covers_once, whole
 from laststep.state.stored_items import StoredItem, TensorSpec, decode_item
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
-    from laststep.format.manifest import ClassRecord, Commit, FileRecord
+    from laststep.format.index import Index
+    from laststep.format.manifest import ClassRecord, Commit
     from laststep.storage.store import Store
 
 
@@ -65,8 +66,10 @@ class Content:
         self._store = store
         self._rank = rank if rank < commit.ranks else 0
         self._specs: dict[Key, TensorSpec] = {}
-        self._opened: dict[str, int] = {}
-        """The files that are open, by name, and their numbers."""
+        self._indexes: dict[int, Index] = {}
+        """Those that have been read, by rank."""
+        self._opened: dict[int, range] = {}
+        """The ranks whose files are open, and the numbers of these."""
         self._own: dict[Key, tuple[Place, ...]] = {}
         self._shared: dict[Key, tuple[Place, ...]] | None = None
         try:
@@ -126,7 +129,7 @@ class Content:
     def places_of_rank(self, rank: int) -> Iterator[tuple[Key, Place]]:
         """What lies in the files of a rank, of that which ranks share."""
         with self._seen_whole():
-            numbers = self._open(files_of(self._store, self.folder, self.commit, [rank]))
+            numbers = self._open(rank)
         return ((key, place) for key, place in self._placed(numbers) if key[0] not in self.per_rank)
 
     @contextlib.contextmanager
@@ -140,25 +143,24 @@ class Content:
                 raise gone from error
             raise
 
-    def _open(
-        self, records: Sequence[FileRecord], among: Sequence[FileRecord] | None = None
-    ) -> list[int]:
-        """Open files that are not open yet; the numbers of all of these. Files that are only lent
-        are opened with those that borrow of them; what tensors follow from is `among` others."""
-        numbers = []
-        known = {record.name: record for record in among or records}
-        for record in records:
-            if record.lent:
-                continue
-            if record.name not in self._opened:
-                self._opened[record.name] = len(self.files)
-                self.files.append(open_file(self._store, self.folder, record, known).sound())
-            numbers.append(self._opened[record.name])
-        return numbers
+    def _index(self, rank: int) -> Index:
+        if rank not in self._indexes:
+            index = read_index(self._store, self.folder, self.commit, rank)
+            self._indexes[rank] = index
+        return self._indexes[rank]
+
+    def _open(self, rank: int) -> range:
+        """Open the files of a rank, if they are not open yet; their numbers."""
+        if rank not in self._opened:
+            opened = OpenIndex(self._store, self.folder, self._index(rank)).sound()
+            first = len(self.files)
+            self.files += opened.layouts
+            self._opened[rank] = range(first, len(self.files))
+        return self._opened[rank]
 
     def _open_all(self) -> None:
         """Open all files, and see that what lies in them makes up every tensor."""
-        numbers = self._open(files_of(self._store, self.folder, self.commit))
+        numbers = [n for rank in range(self.commit.index_count) for n in self._open(rank)]
         by_tensor: dict[Key, list[Place]] = {}
         for key, place in self._placed(numbers):
             by_tensor.setdefault(key, []).append(place)
@@ -175,12 +177,8 @@ class Content:
             (self._own if key[0] in self.per_rank else self._shared)[key] = tuple(places)
 
     def _open_tables(self) -> None:
-        """Open the files that say what all ranks held, and those of this one."""
-        firsts = [record.ranks[0] for record in self.commit.classes]
-        records = files_of(self._store, self.folder, self.commit, {*firsts, self._rank})
-        shared = [record for record in records if _is_shared(record) or record.lent]
-        own = [record for record in records if record.rank == self._rank] if self.per_rank else []
-        self._open(shared, records)
+        """Read the tables that say what all ranks held, and open the files of this one, if it has
+        any for itself."""
         tables = [self._table(record) for record in self.commit.classes]
         known = [table for table in tables if table is not None]
         if len(known) < len(tables):  # by a version that describes it in another way
@@ -189,13 +187,14 @@ class Content:
         self.agreement = agreement_of(known, self.commit.classes, self.commit.ranks, self.folder)
         for key, spread in zip(self.agreement.keys, self.agreement.spreads, strict=True):
             self._specs[key] = TensorSpec(self.agreement.dtypes[key], spread.layouts[0].shape)
-        for key, place in self._placed(self._open(own)):
+        for key, place in self._placed(self._open(self._rank)) if self.per_rank else ():
             if key[0] in self.per_rank:
                 self._own[key] = (place,)
 
     def _table(self, of: ClassRecord) -> bytes | None:
         """How the ranks of a class described what they held."""
-        for data, where in self.objects(TABLE_NAME, of.ranks[0]):
+        self._index(of.ranks[0])
+        for data, where in self.values(TABLE_NAME, of.ranks[0]):
             if digest(data).hex() != of.table:
                 raise Corrupt(
                     "the table of a rank is not the one that was agreed on", where=where,
@@ -209,15 +208,15 @@ class Content:
         names = {record.name for record in self.commit.items}
         for number in numbers:
             file = self.files[number]
-            for entry in file.header.tensors:
-                stored = stored_in(file.header, entry)
+            for entry in file.layout.tensors:
+                stored = stored_in(file.layout, entry)
                 if stored.item in self.commit.left_out:
                     continue  # it shares a file with those that were not
                 if stored.item not in names:
                     raise Corrupt(
                         "a tensor of an unknown item", where=file.where, found=repr(entry.name)
                     )
-                if stored.item not in self.per_rank or file.record.rank == self._rank:
+                if stored.item not in self.per_rank or file.rank == self._rank:
                     self._check_spec(stored, file.where)
                     place = Place(number, entry.start, entry.stop, stored.box)
                     yield (stored.item, stored.tensor), place
@@ -235,24 +234,19 @@ class Content:
     def _item(self, name: str, kind: str) -> StoredItem:
         tensors = {tensor: spec for (item, tensor), spec in self._specs.items() if item == name}
         rank = self._rank if name in self.per_rank else None
-        trees = list(self.objects(tree_name(name), rank))
+        if rank is not None:
+            self._index(rank)
+        trees = list(self.values(name, rank))
         if not trees:
-            raise Corrupt(
-                "the tree of an item is missing", where=self.folder, expected=tree_name(name)
-            )
+            raise Corrupt("the tree of an item is missing", where=self.folder, expected=name)
         return decode_item(trees, name=name, kind=kind, tensors=tensors)
 
-    def objects(self, name: str, rank: int | None = None) -> Iterator[tuple[bytes, str]]:
-        """The objects of that name in the open files of a rank, or of all, and where they lie."""
-        for file in self.files:
-            for entry in file.header.objects:
-                if entry.name == name and rank in (None, file.record.rank):
-                    yield file.read_object(entry), f"{file.where}, object {name}"
-
-
-def _is_shared(record: FileRecord) -> bool:
-    """Whether a file is one of those in which objects lie."""
-    return record.name.rpartition("/")[2].startswith(f"{SHARED_FILE}-r")
+    def values(self, name: str, rank: int | None = None) -> Iterator[tuple[bytes, str]]:
+        """The plain values of that name of a rank, or of all whose indexes have been read, and
+        where they lie."""
+        for number, index in self._indexes.items():
+            if name in index.values and rank in (None, number):
+                yield index.values[name], f"{self.folder}, rank {number}, value {name}"
 
 
 def agreement_of(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from laststep.errors import Corrupt
 from laststep.format.deriving import unpack
-from laststep.format.manifest import DAMAGE_REMEDY
+from laststep.format.envelope import DAMAGE_REMEDY
 from laststep.read.blocks import Extent
 from laststep.terms import BLOCK_BYTES
 
@@ -69,10 +69,10 @@ class Masters:
         found: dict[tuple[str, int], list[Damage]] = {}
         for run in self._runs.of_block(number):
             for file, there in self._blocks(run):
-                if (file.record.name, there) not in found:
+                if (file.layout.name, there) not in found:
                     extent = file.blocks(there * BLOCK_BYTES, there * BLOCK_BYTES + 1)
                     into = memoryview(bytearray(extent.size_bytes))
-                    found[file.record.name, there] = extent.read(into)
+                    found[file.layout.name, there] = extent.read(into)
         data = number * BLOCK_BYTES, number * BLOCK_BYTES + size
         return [replace(wrong, data=data) for some in found.values() for wrong in some]
 
@@ -85,13 +85,13 @@ class Masters:
     def _place(self, run: DerivedRun) -> tuple[str, int]:
         """Where the master of a run lies."""
         file, begins = self._places[run.tensor]
-        return file.record.name, run.of_master(begins)[0]
+        return file.layout.name, run.of_master(begins)[0]
 
     def _needed(self, run: DerivedRun) -> dict[tuple[str, int], int]:
         """How many bytes of which blocks of masters a run follows from."""
         start, stop = run.of_master(self._places[run.tensor][1])
         return {
-            (file.record.name, there): min(stop, (there + 1) * BLOCK_BYTES)
+            (file.layout.name, there): min(stop, (there + 1) * BLOCK_BYTES)
             - max(start, there * BLOCK_BYTES)
             for file, there in self._blocks(run)
         }
@@ -102,7 +102,7 @@ class Masters:
         start, stop = run.of_master(self._places[run.tensor][1])
         parts: list[bytes | memoryview] = []
         for file, there in self._blocks(run):
-            low, key = there * BLOCK_BYTES, (file.record.name, there)
+            low, key = there * BLOCK_BYTES, (file.layout.name, there)
             first, last = max(start - low, 0), min(stop - low, BLOCK_BYTES)
             extent = file.blocks(low, low + 1)
             if key not in kept and needed[key] < _LITTLE and isinstance(extent, Extent):

@@ -1,5 +1,4 @@
-"""What the entries of a data file are, in the words of a user: tensors of an item, parts of these,
-trees.
+"""What the entries of a data file are, in the words of a user: tensors of an item, or parts.
 
 Pure. A tensor that several ranks held lies in parts, in files of theirs; its own name, dtype and
 shape stand beside each part.
@@ -10,12 +9,11 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, NamedTuple
 
-from laststep.plan.files import TABLE_NAME, TREE_NAME
 from laststep.state.boxes import Box, whole
 from laststep.state.stored_items import TensorSpec
 
 if TYPE_CHECKING:
-    from laststep.format.header import Header
+    from laststep.format.layout import FileLayout
     from laststep.format.safetensors import TensorEntry
 
 
@@ -41,30 +39,17 @@ class StoredBox(NamedTuple):
         return f"{self.name}[{box_text(self.box)}]"
 
 
-def stored_in(header: Header, entry: TensorEntry) -> StoredBox:
-    """What an entry of a file is; names in a file of one item do not repeat the item's name."""
-    item, name = header.item, entry.name
+def stored_in(layout: FileLayout, entry: TensorEntry) -> StoredBox:
+    """Return which box of which tensor an entry holds; names in a file of one item do not repeat
+    the item's name."""
+    item, name = layout.item, entry.name
     if item is None:
         item, _, name = entry.name.partition("/")
-    part = header.parts.get(entry.name)
+    part = layout.parts.get(entry.name)
     if part is None:
         return StoredBox(item, name, TensorSpec(entry.dtype, entry.shape), whole(entry.shape))
     stop = tuple(map(operator.add, part.start, entry.shape))
     return StoredBox(item, part.tensor, TensorSpec(entry.dtype, part.shape), Box(part.start, stop))
-
-
-def item_of_object(name: str) -> str | None:
-    """The item whose tree an object is."""
-    item, _, last = name.rpartition("/")
-    return item if last == TREE_NAME and item else None
-
-
-def object_text(name: str) -> str:
-    """An object in words."""
-    if name == TABLE_NAME:
-        return "the table of what ranks hold"
-    item = item_of_object(name)
-    return name if item is None else f"the tree of {item}"
 
 
 def box_text(box: Box) -> str:

@@ -1,26 +1,27 @@
 """The bytes of data files as they are stored, with what verifies them: for those who copy files.
 
-Whoever uses a checkpoint reads images (`files`); a copy takes files as they lie, and still proves
-each block on the way. All that the checkpoint uses is in some range; what lies between ranges (the
-blocks of a lent file that nobody needs) has no digest that could be compared, and is nobody's loss.
-Knows nothing of torch, and writes nothing.
+Whoever uses a checkpoint reads layouts (`read.files`); a copy takes files as they lie, and still
+proves each block on the way. All that the checkpoint uses is in some range; what lies between
+ranges (blocks of a shared file that nobody needs) has no digest that could be compared, and is
+nobody's loss. Knows nothing of torch, and writes nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from laststep.format.borrowing import Stretch
+from laststep.format.index import RAW
 from laststep.read.blocks import Extent
+from laststep.read.encoded import EncodedExtent
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
-    from laststep.format.manifest import FileRecord
+    from laststep.format.index import BlockRef, StoredFile
     from laststep.read.blocks import Damage
-    from laststep.read.files import DataFile, HeldFile
+    from laststep.read.files import DataFile, OpenIndex
     from laststep.storage.store import FileReading
 
 _CHUNK_BLOCKS = CHUNK_BYTES // BLOCK_BYTES
@@ -40,7 +41,7 @@ class StoredRange(Protocol):
 
 
 class _Plain(NamedTuple):
-    """A header, an object, or blocks as they are."""
+    """A header, or blocks as they are."""
 
     extent: Extent
 
@@ -56,16 +57,21 @@ class _Plain(NamedTuple):
         return self.extent._replace(reader=reader).verify(view, len(view))
 
 
-class _Coded(NamedTuple):
-    """An encoded block. What its digest covers is decoded from the very bytes that are copied;
-    what it was coded against is read where it lies."""
+class _Encoded(NamedTuple):
+    """An encoded block. What its digest covers is decoded from the very bytes that are copied; what
+    it was encoded against is read where it lies."""
 
-    file: HeldFile
+    file: DataFile
     number: int
-    image_number: int
-    end: int
-    start: int
-    stop: int
+    ref: BlockRef
+
+    @property
+    def start(self) -> int:
+        return self.ref.offset
+
+    @property
+    def stop(self) -> int:
+        return self.ref.offset + self.ref.size_bytes
 
     def verify(self, view: memoryview, reader: FileReading) -> list[Damage]:
         wrong = self._decoded(view)
@@ -74,8 +80,10 @@ class _Coded(NamedTuple):
         return wrong
 
     def _decoded(self, view: memoryview) -> list[Damage]:
-        file = self.file._replace(reader=_InMemory(self.start, view))
-        block = file.blocks(self.number, 1, self.image_number, self.end)
+        block = EncodedExtent(
+            self.file, [self.ref], self.file.stored.digest(self.number), self.number,
+            reader=_InMemory(self.start, view),
+        )  # fmt: skip
         return block.read(memoryview(bytearray(block.size_bytes)))
 
 
@@ -102,60 +110,61 @@ class _InMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredFile:
+class FileToCopy:
     """A data file as it lies, open for reading, and all that can be verified of it."""
 
-    record: FileRecord
+    file: StoredFile
+    header_bytes: int
+    """Of a plain data file: chunks begin behind it."""
     reader: FileReading
     where: str
-    ranges: dict[tuple[int, int, int], StoredRange]
-    """By where they lie; a block that two images use is verified once."""
+    ranges: dict[tuple[int, int], StoredRange] = field(default_factory=dict)
+    """By where they lie; a block that is used twice is verified once."""
 
 
-def stored_files(files: Iterable[DataFile]) -> dict[str, StoredFile]:
-    """These files and all that are lent to them, by name."""
-    found: dict[str, StoredFile] = {}
-    for file in files:
-        for held in file.files:
-            if held.record.name not in found:
-                found[held.record.name] = stored_header(held)
-        for name, number, part in _ranges(file):
-            found[name].ranges[part.start, part.stop, number] = part
+def files_to_copy(opened: OpenIndex) -> list[FileToCopy]:
+    """The files of an index."""
+    plain = {
+        number: layout.layout.header_bytes
+        for layout in opened.layouts
+        for number, file in enumerate(opened.index.files)
+        if layout.is_plain(file)
+    }
+    found = [
+        FileToCopy(
+            file=there.file, header_bytes=plain.get(n, 0), reader=there.reader, where=there.where
+        )
+        for n, there in enumerate(opened.files)
+    ]
+    by_name = {file.file.name: file for file in found}
+    for layout in opened.layouts:
+        for header in layout.headers():
+            by_name[header.file].ranges[header.start, header.stop] = _Plain(header)
+        for number, part in _ranges(layout):
+            found[number].ranges[part.start, part.stop] = part
     return found
 
 
-def stored_header(held: HeldFile) -> StoredFile:
-    """A file of which nothing is used but its header."""
-    header = held.header_extent()
-    ranges: dict[tuple[int, int, int], StoredRange] = {(0, header.stop, -1): _Plain(header)}
-    return StoredFile(record=held.record, reader=held.reader, where=held.where, ranges=ranges)
-
-
-def _ranges(file: DataFile) -> Iterator[tuple[str, int, StoredRange]]:
-    """The data that an image and its objects use: in which file, the number of the first block
-    there, and the range."""
-    end = file.header.tensor_bytes
-    blocks = -(-end // BLOCK_BYTES)
-    whole = [(0, Stretch(blocks, 0, 0))] if blocks else []
-    for at, stretch in whole if file.lies is None else file.lies.cut(0, blocks):
-        held = file.files[stretch.file]
-        first, last = stretch.first, stretch.first + stretch.blocks
+def _ranges(file: DataFile) -> Iterator[tuple[int, StoredRange]]:
+    """The blocks of a layout: in which file, and the range."""
+    at = 0
+    refs = file.stored.refs() if any(run.encoding != RAW for run in file.stored.runs) else []
+    for run in file.stored.runs:
+        first, last = at, at + run.blocks
         while first < last:
-            image_first = at + first - stretch.first
-            # As many as lie in one chunk of the file; of coded blocks each is on its own.
-            count = min(last - first, _CHUNK_BLOCKS - first % _CHUNK_BLOCKS)
-            if held.header.coded is not None:
-                count, block = 1, held.header.coded[first]
-                start = held.record.header_bytes + block.start
-                part: StoredRange = _Coded(
-                    held, first, image_first, end, start, start + block.size_bytes
-                )
+            if run.encoding != RAW:
+                count, ref = 1, refs[first]
+                yield run.file, _Encoded(file, first, ref)
+                if ref.base is not None:
+                    base = file.base(first)
+                    if isinstance(base, Extent):
+                        yield ref.base.block.file, _Plain(base)
             else:
-                extent = held.blocks(first, count, image_first, end)
-                assert isinstance(extent, Extent)  # noqa: S101 (nothing in this file is coded)
-                part = _Plain(extent)
-            yield held.record.name, first, part
+                # As many as lie in one chunk of the layout.
+                count = min(last - first, _CHUNK_BLOCKS - first % _CHUNK_BLOCKS)
+                stop = min((first + count) * BLOCK_BYTES, file.layout.tensor_bytes)
+                extent = file.blocks(first * BLOCK_BYTES, stop)
+                assert isinstance(extent, Extent)  # noqa: S101 (these blocks are one run)
+                yield run.file, _Plain(extent)
             first += count
-    for number, entry in enumerate(file.header.objects):
-        extent = file.object(entry)
-        yield extent.file, -2 - number, _Plain(extent)
+        at += run.blocks

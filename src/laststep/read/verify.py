@@ -3,38 +3,36 @@
 Reads past the page cache where the store can, so what is checked is what is stored. Knows nothing
 of torch, of lineage or of what a person is shown. Damage is a value, never an error: one bad block
 hides no other. What raises is a place that cannot be asked: no such checkpoint, one that is
-deleted meanwhile, a store that may answer later. Files are opened some at a time, and their data
-read ahead by `threads` workers.
+deleted meanwhile, a store that may answer later. The files of one rank are open at a time, and
+their data read ahead by `threads` workers.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from laststep.catalog import decision, groups
-from laststep.errors import Corrupt, NotFound, StorageFailed
+from laststep.catalog import decision
+from laststep.catalog.indexes import LIMIT_BYTES, name_of, read_bytes
+from laststep.errors import Corrupt, LaststepError, NotFound, StorageFailed
+from laststep.format import index as index_format
 from laststep.format import manifest
-from laststep.format.group import GROUPS_FOLDER
-from laststep.format.manifest import FileRecord
 from laststep.read.ahead import read_ahead
-from laststep.read.blocks import OBJECT, Damage, Extent, Readable, damage_of
-from laststep.read.entries import item_of_object, object_text, stored_in
-from laststep.read.files import open_file
+from laststep.read.blocks import Damage, Extent, Readable, damage_of
+from laststep.read.entries import stored_in
+from laststep.read.files import OpenIndex
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, MANIFEST_NAME
 
 if TYPE_CHECKING:
-    from laststep.format.header import ObjectEntry
+    from laststep.format.index import Index
     from laststep.format.safetensors import TensorEntry
     from laststep.read.files import DataFile
     from laststep.storage.store import Store
 
 _MAX_TOUCHED = 100
-_OPEN_FILES = 64
-"""So many are open at a time: a job of many ranks wrote more than a process may have."""
 
 Progress = Callable[[int, int], None]
 """Told the bytes checked so far and the bytes that there are."""
@@ -87,64 +85,64 @@ class _Check:
         self.files = self.blocks = self.bytes = self.unchecked_bytes = 0
 
     def all(self) -> None:
-        """Check manifests, headers and data, some files at a time."""
-        records = self._records()
-        among = {record.name: record for record in records}
-        self._total_bytes += self.bytes
-        self._tell()
-        own = [record for record in records if not record.lent]
-        for at in range(0, len(own), _OPEN_FILES):
-            with ExitStack() as stack:
-                files = [self._open(record, among, stack) for record in own[at : at + _OPEN_FILES]]
-                self._read_all([file for file in files if file is not None])
-
-    def _records(self) -> list[FileRecord]:
-        """The data files, and what the manifests say of them."""
+        """Check the manifest, then index by index, with the data files of each."""
         commit = self._manifest()
-        if commit is None:
-            # Nothing vouches for the headers, but they still vouch for the data.
-            records = self._files_there()
-        else:
-            records = list(commit.files)
-            there = self._store.list(f"{self._folder}/{GROUPS_FOLDER}") if commit.groups else []
-            sizes = {f"{GROUPS_FOLDER}/{entry.name}": entry.size_bytes for entry in there}
-            for group in commit.groups:
-                records += self._group(commit, group, sizes.get(group.name, 0))
+        sizes = self._sizes()
+        self._total_bytes = sum(sizes.values())
+        names = [name for name in sizes if name.rpartition("/")[2].startswith("index-r")]
+        if commit is not None:
+            names = [name_of(commit, number) for number in range(commit.index_count)]
             if commit.ranks > 1:
                 self._per_rank = frozenset(item.name for item in commit.items if item.per_rank)
-        self._total_bytes = sum(record.size_bytes for record in records)
-        return records
+        self._tell()
+        known: set[str] = set()
+        for number, name in enumerate(names):
+            index = self._index(commit, number, name, sizes.get(name, 0))
+            if index is not None:
+                known.update(file.name for file in index.files)
+                with closing(OpenIndex(self._store, self._folder, index)) as opened:
+                    self._check(opened)
+        if any(damage.what in ("index", "manifest") for damage in self.damage):
+            lost = (name for name in sizes if name.endswith((".safetensors", ".pack")))
+            self.unchecked_bytes += sum(sizes[name] for name in lost if name not in known)
 
-    def _files_there(self) -> list[FileRecord]:
-        """The data files by their names, of which only those of lent ones have a `~`."""
+    def _sizes(self) -> dict[str, int]:
+        """The files in the folder of the checkpoint, and in the folders within it."""
         here = self._store.list(self._folder)
-        folders = [entry.name for entry in here if entry.is_folder]
         places = [("", here)]
-        places += [(f"{name}/", self._store.list(f"{self._folder}/{name}")) for name in folders]
-        return [
-            FileRecord(
-                name=place + entry.name, size_bytes=entry.size_bytes, header_bytes=0,
-                header_digest="", lent="~" in entry.name,
-            )
+        places += [
+            (f"{entry.name}/", self._store.list(f"{self._folder}/{entry.name}"))
+            for entry in here
+            if entry.is_folder
+        ]
+        return {
+            place + entry.name: entry.size_bytes
             for place, entries in places
             for entry in entries
-            if entry.name.endswith(".safetensors") and not entry.is_folder
-        ]  # fmt: skip
+            if not entry.is_folder
+        }
 
-    def _group(
-        self, commit: manifest.Commit, record: manifest.GroupRecord, there_bytes: int
-    ) -> tuple[FileRecord, ...]:
-        """The files of a group of ranks; none, and damage, where its manifest is not sound."""
+    def _index(
+        self, commit: manifest.Commit | None, number: int, name: str, there_bytes: int
+    ) -> Index | None:
+        """An index; None, and damage, where it is not sound. Where the manifest is lost, nothing
+        vouches for it, but it still vouches for the data."""
+        where = f"{self._store.url}/{self._folder}/{name}"
         try:
-            files = groups.read(self._store, self._folder, commit, record).files
-        except (Corrupt, StorageFailed) as error:
-            damage = damage_of(error, file=record.name, what="group manifest", stop=there_bytes)
-            self.damage.append(damage)
-            self.unchecked_bytes += record.size_bytes
-            return ()
+            if commit is not None:
+                data, _ = read_bytes(self._store, self._folder, commit, number)
+            else:
+                path = f"{self._folder}/{name}"
+                data = self._store.read(path, limit_bytes=LIMIT_BYTES)
+            index = index_format.decode(data, where=where)
+        except NotFound:
+            raise
+        except LaststepError as error:
+            self.damage.append(damage_of(error, file=name, what="index", stop=there_bytes))
+            return None
         self.files += 1
-        self.bytes += there_bytes
-        return files
+        self.bytes += len(data)
+        return index
 
     def _manifest(self) -> manifest.Commit | None:
         name = f"{self._folder}/{MANIFEST_NAME}"
@@ -176,49 +174,39 @@ class _Check:
             )
         return decided
 
-    def _open(
-        self, record: FileRecord, among: Mapping[str, FileRecord], stack: ExitStack
-    ) -> DataFile | None:
-        """Check a file's size and header, and those of the files that it borrows of; the file, if
-        headers vouch for its data."""
-        opened = open_file(self._store, self._folder, record, among)
-        stack.callback(opened.close)
-        file, there_bytes = opened.file, opened.there_bytes
-        lost: tuple[str, ...] = ()
-        if file is not None and opened.damage and not file.header.is_packed:  # its size only
-            data_at = record.header_bytes
-            lost = self._touched(
-                file, file.reader.size_bytes - data_at, record.size_bytes - data_at
-            )
-        self.damage += [replace(damage, touches=lost) for damage in opened.damage]
-        if there_bytes is not None:
-            header_bytes = min(opened.record.header_bytes, there_bytes)
-            self.files += 1 if file is None else len(file.files)
-            self.bytes += header_bytes
-            self.bytes += 0 if file is None else sum(o.record.header_bytes for o in file.files[1:])
-            if file is None:
-                self.unchecked_bytes += there_bytes - header_bytes
-        return file
+    def _check(self, opened: OpenIndex) -> None:
+        """Check the data files of a rank."""
+        ends = {file.name: file.reader.size_bytes for file in opened.files}
+        missing = {damage.file for damage in opened.damage if damage.what == "missing file"}
+        self.files += len(opened.files) - len(missing)
+        for damage in opened.damage:
+            lost = self._lost(opened, damage) if damage.what == "size" else ()
+            self.damage.append(replace(damage, touches=lost))
+        parts = [(layout, extent) for layout in opened.layouts for extent in _extents(layout, ends)]
+        with closing(read_ahead((part for _, part in parts), threads=self._threads)) as reads:
+            for (layout, part), (_, wrong) in zip(parts, reads, strict=True):
+                self._note(layout, part, wrong, ends)
+
+    def _lost(self, opened: OpenIndex, damage: Damage) -> tuple[str, ...]:
+        """What lay behind the end of a plain data file that is too short."""
+        for layout in opened.layouts:
+            if layout.layout.name == damage.file:
+                at = layout.layout.header_bytes
+                return self._touched(layout, damage.start - at, layout.layout.tensor_bytes)
+        return ()
 
     def _tell(self) -> None:
         if self._progress is not None:
             self._progress(self.bytes, max(self._total_bytes, self.bytes))
 
-    def _read_all(self, files: list[DataFile]) -> None:
-        """Read all data and compare."""
-        parts = [(file, extent) for file in files for extent in _extents(file)]
-        with closing(read_ahead((part for _, part in parts), threads=self._threads)) as reads:
-            for (file, part), (_, damage) in zip(parts, reads, strict=True):
-                self._note(file, part, damage)
-
-    def _note(self, file: DataFile, part: Readable, damage: list[Damage]) -> None:
-        files = (file, *file.masters)
-        ends = {h.record.name: h.reader.size_bytes for whole in files for h in whole.files}
+    def _note(
+        self, layout: DataFile, part: Readable, damage: list[Damage], ends: dict[str, int]
+    ) -> None:
         # What is missing behind the end of a short file is one damage already: its size.
         self.damage += [
-            replace(wrong, touches=self._touched_by(file, wrong))
+            replace(wrong, touches=self._touched_by(layout, wrong))
             for wrong in damage
-            if wrong.start < ends[wrong.file] or not part.size_bytes or file.header.is_packed
+            if wrong.start < ends[wrong.file] or not part.size_bytes
         ]
         self.bytes += part.stored_bytes
         if part.what is None:
@@ -226,41 +214,33 @@ class _Check:
             self.blocks += -(-is_there // BLOCK_BYTES)
         self._tell()
 
-    def _touched_by(self, file: DataFile, wrong: Damage) -> tuple[str, ...]:
-        name = wrong.what.removeprefix(OBJECT)
-        if name != wrong.what:
-            return (object_text(name) + self._whose(file, item_of_object(name)),)
-        return self._touched(file, *wrong.data)
+    def _touched_by(self, layout: DataFile, wrong: Damage) -> tuple[str, ...]:
+        return () if wrong.what == "header" else self._touched(layout, *wrong.data)
 
-    def _touched(self, file: DataFile, start: int, stop: int) -> tuple[str, ...]:
-        """What lies in bytes [start, stop) of a file's data, at most so much."""
+    def _touched(self, layout: DataFile, start: int, stop: int) -> tuple[str, ...]:
+        """The tensors that lie in bytes [start, stop) of a layout, at most so many."""
 
-        def lies_there(entry: TensorEntry | ObjectEntry) -> bool:
+        def lies_there(entry: TensorEntry) -> bool:
             return entry.start < stop and start < entry.stop
 
-        tensors = itertools.islice(filter(lies_there, file.header.tensors), _MAX_TOUCHED)
-        boxes = [stored_in(file.header, entry) for entry in tensors]
-        texts = [box.text + self._whose(file, box.item) for box in boxes]
-        if not file.header.is_packed:
-            names = [entry.name for entry in filter(lies_there, file.header.objects)]
-            texts += [object_text(name) + self._whose(file, item_of_object(name)) for name in names]
-        return tuple(texts[:_MAX_TOUCHED])
+        tensors = itertools.islice(filter(lies_there, layout.layout.tensors), _MAX_TOUCHED)
+        boxes = [stored_in(layout.layout, entry) for entry in tensors]
+        return tuple(box.text + self._whose(layout, box.item) for box in boxes)
 
-    def _whose(self, file: DataFile, item: str | None) -> str:
+    def _whose(self, layout: DataFile, item: str) -> str:
         """The rank that has it for itself, as the end of a text."""
-        return f" of rank {file.record.rank}" if item in self._per_rank else ""
+        return f" of rank {layout.rank}" if item in self._per_rank else ""
 
 
-def _extents(file: DataFile) -> Iterator[Readable]:
-    """All data of a file that are there, in chunks of whole blocks and single objects."""
-    header = file.header
-    ends = {held.record.name: held.reader.size_bytes for held in file.files}
+def _extents(layout: DataFile, ends: dict[str, int]) -> Iterator[Readable]:
+    """All that is there of a layout: headers, and blocks in chunks."""
+    size = layout.layout.tensor_bytes
     parts: Iterator[Readable] = itertools.chain(
+        layout.headers(),
         (
-            file.blocks(start, min(start + CHUNK_BYTES, header.tensor_bytes))
-            for start in range(0, header.tensor_bytes, CHUNK_BYTES)
+            layout.blocks(start, min(start + CHUNK_BYTES, size))
+            for start in range(0, size, CHUNK_BYTES)
         ),
-        map(file.object, header.objects),
     )
     for part in parts:
         if not isinstance(part, Extent) or part.start < ends[part.file] or not part.size_bytes:

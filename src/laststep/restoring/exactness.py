@@ -32,8 +32,8 @@ def refuse_rounded(content: Content, matches: Iterable[Match], where: str) -> No
 
 def _rounded(content: Content, item: str, name: str) -> str | None:
     for place in content.places(item, name):
-        header = content.files[place.file].header
-        for entry in header.tensors if header.lossy else ():
-            if entry.start == place.start and entry.name in header.lossy:
-                return header.lossy[entry.name]
+        stored = content.files[place.file].stored
+        for entry in stored.layout.tensors if stored.lossy else ():
+            if entry.start == place.start and entry.name in stored.lossy:
+                return stored.lossy[entry.name]
     return None

@@ -186,7 +186,7 @@ def _chunks(
         sources = [source for source in able if rank in source.readers]
     if agreement is not None:
         stored = {source.writer: stored_by(source.writer) for source in sources}
-    sizes = {number: file.header.tensor_bytes for number, file in enumerate(content.files)}
+    sizes = {number: file.layout.tensor_bytes for number, file in enumerate(content.files)}
     return [
         chunk
         for source in sources

@@ -88,7 +88,7 @@ def _transfer_whole(
             targets.append(tensor)
     reads: list[Read] = []
     for number, wanted in wants.items():
-        size_bytes = content.files[number].header.tensor_bytes
+        size_bytes = content.files[number].layout.tensor_bytes
         reads += plan_reads(number, size_bytes, wanted, room.slot_bytes)
     placer = Placer(targets)
     done = read_all(content.files, reads, room, placer.deliver, threads=threads)

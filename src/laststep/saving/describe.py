@@ -15,7 +15,7 @@ from laststep.checks import plain, shown
 from laststep.codecs import objects
 from laststep.errors import Mismatch, Usage
 from laststep.format.manifest import ItemRecord
-from laststep.plan.files import TABLE_NAME, ItemSpec, tree_name
+from laststep.plan.files import TABLE_NAME, ItemSpec
 from laststep.state.modules import one_moment
 from laststep.state.stored_items import encode_item
 from laststep.state.tensors import CollectCache, collect, hold_scalar, plain_scalar
@@ -59,29 +59,25 @@ class TakenState:
         table = b"" if prepared.portion is None else prepared.portion.encoded
 
         def seal() -> SealedParts:
-            shared, names = next(
-                ((i, file.object_names) for i, file in enumerate(plan.files) if file.object_names),
-                (0, ()),
-            )
             encoded = {
                 name: _encoded(name, part, kept.setdefault(name, objects.EncodedDicts()))
                 for name, part in self.collected.items()
             }
             receipt = b"" if note is None else note(encoded)
-            trees = tuple(
-                (shared, tree_name(name), data)
-                for name, data in encoded.items()
-                if tree_name(name) in names
-            )
-            trees += ((shared, TABLE_NAME, table),) if TABLE_NAME in names else ()
+            known = {**encoded, TABLE_NAME: table}
+            values = {name: known[name] for name in plan.values}
             items = tuple(
-                ItemRecord(name=item.name, kind=item.kind, file=plan.file_of[item.name],
-                           tensors=len(item.pieces), size_bytes=item.size_bytes,
-                           per_rank=item.per_rank)
+                ItemRecord(
+                    name=item.name,
+                    kind=item.kind,
+                    tensors=len(item.pieces),
+                    size_bytes=item.size_bytes,
+                    per_rank=item.per_rank,
+                )
                 for item in plan.items
-            )  # fmt: skip
+            )
             metrics = {name: plain_scalar(value) for name, value in self.metrics.items()}
-            return trees, items, objects.encode(metrics), objects.encode(self.metadata), receipt
+            return values, items, objects.encode(metrics), objects.encode(self.metadata), receipt
 
         return seal
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from laststep.errors import Usage
-from laststep.plan.files import TABLE_NAME, ItemSpec, tree_name
+from laststep.plan.files import TABLE_NAME, ItemSpec
 from laststep.plan.tables import (
     Agreement,
     Replicas,
@@ -83,8 +83,8 @@ class Portion(NamedTuple):
     windows: tuple[_Window, ...]
     contiguous: list[bool]
     """Of each window: whether it lies in one stretch of memory."""
-    objects: tuple[str, ...]
-    """The names of the objects that this rank writes."""
+    values: tuple[str, ...]
+    """The names of the plain values that this rank writes."""
     encoded: bytes
     """The table, if this rank says it for its class."""
 
@@ -183,12 +183,12 @@ def work_out(
         at += len(spec.pieces)
         specs.append(replace(spec, pieces=tuple(pieces)))
     first = agreement.is_first(rank)
-    objects = tuple(tree_name(spec.name) for spec in specs if first or spec.per_rank)
+    values = tuple(spec.name for spec in specs if first or spec.per_rank)
     encoded = encode_table(table) if first and len(agreement.class_of) > 1 else b""
     portion = Portion(
         agreement, table, tuple(specs), tuple(windows),
         [source.is_contiguous() for source in sources],
-        objects + ((TABLE_NAME,) if encoded else ()), encoded,
+        values + ((TABLE_NAME,) if encoded else ()), encoded,
     )  # fmt: skip
     return portion, tuple(sources)
 

@@ -98,7 +98,7 @@ class Preparer:
         if agree is None:
             plan = self._plan(portion.specs)
         else:
-            plan = self._plan(portion.specs, rank=self._rank, objects=portion.objects)
+            plan = self._plan(portion.specs, rank=self._rank, values=portion.values)
         self.last = Prepared(described, plan, portion)
         return self.last, sources
 
@@ -106,9 +106,9 @@ class Preparer:
         self,
         items: tuple[ItemSpec, ...],
         rank: Rank | None = None,
-        objects: tuple[str, ...] | None = None,
+        values: tuple[str, ...] | None = None,
     ) -> SavePlan:
-        plan = plan_save(items, rank=rank, objects=objects)
+        plan = plan_save(items, rank=rank, values=values)
         if rank is None and self._lossy:
             self._tell_of_useless(plan)
         if not self._derived:
@@ -117,7 +117,7 @@ class Preparer:
 
     def _tell_of_useless(self, plan: SavePlan) -> None:
         """Warn of patterns that round nothing, once. In a job of ranks each has but a part."""
-        used = {p for file in plan.files for p in Rounding(file, self._lossy).patterns}
+        used = {p for file in plan.files for p in Rounding(file.layout, self._lossy).patterns}
         for pattern in self._lossy.keys() - used:
             log.warning(
                 "lossy: %r rounds nothing: no float32 tensor of one or more dimensions is named so "

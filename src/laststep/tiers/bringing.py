@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from laststep.errors import Corrupt
 from laststep.process.workers import Workers
-from laststep.read.files import open_alone, open_file
-from laststep.read.stored import stored_files, stored_header
+from laststep.read.files import OpenIndex
+from laststep.read.stored import files_to_copy
 from laststep.tiers.file_pass import FilePass
 from laststep.tiers.pacing import Pacing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from laststep.format.manifest import FileRecord
-    from laststep.read.stored import StoredFile
+    from laststep.format.index import Index
+    from laststep.read.stored import FileToCopy
     from laststep.storage.store import Store
     from laststep.tiers.file_pass import FileChunk
     from laststep.tiers.links import Links
-
-_OPEN_FILES = 64
-"""So many are open at a time, with those that are lent to them."""
 
 Progress = Callable[[int, int], None]
 """Told the bytes of data files that are done, and of all."""
@@ -65,71 +62,54 @@ class Moved:
 
 
 class Bringing:
-    """The data files of one checkpoint on their way; `there` are the sizes of those that lie in its
-    folder at the target."""
+    """The data files of some ranks of one checkpoint on their way; `there` are the sizes of those
+    that lie in its folder at the target."""
 
     def __init__(
         self,
         route: CopyRoute,
         links: Links,
         folder: str,
-        files: Sequence[FileRecord],
+        indexes: Sequence[Index],
         there: Mapping[str, int],
     ) -> None:
         self._route = route
         self._links = links
         self._folder = folder
-        self._files = {file.name: file for file in files}
+        self._indexes = indexes
         self._there = there
-        self._total_bytes = sum(file.size_bytes for file in files)
+        self._total_bytes = sum(index.size_bytes for index in indexes)
         self._done_bytes = 0
         self._moved = Moved()
-        self._settled: set[str] = set()
         self._halt = threading.Event()
         self._mutex = threading.Lock()
 
     def all(self) -> Moved:
-        """Bring all of them."""
-        # Lent files go with those that use them, which say what of them is to be verified.
-        own = [file for file in self._files.values() if not file.lent]
-        for at in range(0, len(own), _OPEN_FILES):
-            with ExitStack() as stack:
-                self._bring(self._opened(own[at : at + _OPEN_FILES], stack))
-        for file in self._files.values():
-            if file.name not in self._settled:  # lent, and of no use any more
-                alone = open_alone(self._route.source, self._folder, file, cached=False).sound()
-                with closing(alone):
-                    self._bring([stored_header(alone.files[0])])
+        """Bring all of them, rank by rank."""
+        for index in self._indexes:
+            with closing(OpenIndex(self._route.source, self._folder, index)) as opened:
+                self._bring(files_to_copy(opened.sound()))
         return self._moved
 
-    def _opened(self, records: Iterable[FileRecord], stack: ExitStack) -> Iterable[StoredFile]:
-        files = []
-        for record in records:
-            opened = open_file(self._route.source, self._folder, record, self._files)
-            files.append(opened.sound())
-            stack.callback(opened.close)
-        return stored_files(files).values()
-
-    def _bring(self, files: Iterable[StoredFile]) -> None:
+    def _bring(self, files: Iterable[FileToCopy]) -> None:
         missing = []
         for file in files:
-            size = file.record.size_bytes
-            is_there = file.record.name in self._there
+            size = file.file.size_bytes
+            is_there = file.file.name in self._there
             if is_there and self._is_right(file):
                 self._moved.kept_bytes += size
-            elif not is_there and self._links.link(file.record, self._folder):
+            elif not is_there and self._links.link(file.file, self._folder):
                 self._moved.linked_bytes += size
                 self._tell(size)
             else:
                 self._moved.copied_bytes += size
                 missing.append(file)
         self._run([self._pass(file) for file in missing])
-        self._settled.update(file.record.name for file in files)
 
-    def _is_right(self, file: StoredFile) -> bool:
+    def _is_right(self, file: FileToCopy) -> bool:
         """Read a file that is at the target already; one that is wrong goes."""
-        name, target = f"{self._folder}/{file.record.name}", self._route.target
-        if self._there[file.record.name] == file.record.size_bytes:
+        name, target = f"{self._folder}/{file.file.name}", self._route.target
+        if self._there[file.file.name] == file.file.size_bytes:
             done_bytes = self._done_bytes
             with closing(target.open_reader(name)) as reader:
                 try:
@@ -140,8 +120,8 @@ class Bringing:
         target.delete(name)
         return False
 
-    def _pass(self, file: StoredFile) -> FilePass:
-        name, size = f"{self._folder}/{file.record.name}", file.record.size_bytes
+    def _pass(self, file: FileToCopy) -> FilePass:
+        name, size = f"{self._folder}/{file.file.name}", file.file.size_bytes
         target = self._route.target
         return FilePass(
             file, file.reader, self._route.pacing,

@@ -1,9 +1,9 @@
 """Copy committed checkpoints of a run from one store to another, verified, in bounded memory.
 
-A copy has the name and the bytes of its original: data files, manifests of groups, and last, by
-create-only, `manifest.json`. Until then its folder is an attempt with a file `copying.lock` in it,
+A copy has the name and the bytes of its original: data files, indexes, and last, by create-only,
+`manifest.json`. Until then its folder is an attempt with a file `copying.lock` in it,
 which no reader takes for a checkpoint and no writer cleans up; whoever copies again keeps the files
-there that are right. Of some items alone a copy is an excerpt, with manifests of its own. Knows
+there that are right. Of some items alone a copy is an excerpt, with indexes and a manifest of its own. Knows
 nothing of torch, lineage or retention. One thread calls a `Copier`.
 """
 
@@ -14,10 +14,10 @@ import logging
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from laststep.catalog import decision, groups
+from laststep.catalog import decision
+from laststep.catalog.indexes import name_of, read_index
 from laststep.catalog.names import PIN_NAME, copying_name, is_copying_name
 from laststep.errors import Corrupt, Exists, NotFound, StorageFailed
-from laststep.format.group import GROUPS_FOLDER
 from laststep.format.manifest import Abort, Commit
 from laststep.tiers.bringing import Bringing, Moved
 from laststep.tiers.links import Links
@@ -27,7 +27,7 @@ from laststep.tiers.records import Records
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.format.manifest import FileRecord
+    from laststep.format.index import Index
     from laststep.storage.store import Lock
     from laststep.tiers.bringing import CopyRoute
 
@@ -75,18 +75,32 @@ class Copier:
     def bring(self, folder: str, ranks: Sequence[int] | None = None) -> Moved:
         """Copy the data files, of all ranks or of these, without a commit. Several processes may
         bring those of different ranks at once; one of them commits when all are done."""
-        commit, files, dropped = self._originals.read(folder, ranks)
+        commit = self._originals.commit(folder)
+        # Who commits also brings what a coordinator has written, which is of no rank.
+        wanted = list(range(commit.index_count) if ranks is None else ranks)
+        if ranks is not None and 0 in ranks:
+            wanted += range(commit.ranks, commit.index_count)
+        indexes = {rank: self._originals.index(folder, commit, rank) for rank in wanted}
         self._records.bring(commit.epoch)
         with closing(self._begin(folder, None if ranks is None else min(ranks))):
             if isinstance(decision.read_manifest(self._target, folder), Commit):
                 return Moved()  # somebody else was faster
-            for inner in _inner_folders(commit, files):
+            parsed = [index for index, _ in indexes.values()]
+            names = _names(commit, parsed)
+            for inner in _inner_folders(names):
                 with contextlib.suppress(Exists):
                     self._target.make_folder(f"{folder}/{inner}")
-            there = self._sizes(folder, commit, files)
-            for name in dropped & there.keys():  # of a copy with other items, that was interrupted
-                self._target.delete(f"{folder}/{name}")
-            return Bringing(self._route, self._links, folder, files, there).all()
+            there = self._sizes(folder, names)
+            for rank in wanted:  # of a copy with other items, that was interrupted
+                for name in self._originals.dropped(folder, commit, rank) & there.keys():
+                    self._target.delete(f"{folder}/{name}")
+            moved = Bringing(self._route, self._links, folder, parsed, there).all()
+            for rank, (_, data) in indexes.items():
+                name = name_of(commit, rank)
+                if name in there:
+                    self._target.delete(f"{folder}/{name}")
+                self._target.create(f"{folder}/{name}", data)
+            return moved
 
     def is_under_way(self, folder: str) -> bool:
         """Whether somebody brings files of it to the target now."""
@@ -94,17 +108,15 @@ class Copier:
 
     def commit(self, folder: str) -> None:
         """Make a checkpoint visible at the target whose data files have all been brought."""
-        cargo = self._originals.read(folder)
-        commit, of_groups, data = self._originals.documents(folder, cargo)
-        files = cargo.files
-        for record in commit.groups:
-            with contextlib.suppress(Exists):
-                self._target.create(f"{folder}/{record.name}", of_groups[record.name])
-            groups.read(self._target, folder, commit, record)
-        self._check_all_there(folder, commit, files)
+        commit, data = self._originals.manifest(folder)
+        indexes = [
+            read_index(self._target, folder, commit, rank) for rank in range(commit.index_count)
+        ]
+        self._check_all_there(folder, commit, indexes)
         self._records.check()
         decision.publish(self._target, folder, data)
-        self._links.add(folder, files)
+        for index in indexes:
+            self._links.add(folder, index.files)
         if PIN_NAME in self._source.file_names(folder):
             with contextlib.suppress(Exists):
                 self._target.create(f"{folder}/{PIN_NAME}", b"")
@@ -146,9 +158,10 @@ class Copier:
             found=f"{name} is locked", remedy="wait for that copy to end",
         )  # fmt: skip
 
-    def _check_all_there(self, folder: str, commit: Commit, files: Sequence[FileRecord]) -> None:
-        sizes = self._sizes(folder, commit, files)
-        for file in files:
+    def _check_all_there(self, folder: str, commit: Commit, indexes: Sequence[Index]) -> None:
+        names = _names(commit, indexes)
+        sizes = self._sizes(folder, names)
+        for file in (file for index in indexes for file in index.files):
             if sizes.get(file.name) != file.size_bytes:
                 raise StorageFailed(
                     "cannot commit a copy that is not whole",
@@ -156,13 +169,13 @@ class Copier:
                     expected=f"{file.size_bytes} bytes", found=f"{sizes.get(file.name, 'no file')}",
                     remedy="copy again: it goes on from there",
                 )  # fmt: skip
-        for inner in _inner_folders(commit, files):
+        for inner in _inner_folders(names):
             self._target.sync_folder(f"{folder}/{inner}")
 
-    def _sizes(self, folder: str, commit: Commit, files: Sequence[FileRecord]) -> dict[str, int]:
-        """The files in the folder at the target, and in those within it."""
+    def _sizes(self, folder: str, names: Sequence[str]) -> dict[str, int]:
+        """The files in the folder at the target, and in those within it that these lie in."""
         listed = {"": self._target.list(folder)}
-        for inner in _inner_folders(commit, files):
+        for inner in _inner_folders(names):
             listed[f"{inner}/"] = self._target.list(f"{folder}/{inner}")
         return {
             place + entry.name: entry.size_bytes
@@ -172,7 +185,12 @@ class Copier:
         }
 
 
-def _inner_folders(commit: Commit, files: Sequence[FileRecord]) -> list[str]:
-    """The folders within that of a checkpoint that its files lie in."""
-    inner = {file.name.rpartition("/")[0] for file in files} - {""}
-    return sorted(inner | ({GROUPS_FOLDER} if commit.groups else set()))
+def _names(commit: Commit, indexes: Sequence[Index]) -> list[str]:
+    """The names of some indexes, and of their data files."""
+    files = [file.name for index in indexes for file in index.files]
+    return [*files, *(name_of(commit, index.rank) for index in indexes)]
+
+
+def _inner_folders(names: Sequence[str]) -> list[str]:
+    """The folders within that of a checkpoint that these files lie in."""
+    return sorted({name.rpartition("/")[0] for name in names} - {""})

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from laststep.codecs.digests import digest
 from laststep.errors import Corrupt, StorageFailed
-from laststep.format.manifest import DAMAGE_REMEDY
+from laststep.format.envelope import DAMAGE_REMEDY
 from laststep.read.blocks import refuse
 from laststep.terms import ALIGN_BYTES, CHUNK_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from laststep.read.stored import StoredFile, StoredRange
+    from laststep.read.stored import FileToCopy, StoredRange
     from laststep.storage.store import FileReading, FileWriting
     from laststep.tiers.pacing import Pacing
 
@@ -40,17 +40,17 @@ class FileChunk:
     earlier_stop: int = 0
 
 
-def chunks_of(file: StoredFile) -> list[FileChunk]:
+def chunks_of(file: FileToCopy) -> list[FileChunk]:
     """The header, which is a chunk of its own, and the data."""
-    size, data_at = file.record.size_bytes, file.record.header_bytes
-    starts = [0, *range(data_at, size, CHUNK_BYTES)]
+    size, data_at = file.file.size_bytes, file.header_bytes
+    starts = [*range(0, data_at, max(data_at, 1)), *range(data_at, size, CHUNK_BYTES)]
     chunks = [
         FileChunk(start=start, stop=stop)
         for start, stop in zip(starts, [*starts[1:], size], strict=True)
     ]
     for part in file.ranges.values():
         behind = max(0, part.start - data_at) // CHUNK_BYTES
-        number = min(behind + (part.start >= data_at), len(chunks) - 1)
+        number = min(behind + (data_at > 0 and part.start >= data_at), len(chunks) - 1)
         chunks[number].ranges.append(part)
         for later in chunks[number + 1 :]:
             if part.stop <= later.start:
@@ -64,7 +64,7 @@ class FilePass:
 
     def __init__(
         self,
-        file: StoredFile,
+        file: FileToCopy,
         reader: FileReading,
         pacing: Pacing,
         open_writer: Callable[[], FileWriting] | None = None,
@@ -98,7 +98,7 @@ class FilePass:
             self._left -= 1
             is_last = self._left == 0
         if is_last and self._writer is not None:
-            self._writer.finish(self.file.record.size_bytes)
+            self._writer.finish(self.file.file.size_bytes)
         return size
 
     def close(self) -> None:

@@ -202,7 +202,7 @@ class _Rescuer:
             saves.append(
                 LeftoverSave(
                     step=save.at.step, folder=save.at.folder, created_s=save.created_s,
-                    size_bytes=sum(file.tensor_bytes for file in save.files), fate=fate,
+                    size_bytes=save.tensor_bytes, fate=fate,
                     error=error,
                 )
             )  # fmt: skip

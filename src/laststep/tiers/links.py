@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from laststep.catalog import decision, groups
+from laststep.catalog import decision
+from laststep.catalog.indexes import read_indexes
 from laststep.catalog.listing import Scanner
 from laststep.catalog.sharing import FileId, file_id
 from laststep.errors import Corrupt, LaststepError, NotFound
@@ -18,7 +19,7 @@ from laststep.format.manifest import Commit
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from laststep.format.manifest import FileRecord
+    from laststep.format.index import StoredFile
     from laststep.storage.store import Store
 
 
@@ -32,7 +33,7 @@ class Links:
         self._looked = False
         self._works = True
 
-    def link(self, file: FileRecord, folder: str) -> bool:
+    def link(self, file: StoredFile, folder: str) -> bool:
         """Give a file that is there a name in this folder too; False where there is none, or the
         store has no links."""
         self._look(file)
@@ -45,13 +46,13 @@ class Links:
             return False
         return self._works
 
-    def add(self, folder: str, files: Iterable[FileRecord]) -> None:
+    def add(self, folder: str, files: Iterable[StoredFile]) -> None:
         """Note the files of a checkpoint that is committed."""
         self._looked_into.add(folder)
         for file in files:
             self._places.setdefault(file_id(file, folder), f"{folder}/{file.name}")
 
-    def _look(self, file: FileRecord) -> None:
+    def _look(self, file: StoredFile) -> None:
         """Look once through the checkpoints that share anything; and into that for which the file
         was written, which may share nothing that it knows of."""
         if not self._looked:
@@ -66,4 +67,5 @@ class Links:
             decided = decision.read(self._store, folder)
             if isinstance(decided, Commit) and (decided.shared_bytes or not only_sharing):
                 with contextlib.suppress(Corrupt, NotFound):
-                    self.add(folder, groups.files_of(self._store, folder, decided))
+                    for index in read_indexes(self._store, folder, decided):
+                        self.add(folder, index.files)

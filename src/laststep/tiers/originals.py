@@ -1,37 +1,26 @@
 """A checkpoint as it is to be brought elsewhere: all of it, or an excerpt of some items.
 
-Of an excerpt the headers of data files say what is needed. Owned by one `Copier`.
+Owned by one `Copier`.
 """
 
 from __future__ import annotations
 
-from contextlib import closing
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from laststep.catalog import decision, groups
+from laststep.catalog import decision
+from laststep.catalog.indexes import read_bytes
 from laststep.errors import Exists, NotFound
+from laststep.format import index as index_format
 from laststep.format import manifest
-from laststep.format.manifest import Commit
-from laststep.plan.excerpts import HeldItems, is_excerpt, left_out_of, needed_files, only_items
-from laststep.read.entries import item_of_object, stored_in
-from laststep.read.files import open_file
+from laststep.format.manifest import Commit, Written
+from laststep.plan.excerpts import excerpt_of, is_excerpt, left_out_of, only_items
 from laststep.terms import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laststep.format.manifest import FileRecord
+    from laststep.format.index import Index
     from laststep.storage.store import Store
-
-
-class Cargo(NamedTuple):
-    """What is to be brought of a checkpoint."""
-
-    commit: Commit
-    """As it is stored, with all its items."""
-    files: tuple[FileRecord, ...]
-    dropped: frozenset[str] = frozenset()
-    """Files of it that are left out."""
 
 
 class Originals:
@@ -40,47 +29,49 @@ class Originals:
     def __init__(self, store: Store, items: Sequence[str] | None) -> None:
         self._store = store
         self._items = items
-        self._needed: dict[tuple[str, Sequence[int] | None], frozenset[str]] = {}
-        """The files that were found to be needed, by folder and ranks: who commits asks often."""
 
-    def read(self, folder: str, ranks: Sequence[int] | None = None) -> Cargo:
-        """What there is to bring, of all ranks or of these."""
-        commit = self._commit(folder)
-        files = groups.files_of(self._store, folder, commit, ranks)
-        if self._left_out(commit) == commit.left_out:
-            return Cargo(commit, files)
-        key = folder, None if ranks is None else tuple(ranks)
-        if key not in self._needed:
-            self._needed[key] = needed_files(
-                commit, self._held(folder, files), self._items or (), f"{self._store.url}/{folder}"
-            )
-        needed = self._needed[key]
-        return Cargo(
-            commit,
-            tuple(file for file in files if file.name in needed),
-            frozenset(file.name for file in files) - needed,
-        )
+    def commit(self, folder: str) -> Commit:
+        """What the manifest of the original says."""
+        commit = decision.read(self._store, folder)
+        if not isinstance(commit, Commit):
+            raise NotFound("there is no such checkpoint", where=f"{self._store.url}/{folder}")
+        return commit
 
-    def documents(self, folder: str, cargo: Cargo) -> tuple[Commit, dict[str, bytes], bytes]:
-        """The commit as it is there, the manifests of its groups by name, and its manifest."""
-        commit = cargo.commit
-        if self._left_out(commit) != commit.left_out:
-            commit, of_groups = only_items(commit, cargo.files, self._items or ())
-            return commit, of_groups, manifest.encode(commit)
-        of_groups = {
-            record.name: self._store.read(
-                f"{folder}/{record.name}", limit_bytes=groups.GROUP_LIMIT_BYTES
-            )
-            for record in commit.groups
-        }
-        return commit, of_groups, self._manifest(self._store, folder)
+    def index(self, folder: str, commit: Commit, rank: int) -> tuple[Index, bytes]:
+        """The index of a rank as it is to be there, and its bytes."""
+        data, where = read_bytes(self._store, folder, commit, rank)
+        index = index_format.decode(data, where=where)
+        if self._is_whole(commit):
+            return index, data
+        index = only_items(index, self._items or (), f"{self._store.url}/{folder}")
+        return index, index_format.encode(index)
+
+    def dropped(self, folder: str, commit: Commit, rank: int) -> frozenset[str]:
+        """The files of a rank that are left out."""
+        if self._is_whole(commit):
+            return frozenset()
+        data, where = read_bytes(self._store, folder, commit, rank)
+        every = {file.name for file in index_format.decode(data, where=where).files}
+        kept = {file.name for file in self.index(folder, commit, rank)[0].files}
+        return frozenset(every - kept)
+
+    def manifest(self, folder: str) -> tuple[Commit, bytes]:
+        """The commit as it is to be there, and the bytes of its manifest."""
+        commit = self.commit(folder)
+        if self._is_whole(commit):
+            return commit, self._manifest(self._store, folder)
+        written = Written()
+        for rank in range(commit.index_count):
+            written = written.plus(index_format.written_of(*self.index(folder, commit, rank)))
+        excerpt = excerpt_of(commit, self._items or (), written)
+        return excerpt, manifest.encode(excerpt)
 
     def is_at(self, target: Store, folder: str) -> bool:
         """Whether the target has just that; `Exists` where it has something else of that name."""
         there = decision.read_manifest(target, folder)
         if not isinstance(there, Commit):
             return False
-        commit = None if self._items is None else self._commit(folder)
+        commit = None if self._items is None else self.commit(folder)
         left_out = () if commit is None else self._left_out(commit)
         if commit is not None and left_out != commit.left_out:
             same = is_excerpt(there, commit, left_out)
@@ -94,32 +85,16 @@ class Originals:
             )  # fmt: skip
         return True
 
+    def _is_whole(self, commit: Commit) -> bool:
+        """Whether all that a checkpoint has is to be brought."""
+        return self._left_out(commit) == commit.left_out
+
     def _left_out(self, commit: Commit) -> tuple[str, ...]:
         return commit.left_out if self._items is None else left_out_of(commit, self._items)
-
-    def _commit(self, folder: str) -> Commit:
-        commit = decision.read(self._store, folder)
-        if not isinstance(commit, Commit):
-            raise NotFound("there is no such checkpoint", where=f"{self._store.url}/{folder}")
-        return commit
 
     @staticmethod
     def _manifest(store: Store, folder: str) -> bytes:
         return store.read(f"{folder}/{MANIFEST_NAME}", limit_bytes=decision.MANIFEST_LIMIT_BYTES)
-
-    def _held(self, folder: str, files: Sequence[FileRecord]) -> list[HeldItems]:
-        """What each file holds that is not only lent to others."""
-        held, among = [], {record.name: record for record in files}
-        for record in files:
-            if record.lent:
-                continue
-            with closing(open_file(self._store, folder, record, among).sound()) as file:
-                items = {stored_in(file.header, entry).item for entry in file.header.tensors}
-                items.update(item_of_object(entry.name) or "" for entry in file.header.objects)
-                masters = (m.record.name for m in file.masters)
-                lent = (one.record.name for one in file.files[1:])
-                held.append(HeldItems(record.name, frozenset(items), tuple(lent), tuple(masters)))
-        return held
 
 
 def _without(items: Sequence[str]) -> str:

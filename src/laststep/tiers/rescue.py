@@ -24,8 +24,9 @@ from laststep.format.manifest import Commit
 from laststep.terms import BLOCK_BYTES, CHUNK_BYTES, align_up
 
 if TYPE_CHECKING:
+    from laststep.format.index import StoredLayout
     from laststep.storage.store import Store
-    from laststep.tiers.sealed import SealedCheckpoint, SealedFile, SealedSave
+    from laststep.tiers.sealed import SealedCheckpoint, SealedSave
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +63,12 @@ def rescue(store: Store, checkpoint: SealedCheckpoint) -> bool:
         if isinstance(run.decision(at.folder), Commit):
             return False  # somebody else has rescued it meanwhile
         _begin(run, save)
-        folders = {name.rpartition("/")[0] for name in checkpoint.files} - {""}
+        names = [*checkpoint.layouts, *checkpoint.indexes]
+        folders = {name.rpartition("/")[0] for name in names} - {""}
         for inner in sorted(folders):
             store.make_folder(f"{at.folder}/{inner}", parents=False)
-        for file in checkpoint.files.values():
-            _write(store, checkpoint, file)
+        for name in names:
+            _write(store, checkpoint, name)
         for inner in ("", *folders):
             store.sync_folder(f"{at.folder}/{inner}".rstrip("/"))
         _check_not_gone_on(run, save)
@@ -111,29 +113,30 @@ def _check_not_gone_on(run: Run, save: SealedSave) -> None:
         raise known.superseded(max(known.numbers()), expected=f"nobody to go on since {epoch}")
 
 
-def _write(store: Store, checkpoint: SealedCheckpoint, file: SealedFile) -> None:
-    """Write a data file; `Corrupt` where the memory is not what was sealed."""
-    name = f"{checkpoint.folder}/{file.name}"
+def _write(store: Store, checkpoint: SealedCheckpoint, name: str) -> None:
+    """Write a file; `Corrupt` where the memory is not what was sealed."""
+    path = f"{checkpoint.folder}/{name}"
+    stored = checkpoint.layouts.get(name)
     into = memoryview(mmap.mmap(-1, CHUNK_BYTES))  # not closed: an error's traceback may hold it
     with (
-        closing(checkpoint.reader(file.name)) as reader,
-        closing(store.open_writer(name, expected_bytes=reader.size_bytes)) as writer,
+        closing(checkpoint.reader(name)) as reader,
+        closing(store.open_writer(path, expected_bytes=reader.size_bytes)) as writer,
     ):
         size, region = reader.size_bytes, reader.header_bytes
         for start in (*range(0, region, CHUNK_BYTES), *range(region, size, CHUNK_BYTES)):
             stop = min(start + CHUNK_BYTES, region if start < region else size)
             got = reader.read_into(start, into[: stop - start])
-            if start >= region:
-                _verify(file, start - region, into[:got], name)
+            if stored is not None and start >= region:
+                _verify(stored, start - region, into[:got], path)
             with into[: align_up(got, writer.alignment_bytes)] as part:
                 writer.write_at(start, part)
         writer.finish(size)
 
 
-def _verify(file: SealedFile, at: int, data: memoryview, where: str) -> None:
+def _verify(stored: StoredLayout, at: int, data: memoryview, where: str) -> None:
     first = at // BLOCK_BYTES * DIGEST_BYTES
-    found = block_digests(data[: max(file.tensor_bytes - at, 0)])
-    expected = file.digests[first : first + len(found)]
+    found = block_digests(data)
+    expected = stored.digests[first : first + len(found)]
     if found != expected:
         raise Corrupt("shared memory is not as it was sealed", where=where,
                       expected=expected.hex(), found=found.hex())  # fmt: skip

@@ -1,9 +1,8 @@
 """A save that is whole in shared memory, read as the checkpoint that it is.
 
-The flusher leaves a record of it in the segment whose memory holds its chunks: what it is, where
-each chunk lies, and the digests of all blocks. From that follow, byte for byte, the data files that
-a whole write of it makes, and its manifest; nobody writes them, whoever asks for bytes gets them
-out of the memory. They are verified like any other. Of a job of several ranks each has a segment
+The flusher leaves a record of it in the segment whose memory holds its chunks: its index, and where
+each chunk lies. From that follow, byte for byte, the data files that a whole write of it makes, and
+its manifest; nobody writes them, whoever asks for bytes gets them out of the memory. They are verified like any other. Of a job of several ranks each has a segment
 with its own files; the first rank's manifest follows from what all of them have noted
 (`plan.receipts`), as if it had gathered that. Knows nothing of torch.
 """
@@ -24,38 +23,23 @@ import msgspec
 
 from laststep.catalog.names import AttemptName
 from laststep.codecs import objects as codec
-from laststep.codecs.digests import digest_text
 from laststep.errors import Corrupt, LaststepError, NotFound, StorageFailed
-from laststep.format.header import Header, PartEntry, encode_header, object_entries, shortest_region
-from laststep.format.manifest import ClassRecord, Commit, FileRecord, ItemRecord
-from laststep.format.safetensors import TensorEntry
+from laststep.format import index as index_format
+from laststep.format.index import written_of
+from laststep.format.manifest import ClassRecord, Commit, ItemRecord, Written
 from laststep.memory.segments import open_file
+from laststep.plan.files import index_name
 from laststep.process.logs import warn_once
 from laststep.terms import CHUNK_BYTES
 from laststep.version import VERSION
 
 if TYPE_CHECKING:
+    from laststep.format.index import Index, StoredLayout
     from laststep.memory.segments import Segment
 
 log = logging.getLogger(__name__)
 
 _MADV_POPULATE_READ = 22
-
-
-class SealedFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A data file whose tensor area lies in slots."""
-
-    name: str
-    item: str | None
-    region_bytes: int
-    tensor_bytes: int
-    entries: tuple[TensorEntry, ...]
-    parts: dict[str, PartEntry]
-    chunks: tuple[tuple[int, int], ...]
-    """Where each begins in the tensor area, in order, and its slot."""
-    digests: bytes
-    objects: tuple[tuple[str, bytes], ...]
-    lossy: dict[str, str] = {}
 
 
 class SealedSave(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -65,7 +49,10 @@ class SealedSave(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The id of the run that it was begun in."""
     at: AttemptName
     created_s: float
-    files: tuple[SealedFile, ...]
+    index: bytes
+    """Of its rank, with every layout in place."""
+    slots: tuple[tuple[tuple[int, int], ...], ...]
+    """Of each layout: where each chunk begins in its tensors, in order, and its slot."""
     items: tuple[ItemRecord, ...]
     metrics: bytes
     metadata: bytes
@@ -81,9 +68,18 @@ class SealedSave(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return f"{self.at.epoch}-{self.at.attempt}"
 
     @property
-    def slots(self) -> frozenset[int]:
+    def needed_slots(self) -> frozenset[int]:
         """The slots that it needs."""
-        return frozenset(slot for file in self.files for _, slot in file.chunks)
+        return frozenset(slot for layout in self.slots for _, slot in layout)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of the state that it holds, as its slots go."""
+        return sum(stored.layout.tensor_bytes for stored in self.decode_index().layouts)
+
+    def decode_index(self) -> Index:
+        """Its index, checked throughout."""
+        return index_format.decode(self.index, where=f"{self.at.folder} in shared memory")
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -120,14 +116,22 @@ class SealedCheckpoint:
         self.save = parts[0][1]
         """The first rank's, which would have committed it."""
         self.folder = self.save.at.folder
-        self.files: dict[str, SealedFile] = {}
+        self.layouts: dict[str, StoredLayout] = {}
+        """Its data files, by name."""
+        self.indexes: dict[str, bytes] = {}
+        """The index of each rank, by name."""
         self._saves = tuple(save for _, save in parts)
-        self._rank_of: dict[str, int] = {}
-        self._heads: dict[str, tuple[bytes, bytes]] = {}
+        self._written = Written()
+        self._places: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {}
+        """Of each data file: the rank, and where its chunks lie."""
         self._memory: list[_Memory | None] = []
         for rank, (segment, save) in enumerate(parts):
-            self.files.update((file.name, file) for file in save.files)
-            self._rank_of.update((file.name, rank) for file in save.files)
+            index = save.decode_index()
+            self.indexes[index_name(rank, len(parts))] = save.index
+            self._written = self._written.plus(written_of(index, save.index))
+            for stored, slots in zip(index.layouts, save.slots, strict=True):
+                self.layouts[stored.layout.name] = stored
+                self._places[stored.layout.name] = rank, slots
             try:
                 self._memory.append(None if segment is None else _Memory(segment))
             except LaststepError:
@@ -155,44 +159,25 @@ class SealedCheckpoint:
         return Commit(
             run=save.run, step=save.at.step, epoch=save.at.epoch, attempt=save.at.attempt,
             created_s=save.created_s, laststep=VERSION, items=items, classes=classes,
-            files=tuple(map(self._record, self.files.values())), ranks=len(self._saves),
+            written=self._written, ranks=len(self._saves),
             metrics=codec.decode(save.metrics, where="metrics"),  # type: ignore[arg-type]
             metadata=codec.decode(save.metadata, where="metadata"), continues=save.continues,
         )  # fmt: skip
 
     def sizes(self) -> dict[str, int]:
         """The bytes of each of its files."""
-        return {record.name: record.size_bytes for record in self.commit.files}
+        sizes = {name: stored.layout.size_bytes for name, stored in self.layouts.items()}
+        return sizes | {name: len(data) for name, data in self.indexes.items()}
 
     def reader(self, name: str) -> SealedReader:
         """One of its files; `NotFound` for what is none."""
+        if name in self.indexes:
+            return SealedReader(None, (), self.indexes[name], 0)
         try:
-            file = self.files[name]
+            layout, (rank, slots) = self.layouts[name].layout, self._places[name]
         except KeyError:
             raise NotFound("there is no such file", where=f"{self.folder}/{name}") from None
-        return SealedReader(self._memory[self._rank_of[name]], file, *self._around(file))
-
-    def _record(self, file: SealedFile) -> FileRecord:
-        region, tail = self._around(file)
-        return FileRecord(
-            name=file.name, size_bytes=len(region) + file.tensor_bytes + len(tail),
-            header_bytes=len(region), header_digest=digest_text(region),
-            rank=self._rank_of[file.name],
-            lossy=tuple(sorted(set(file.lossy.values()))),
-        )  # fmt: skip
-
-    def _around(self, file: SealedFile) -> tuple[bytes, bytes]:
-        """What lies before and behind the tensor area."""
-        if file.name not in self._heads:
-            header = Header(
-                item=file.item, tensors=file.entries, tensor_bytes=file.tensor_bytes,
-                objects=object_entries(file.objects, file.tensor_bytes), blocks=file.digests,
-                parts=file.parts, lossy=file.lossy,
-            )  # fmt: skip
-            size = max(file.region_bytes, shortest_region(header)) if file.lossy else None
-            region = encode_header(header, region_bytes=size or file.region_bytes)
-            self._heads[file.name] = region, b"".join(data for _, data in file.objects)
-        return self._heads[file.name]
+        return SealedReader(self._memory[rank], slots, layout.header(), layout.tensor_bytes)
 
 
 class _Memory:
@@ -228,20 +213,27 @@ class _Memory:
 
 
 class SealedReader:
-    """A data file out of shared memory, read at given offsets; see `store.FileReading`, and
+    """A file out of shared memory, read at given offsets; see `store.FileReading`, and
     `store.InPlace`."""
 
     alignment_bytes = 1
     at_hand = True
 
-    def __init__(self, memory: _Memory | None, file: SealedFile, head: bytes, tail: bytes) -> None:
+    def __init__(
+        self,
+        memory: _Memory | None,
+        slots: Sequence[tuple[int, int]],
+        head: bytes,
+        tensor_bytes: int,
+    ) -> None:
+        """`head` comes before the tensors, which lie in these slots."""
         self._memory = memory
-        self._head, self._tail = head, tail
-        self._starts = [start for start, _ in file.chunks]
-        self._slots = [slot for _, slot in file.chunks]
-        self._tensor_bytes = file.tensor_bytes
+        self._head = head
+        self._starts = [start for start, _ in slots]
+        self._slots = [slot for _, slot in slots]
+        self._tensor_bytes = tensor_bytes
         self.header_bytes = len(head)
-        self.size_bytes = len(head) + file.tensor_bytes + len(tail)
+        self.size_bytes = len(head) + tensor_bytes
 
     def read_into(self, offset: int, into: memoryview) -> int:
         done, size = 0, max(min(len(into), self.size_bytes - offset), 0)
@@ -266,9 +258,8 @@ class SealedReader:
     def _some(self, offset: int, into: memoryview) -> int:
         """Fill the beginning of `into`, as far as the bytes lie together."""
         at = offset - len(self._head)
-        if at < 0 or at >= self._tensor_bytes:
-            data, first = (self._head, offset) if at < 0 else (self._tail, at - self._tensor_bytes)
-            part = memoryview(data)[first : first + len(into)]
+        if at < 0:
+            part = memoryview(self._head)[offset : offset + len(into)]
             into[: len(part)] = part
             return len(part)
         place, there = self._place(at)

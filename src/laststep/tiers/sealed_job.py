@@ -50,5 +50,4 @@ def agreed_on(
 
 def _table(save: SealedSave) -> bytes:
     """How the first rank of a class described what it held; nothing where it is no such rank."""
-    objects = (entry for file in save.files for entry in file.objects)
-    return next((data for name, data in objects if name == TABLE_NAME), b"")
+    return save.decode_index().values.get(TABLE_NAME, b"")

@@ -113,7 +113,7 @@ def _read_rows(
         wants.setdefault(file, []).append(Want(rows.start, rows.stop, number))
     planned: list[Read] = []
     for file in sorted(wants):
-        planned += plan_reads(file, files[file].header.tensor_bytes, wants[file], most_bytes)
+        planned += plan_reads(file, files[file].layout.tensor_bytes, wants[file], most_bytes)
     extents = (files[read.file].blocks(read.start, read.stop) for read in planned)
     cut: dict[int, bytearray] = {}  # rows of which a part was read, the rest to come
     with closing(read_ahead(extents, threads=_THREADS, buffer_bytes=most_bytes)) as ahead:

@@ -23,12 +23,11 @@ from laststep.adapters.nesting import nest
 from laststep.codecs import objects
 from laststep.codecs.objects import TensorRef
 from laststep.errors import Aborted, Usage
-from laststep.flush.protocol import FileBegin
-from laststep.flush.writer import SaveFlush
-from laststep.format.header import reserve_bytes
-from laststep.format.manifest import Commit, FileRecord, ItemRecord
+from laststep.flush.writer import SaveWriter
+from laststep.format.layout import FileLayout, header_bytes_of
+from laststep.format.manifest import Commit, ItemRecord, Written
 from laststep.format.safetensors import TensorEntry
-from laststep.plan.files import SHARED_FILE, tree_name
+from laststep.plan.files import SHARED_FILE
 from laststep.read.entries import box_text
 from laststep.state.boxes import covers_once
 from laststep.terms import listed
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
     from laststep.adapters.dcp.attempts import DcpSave
-    from laststep.storage.store import Store
 
 _SHARED = f"{SHARED_FILE}.safetensors"
 
@@ -50,7 +48,6 @@ _SHARED = f"{SHARED_FILE}.safetensors"
 class _ManifestItem:
     """What the manifest says of an item."""
 
-    file: str | None = None
     tensors: int = 0
     size_bytes: int = 0
 
@@ -60,7 +57,7 @@ class _WrittenByAll:
     """What the ranks have written, put together."""
 
     written: dict[str, list[WrittenEntry]] = field(default_factory=dict)
-    files: list[FileRecord] = field(default_factory=list)
+    by_rank: dict[int, Written] = field(default_factory=dict)
     items: dict[str, _ManifestItem] = field(default_factory=dict)
 
 
@@ -86,23 +83,26 @@ def make_commit(
     trees = nest(
         ((entry.location, _node(entry, gathered)) for entry in entries), where=attempt.folder
     )
-    stored = [
-        (tree_name(item), objects.encode({"tree": tree, "ties": {}, "views": {}}))
+    values = {
+        item: objects.encode({"tree": tree, "ties": {}, "views": {}})
         for item, tree in trees.items()
-    ]
-    stored.append((dcp_record.OBJECT_NAME, dcp_record.encode(record, allow_pickle=allow_pickle)))
-    shared = _write_shared(
-        attempt.run.store, attempt.folder, _empty_tensors(gathered, metadata), stored
+    }
+    values[dcp_record.OBJECT_NAME] = dcp_record.encode(record, allow_pickle=allow_pickle)
+    ranks = len(results)
+    written = Written()
+    for rank in range(ranks):
+        written = written.plus(gathered.by_rank.get(rank) or _nothing(attempt, rank, ranks))
+    written = written.plus(
+        _write_shared(attempt, _empty_tensors(gathered, metadata), values, ranks)
     )
     return Commit(
         run=attempt.run.id, step=attempt.step, epoch=attempt.epoch, attempt=attempt.number,
-        created_s=time.time(), laststep=VERSION, files=(*gathered.files, shared),
+        created_s=time.time(), laststep=VERSION, written=written,
         items=tuple(
-            ItemRecord(name=name, kind=KIND, file=item.file or _SHARED, tensors=item.tensors,
-                       size_bytes=item.size_bytes)
+            ItemRecord(name=name, kind=KIND, tensors=item.tensors, size_bytes=item.size_bytes)
             for name, item in gathered.items.items()
         ),
-        continues=attempt.continues, ranks=len(results),
+        continues=attempt.continues, ranks=ranks,
     )  # fmt: skip
 
 
@@ -123,10 +123,7 @@ def _gather(results: Sequence[Sequence[WriteResult]], folder: str) -> _WrittenBy
                     expected=f"files in {folder}", found=f"files in {written.files.folder}",
                     remedy="make a Writer for each of the saves that run at once",
                 )  # fmt: skip
-            gathered.files += written.files.records
-            for name, file in written.files.file_of.items():
-                first = gathered.items.setdefault(name, _ManifestItem())
-                first.file = first.file or file
+            gathered.by_rank[written.files.rank] = written.files.written
     return gathered
 
 
@@ -187,16 +184,23 @@ def _empty_tensors(gathered: _WrittenByAll, metadata: Metadata) -> tuple[TensorE
     return tuple(entries.values())
 
 
+def _nothing(attempt: DcpSave, rank: int, ranks: int) -> Written:
+    """The index of a rank that had nothing to write."""
+    with closing(SaveWriter(attempt.run.store, attempt.folder, (), rank=(rank, ranks))) as writer:
+        return writer.finish({})
+
+
 def _write_shared(
-    store: Store, folder: str, tensors: tuple[TensorEntry, ...], stored: list[tuple[str, bytes]]
-) -> FileRecord:
-    region = reserve_bytes(
-        item=None, tensors=tensors, object_names=[name for name, _ in stored], tensor_bytes=0
-    )
-    file = FileBegin(
-        name=_SHARED, item=None, region_bytes=region, tensor_bytes=0, has_objects=True,
-        entries=tensors,
-    )  # fmt: skip
-    with closing(SaveFlush(store, folder, (file,))) as flush:
-        [record] = flush.finish(tuple((0, name, data) for name, data in stored))
-    return record
+    attempt: DcpSave, tensors: tuple[TensorEntry, ...], values: dict[str, bytes], ranks: int
+) -> Written:
+    """Write what is of no rank, in an index of the coordinator's own, behind those of ranks."""
+    layouts = []
+    if tensors:
+        layout = FileLayout(
+            name=_SHARED, item=None, header_bytes=header_bytes_of(tensors), tensor_bytes=0,
+            tensors=tensors,
+        )  # fmt: skip
+        layouts.append(layout)
+    store, folder = attempt.run.store, attempt.folder
+    with closing(SaveWriter(store, folder, layouts, rank=(ranks, ranks))) as writer:
+        return writer.finish(values)

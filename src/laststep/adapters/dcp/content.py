@@ -176,7 +176,7 @@ class DcpContent:
             yield _DcpLeaf(entry.fqn, item, node, entry.kind, entry.start, entry.shape)
 
     def _record(self) -> dcp_record.DcpRecord | None:
-        for data, where in self._content.objects(dcp_record.OBJECT_NAME):
+        for data, where in self._content.values(dcp_record.OBJECT_NAME):
             return dcp_record.decode(data, where=where, allow_pickle=self._allow_pickle)
         return None
 

@@ -15,7 +15,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
 import torch
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -24,8 +23,7 @@ from laststep.adapters.dcp.layout import tensor_name
 from laststep.adapters.dcp.values import take_apart
 from laststep.capture.gather import bytes_of
 from laststep.errors import Usage
-from laststep.flush.protocol import FileBegin
-from laststep.flush.writer import SaveFlush
+from laststep.flush.writer import SaveWriter
 from laststep.plan.files import ItemSpec, plan_save
 from laststep.state.boxes import Box, whole
 from laststep.state.pieces import BoxPart, Piece
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
     from laststep.adapters.nesting import Path
-    from laststep.format.manifest import FileRecord
+    from laststep.format.manifest import Written
     from laststep.plan.files import SavePlan
     from laststep.storage.store import Store
 
@@ -58,11 +56,11 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """The files of one rank, and the first of each item."""
+    """What one rank has written."""
 
     folder: str
-    records: tuple[FileRecord, ...]
-    file_of: dict[str, str]
+    rank: int
+    written: Written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +101,10 @@ def write_items(
     rank: tuple[int, int],
     how: WriteOptions,
 ) -> list[WriteResult]:
-    """Write all of it, durably; `folder` is that of the attempt, `rank` this one of so many."""
+    """Write all of it, durably; `folder` is that of the attempt, `rank` this one of so many. A rank
+    with nothing to write leaves its index to the coordinator, which would not hear of it."""
+    if not items:
+        return []
     work: dict[str, _WrittenItem] = {}
     entries: list[WrittenEntry] = []
     for item in items:
@@ -117,13 +118,9 @@ def write_items(
         ItemSpec(name=name, kind=KIND, standalone=False, pieces=tuple(item.pieces))
         for name, item in work.items()
     )
-    plan = plan_save(specs, rank=rank, objects=())
-    records = _write_files(plan, list(work.values()), planner, store, folder, how.threads)
-    files = Files(
-        folder=folder,
-        records=tuple(msgspec.structs.replace(record, rank=rank[0]) for record in records),
-        file_of={name: plan.file_of[name] for name, item in work.items() if item.pieces},
-    )
+    plan = plan_save(specs, rank=rank, values=())
+    written = _write_files(plan, list(work.values()), planner, store, folder, rank, how.threads)
+    files = Files(folder=folder, rank=rank[0], written=written)
     if entries:
         entries[0] = replace(entries[0], files=files)
     return [
@@ -191,10 +188,12 @@ def _write_files(
     planner: SavePlanner,
     store: Store,
     folder: str,
+    rank: tuple[int, int],
     threads: int,
-) -> tuple[FileRecord, ...]:
+) -> Written:
     sources = [source for item in work for source in item.sources]
-    with closing(SaveFlush(store, folder, tuple(map(FileBegin.of, plan.files)))) as flush:
+    layouts = [file.layout for file in plan.files]
+    with closing(SaveWriter(store, folder, layouts, rank=rank)) as flush:
         with ThreadPoolExecutor(threads, thread_name_prefix="laststep-dcp-write") as writers:
             free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
             for _ in range(threads + 1):
@@ -205,7 +204,7 @@ def _write_files(
                     for data in _stretches(_resolved(sources[piece], planner)):
                         image.append(data)
                 image.end()
-        return flush.finish(())
+        return flush.finish({})
 
 
 def _resolved(source: WriteItem | torch.Tensor, planner: SavePlanner) -> torch.Tensor:
@@ -250,7 +249,7 @@ class _Image:
 
     def __init__(
         self,
-        flush: SaveFlush,
+        flush: SaveWriter,
         file: int,
         threads: ThreadPoolExecutor,
         free: queue.SimpleQueue[mmap.mmap],

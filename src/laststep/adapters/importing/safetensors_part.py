@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from laststep.errors import Corrupt, Usage
-from laststep.format.header import HELD_NAME
+from laststep.errors import Corrupt
 from laststep.format.safetensors import TensorEntry, decode_plain, region_bytes_of
 from laststep.state import tensors
 
@@ -36,11 +35,6 @@ def open_part(file: BinaryIO, *, start: int, stop: int, where: str) -> TensorInd
     region = prefix + file.read(header_bytes - len(prefix))
     entries = decode_plain(region, data_bytes=size_bytes - header_bytes, where=where)
     by_name = {entry.name: entry for entry in entries}
-    if HELD_NAME in by_name:
-        raise Usage(
-            "cannot import a data file of laststep that holds blocks, not tensors", where=where,
-            found=HELD_NAME, remedy="`laststep export` writes the tensors of a checkpoint",
-        )  # fmt: skip
     return TensorIndex(entries=by_name, data_at=start + header_bytes)
 
 
